@@ -101,5 +101,4 @@ def test_a_document_that_was_changed_anywhere_is_refused_or_can_be_used(profile,
         return
     assert Profile.from_json(found.to_json()) == found
     assert str(found).isprintable() or "\n" in str(found)
-    assert found._repr_html_().encode()
     assert found.at(found.rows or 1) if found.rows else True

@@ -8,7 +8,7 @@ from torch import nn
 
 from microbatch import Batch
 from profiler import profile, profile_seconds, profile_times
-from profiler._clock import host_watch
+from profiler._clock import Timer
 from profiler._times import measure
 
 from .strategies import fewer
@@ -43,7 +43,7 @@ def test_rounds_that_are_not_owed_end_within_one_and_a_half_times_the_timeout(le
         CPU,
         timeout=timeout,
         least=0,
-        watch=host_watch(clock),
+        watch=Timer(clock, lambda start, end: end - start),
         clock=clock,
     )
     assert [[(length, 0, None)]] * len(rounds) == rounds
@@ -103,7 +103,7 @@ def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected)
         timeout=1e-6,
         least=1,
         split=True,
-        watch=host_watch(clock),
+        watch=Timer(clock, lambda start, end: end - start),
         clock=itertools.count().__next__,
     )
     assert rounds[0] == [expected]

@@ -38,21 +38,12 @@ def fewest_rows(sample: Any) -> int:
     return min(microbatch.scatter_views(sample, 1)[0][0].rows)
 
 
-def check_timeout(timeout: float) -> None:
-    _check_number("timeout", timeout, "seconds")
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
-
-
-def check_scale(param_scale: float) -> None:
-    _check_number("param_scale", param_scale, "copies")
-    if not (param_scale >= 0 and math.isfinite(param_scale)):
-        raise ValueError(f"param_scale: expected a number of copies >= 0, got {param_scale!r}")
-
-
-def _check_number(name: str, value: float, of: str) -> None:
+def check_number(name: str, value: float, *, positive: bool) -> None:
+    """Raises if `value` is no finite number of at least 0, or above it."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number of {of}, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
+    if not (0 <= value < math.inf) or (positive and not value):
+        raise ValueError(f"{name}: expected a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
 
 
 def check_chunks(chunks: int) -> None:

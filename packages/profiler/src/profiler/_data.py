@@ -1,10 +1,8 @@
-"""The data of a profile; :class:`profiler.Profile` adds methods."""
+"""The data of a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import SupportsIndex, overload
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -87,71 +85,3 @@ class SkipProfile:
     source: int
     target: int
     bytes: int
-
-
-COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name for field in fields(LayerProfile)[2:]))
-
-
-@dataclass(frozen=True)
-class ProfileData:
-    """The layers of a model in order, and how they were profiled."""
-
-    layers: tuple[LayerProfile, ...]
-    device: str
-    torch: str
-    threads: int
-    chunks: int
-    rows: int
-    rounds: int
-    loss: LayerProfile | None = None
-    others: tuple[ProfileData, ...] = ()
-    skips: tuple[SkipProfile, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[LayerProfile]:
-        return iter(self.layers)
-
-    @overload
-    def __getitem__(self, layer: SupportsIndex | str) -> LayerProfile: ...
-
-    @overload
-    def __getitem__(self, layer: slice) -> tuple[LayerProfile, ...]: ...
-
-    def __getitem__(self, layer: SupportsIndex | str | slice) -> LayerProfile | tuple[LayerProfile, ...]:
-        return self.layers[self._index(layer) if isinstance(layer, str) else layer]
-
-    def _index(self, name: str) -> int:
-        try:
-            return self.names.index(name)
-        except ValueError:
-            raise KeyError(f"no layer {name!r} in this profile; it has {', '.join(self.names)}") from None
-
-    @property
-    def names(self) -> list[str]:
-        return [layer.name for layer in self.layers]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Seconds of forward and backward of each layer."""
-        return self.costs("seconds")
-
-    def costs(self, by: str) -> list[float]:
-        """One figure of every layer, such as ``"seconds"``, ``"saved_bytes"`` or ``"flops"``.
-
-        Args:
-            by: the name of a figure.
-
-        Returns:
-            A number for each layer, in seconds, bytes or operations.
-
-        Raises:
-            ValueError: there is no such figure, or it was not measured.
-        """
-        if by not in COSTS:
-            raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
-        costs = [getattr(layer, by) for layer in self.layers]
-        if None in costs:
-            raise ValueError(f"by: this profile has no {by}, as it was made on device {self.device!r}")
-        return costs

@@ -14,9 +14,9 @@ from microbatch import Batch, Split, flatten, rules, scatter, unflatten, unwrap
 from ._arguments import (
     check_chunks,
     check_no_gradient,
+    check_number,
     check_rows,
     check_sample,
-    check_timeout,
     fewest_rows,
     sizing_device,
 )
@@ -84,7 +84,7 @@ def profile(
     chain = layers_of(module)
     check_no_gradient(chain)
     check_sample(sample)
-    check_timeout(timeout)
+    check_number("timeout", timeout, positive=True)
     device = sizing_device(chain, device)
     wanted = [None] if rows is None else check_rows(rows)
     check_chunks(chunks)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import SupportsIndex, overload
 
-from ._data import ProfileData
-from ._json import dump, load
+from . import documents
+from ._data import LayerProfile, SkipProfile
 from ._rows import at
 from ._table import profile_table
 
+COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name for field in fields(LayerProfile)[2:]))
+SCHEMA = "gpipe-profiler/3"
+
 
 @dataclass(frozen=True)
-class Profile(ProfileData):
+class Profile:
     """The layers of a model in order, and how they were profiled.
 
     `str()` is a table. An index is a position or a name.
@@ -27,7 +33,63 @@ class Profile(ProfileData):
     skips: the tensors that skip layers.
     """
 
+    layers: tuple[LayerProfile, ...]
+    device: str
+    torch: str
+    threads: int
+    chunks: int
+    rows: int
+    rounds: int
+    loss: LayerProfile | None = None
     others: tuple[Profile, ...] = ()
+    skips: tuple[SkipProfile, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerProfile]:
+        return iter(self.layers)
+
+    @overload
+    def __getitem__(self, layer: SupportsIndex | str) -> LayerProfile: ...
+
+    @overload
+    def __getitem__(self, layer: slice) -> tuple[LayerProfile, ...]: ...
+
+    def __getitem__(self, layer: SupportsIndex | str | slice) -> LayerProfile | tuple[LayerProfile, ...]:
+        if not isinstance(layer, str):
+            return self.layers[layer]
+        if layer not in self.names:
+            raise KeyError(f"no layer {layer!r} in this profile; it has {', '.join(self.names)}")
+        return self.layers[self.names.index(layer)]
+
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for layer in self.layers]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of forward and backward of each layer."""
+        return self.costs("seconds")
+
+    def costs(self, by: str) -> list[float]:
+        """One figure of every layer, such as ``"seconds"``, ``"saved_bytes"`` or ``"flops"``.
+
+        Args:
+            by: the name of a figure.
+
+        Returns:
+            A number for each layer, in seconds, bytes or operations.
+
+        Raises:
+            ValueError: there is no such figure, or it was not measured.
+        """
+        if by not in COSTS:
+            raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
+        costs = [getattr(layer, by) for layer in self.layers]
+        if None in costs:
+            raise ValueError(f"by: this profile has no {by}, as it was made on device {self.device!r}")
+        return costs
 
     def at(self, rows: int) -> Profile:
         """The profile of a micro-batch of `rows` rows, by linear interpolation between the two nearest that were
@@ -49,18 +111,13 @@ class Profile(ProfileData):
     def __str__(self) -> str:
         return profile_table(self)
 
-    def _repr_html_(self) -> str:
-        from html import escape  # late, as few need it
-
-        return f"<pre>{escape(str(self))}</pre>"
-
     def to_json(self) -> str:
         """Text that `from_json` turns into an equal profile.
 
         Returns:
             JSON.
         """
-        return dump(self)
+        return documents.dump(self, SCHEMA)
 
     @staticmethod
     def from_json(text: str) -> Profile:
@@ -75,4 +132,23 @@ class Profile(ProfileData):
         Raises:
             ValueError: `text` is not the JSON of a profile; the message names the place.
         """
-        return load(Profile, text)
+        profile = documents.load(Profile, text, "profile", SCHEMA)
+        _expect_whole([*profile.others, profile])
+        return profile
+
+
+def _expect_whole(profiles: list[Profile]) -> None:
+    """Raises unless layers and skips are the same for all numbers of rows, and each layer occurs once."""
+    for each in profiles:
+        if not each.names or len(set(each.names)) < len(each.names):
+            raise ValueError("layers: expected at least one, and no name that occurs twice")
+        for skip in each.skips:
+            if not skip.source < skip.target < len(each):
+                raise ValueError(f"skips: expected a source before a target among {len(each)} layers, got {skip}")
+    for fewer, more in pairwise(profiles):
+        if _form(fewer) != _form(more) or fewer.rows >= more.rows or fewer.others:
+            raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
+
+
+def _form(profile: Profile) -> tuple[object, ...]:
+    return profile.names, [(skip.source, skip.target) for skip in profile.skips], profile.loss is None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ._data import LayerProfile, ProfileData
+from ._data import LayerProfile
 
-Profile = TypeVar("Profile", bound=ProfileData)
+if TYPE_CHECKING:
+    from ._record import Profile
 
 # Figures that depend on the layer alone.
 _FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})

@@ -15,7 +15,7 @@ from torch import nn
 from microbatch import Batch, scatter
 
 from ._alike import situation
-from ._arguments import check_chunks, check_sample, check_scale, sizing_device
+from ._arguments import check_chunks, check_number, check_sample, sizing_device
 from ._count import Count, count
 from ._data import SkipProfile
 from ._enter import copied, enter_batch
@@ -62,7 +62,7 @@ def profile_sizes(
     chain = layers_of(module)
     check_sample(input)
     check_chunks(chunks)
-    check_scale(param_scale)
+    check_number("param_scale", param_scale, positive=False)
     device = sizing_device(chain, device)
     with isolated(device):
         found = count_layers(chain, scatter(input, chunks)[0], device, backward=False)

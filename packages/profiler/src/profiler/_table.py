@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from .text import align, format_cost
 
 if TYPE_CHECKING:
-    from ._data import LayerProfile, ProfileData
+    from ._data import LayerProfile
+    from ._record import Profile
 
 _COLUMNS = {
     "forward": "forward_seconds",
@@ -25,12 +26,12 @@ _COLUMNS = {
 _NOT_SUMMED = ("peak_bytes", "output_bytes")
 
 
-def profile_table(profile: ProfileData) -> str:
+def profile_table(profile: Profile) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
     return f"{_heading(profile)}\n{align(_rows(profile), left=2)}\n* the largest of its column"
 
 
-def _rows(profile: ProfileData) -> list[list[str]]:
+def _rows(profile: Profile) -> list[list[str]]:
     """The head, a line for each layer and the loss, and the total."""
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     # The first part of a split backward only if it was measured.
@@ -49,7 +50,7 @@ def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
     return [*cells, format_cost(sum(values), name) if summable else ""]
 
 
-def _heading(profile: ProfileData) -> str:
+def _heading(profile: Profile) -> str:
     """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"

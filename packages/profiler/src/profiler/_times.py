@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from microbatch import Batch, unwrap
 
-from ._arguments import check_no_gradient, check_sample, check_timeout, running_device
-from ._clock import Timer, watch_for
+from ._arguments import check_no_gradient, check_number, check_sample, running_device
+from ._clock import Timer, timer_for
 from ._enter import copied
 from ._isolation import isolated
 from ._layers import layers_of
@@ -89,7 +88,7 @@ def _measured(module: nn.Module, sample: Any, timeout: float, device: Device | N
     chain = layers_of(module)
     check_no_gradient(chain)
     check_sample(sample)
-    check_timeout(timeout)
+    check_number("timeout", timeout, positive=True)
     device = running_device(device)
     with isolated(device):
         return measure(chain, Batch(unwrap(sample)[0]), device, timeout=timeout, least=least)
@@ -124,16 +123,16 @@ def measure(
     """
     copies = repeatable_sandbox(module, device)
     rounds: list[Round] = []
-    with nullcontext(watch) if watch else watch_for(device) as watch:
-        first = _one_round(module, copies(), copied(batch, device), watch, split)
-        began, spent = clock(), 0.0
-        last = sum(seconds.forward + seconds.backward for seconds in first)
-        while len(rounds) < least or (spent < timeout and (least or spent + last <= 1.5 * timeout)):
-            rounds.append(_one_round(module, copies(), copied(batch, device), watch, split))
-            before, spent = spent, clock() - began
-            last = spent - before
-            if progress and sys.stderr.isatty():
-                print(f"\rprofiling {min(spent / timeout, 1):4.0%}", end="", file=sys.stderr, flush=True)
+    watch = watch or timer_for(device)
+    first = _one_round(module, copies(), copied(batch, device), watch, split)
+    began, spent = clock(), 0.0
+    last = sum(seconds.forward + seconds.backward for seconds in first)
+    while len(rounds) < least or (spent < timeout and (least or spent + last <= 1.5 * timeout)):
+        rounds.append(_one_round(module, copies(), copied(batch, device), watch, split))
+        before, spent = spent, clock() - began
+        last = spent - before
+        if progress and sys.stderr.isatty():
+            print(f"\rprofiling {min(spent / timeout, 1):4.0%}", end="", file=sys.stderr, flush=True)
     if progress and sys.stderr.isatty():
         print("\r" + " " * 14, end="\r", file=sys.stderr, flush=True)
     return rounds or [first]

@@ -6,16 +6,15 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from reprlib import repr as shortened
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["dump", "expect_once", "load"]
+__all__ = ["dump", "load"]
 
 T = TypeVar("T")
 
-_MOST_DIGITS = 100
 _PLAIN: dict[type, tuple[str, Callable[[Any], bool]]] = {
     str: ("a string", lambda value: isinstance(value, str)),
     bool: ("true or false", lambda value: isinstance(value, bool)),
@@ -56,45 +55,16 @@ def load(kind: type[T], text: str, name: str, schema: str) -> T:
         ValueError: names the path of the first thing that :func:`dump` would not have written.
     """
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        expect_once((key for key, _ in items), name)
-        return dict(items)
-
-    def integer(digits: str) -> int:
-        if len(digits) > _MOST_DIGITS:
-            raise ValueError(f"{name}: expected numbers of at most {_MOST_DIGITS} digits, got one of {len(digits)}")
-        return int(digits)
-
-    def constant(found: str) -> NoReturn:
-        raise ValueError(f"{name}: expected numbers of JSON, got {found}")
-
     try:
-        document = json.loads(text, parse_constant=constant, parse_int=integer, object_pairs_hook=pairs)
-        if not isinstance(document, dict):
-            raise ValueError(f"{name}: expected an object, got {shortened(document)}")
-        if (found := document.pop("schema", None)) != schema:
-            raise ValueError(f"schema: this version reads {schema!r}, got {shortened(found)}; make the {name} again")
-        made: T = _read(kind, document, name)
-    except (json.JSONDecodeError, RecursionError) as error:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: expected the text that to_json wrote, got no JSON: {error}") from None
-    return made
-
-
-def expect_once(keys: Iterable[str], name: str) -> None:
-    """Refuse keys that occur twice.
-
-    Args:
-        keys: the keys.
-        name: what has them, for errors.
-
-    Raises:
-        ValueError: one of them occurs twice.
-    """
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            raise ValueError(f"{name}: {shortened(key)} occurs twice")
-        seen.add(key)
+    if not isinstance(document, dict):
+        raise ValueError(f"{name}: expected an object, got {shortened(document)}")
+    if (found := document.pop("schema", None)) != schema:
+        raise ValueError(f"schema: this version reads {schema!r}, got {shortened(found)}; make the {name} again")
+    read: T = _read(kind, document, name)
+    return read
 
 
 def _document(value: Any) -> Any:
