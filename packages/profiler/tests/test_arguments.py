@@ -47,7 +47,11 @@ def test_what_cannot_be_profiled_is_named(way, arguments, error, message):
         (lambda: profile_times(linear(), ROWS, 1, "meta"), ValueError, "to run on, got 'meta'"),
         (lambda: profile_seconds(linear(), ROWS, timeout="1", device="cpu"), TypeError, "timeout: expected a number"),
         (lambda: profile_times(linear(), ROWS, 0, "cpu"), ValueError, "timeout: expected a finite number > 0"),
-        (lambda: profile(linear(), ROWS, device="cpu", timeout=float("nan")), ValueError, "timeout: expected a finite number > 0"),
+        (
+            lambda: profile(linear(), ROWS, device="cpu", timeout=float("nan")),
+            ValueError,
+            "timeout: expected a finite number > 0",
+        ),
         (lambda: profile(linear(), ROWS, device="cpu", chunks=0), ValueError, "chunks: expected at least 1 micro-bat"),
         (lambda: profile_sizes(linear(), ROWS, 2.5, 2.0, "cpu"), TypeError, "chunks: expected a whole number, got 2.5"),
         (lambda: profile_sizes(linear(), ROWS, 1, -1, "cpu"), ValueError, "param_scale: expected a finite number >= 0"),
