@@ -24,7 +24,7 @@ from gpipe import GPipe
 from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
-from gpipe.timeline._chooser import RUNS, Chooser, Plan
+from gpipe.timeline._chooser import RUNS, Chooser, StepPlan
 
 from ..layers import Tied
 from ..models import Recipe, main_of, recipes
@@ -392,7 +392,7 @@ def _choices(schedule: str, ranks: list[int], pace: float) -> list[Choice]:
 def _expect_as_alone(plan: Any, alone: Chooser) -> Any:
     """As ``plan``, which must decide as ``alone``, that has measured the same."""
 
-    def both(*arguments: Any) -> Plan:
+    def both(*arguments: Any) -> StepPlan:
         found, expected = plan(*arguments), alone.plan(*arguments)
         assert found.schedule == expected.schedule
         assert (found.recorder is None) == (expected.recorder is None)

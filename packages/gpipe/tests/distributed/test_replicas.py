@@ -15,7 +15,7 @@ import gpipe
 import gpipe.distributed._sharded as sharded
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 from gpipe.schedule import Choice
-from gpipe.timeline._chooser import Plan
+from gpipe.timeline._chooser import StepPlan
 
 from ..worlds import world
 
@@ -297,15 +297,15 @@ def _choose() -> list[str]:
         ["1f1b", "zero_bubble", "fill_drain"] if dist.get_rank() == 0 else ["fill_drain", "1f1b", "zero_bubble"]
     )
 
-    def plan(schedule: Any, *_: Any) -> Plan:
-        return Plan(Choice(next(names)))
+    def plan(schedule: Any, *_: Any) -> StepPlan:
+        return StepPlan(Choice(next(names)))
 
     found = []
     rank._chooser.plan = plan
     for _ in range(3):
         _step(rank, mesh, schedule="auto")
         found.append(rank.last_schedule.name)
-    rank._chooser.plan = lambda schedule, *_: Plan(Choice("1f1b"))
+    rank._chooser.plan = lambda schedule, *_: StepPlan(Choice("1f1b"))
     with pytest.raises((ValueError, RemoteError), match="the replicas disagree"):
         _step(rank, mesh, schedule="auto" if mesh["replicas"].get_local_rank() else "1f1b")
     return found

@@ -19,14 +19,12 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe, record
 from gpipe.module._arguments import checked_checkpoint
-from gpipe.module._choices import expect_fitting
 from gpipe.schedule import SCHEDULES
 
 from ..layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
 from ..models import Recipe, recipes
 from ..schedules import V_SHAPED
 from ..test_models import assert_close
-from .test_rebalance import balances
 from .test_step import SLOW, Way, lived_by, ways
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,32 +181,19 @@ def test_it_may_be_set_between_steps_copied_and_pickled():
         assert_same(pipe, plain)
 
 
-@given(st.data())
-def test_flags_follow_their_layers(data: st.DataObject):
-    """Wherever they move; modes stay with their partitions, until a layer comes that says something else."""
-    n, stages = 6, data.draw(st.integers(1, 3))
-    first, second = (data.draw(balances(n, stages)) for _ in range(2))
-    modes = st.sampled_from(["always", "never", "except_last"])
-    choice = [data.draw(modes | st.lists(st.booleans(), min_size=size, max_size=size)) for size in first]
-    plain = linears(n)
-    with closing(piped(plain, first, chunks=2, checkpoint=choice)) as pipe, gpipe.inline():
-        pipe.rebalance(second)
-        for before, after in zip(
-            said(choice, first), said(expect_fitting(pipe.checkpoint, second), second), strict=True
-        ):
-            if isinstance(before, bool):
-                assert after in (before, "always" if before else "never")
-        if all(isinstance(each, str) for each in choice):
-            assert pipe.checkpoint == choice
+def test_flags_are_for_one_balance():
+    with closing(piped(linears(4), [3, 1], chunks=2, checkpoint=[[True, False, True], "never"])) as pipe:
+        with pytest.raises(ValueError, match=r"flags for partitions of \[3, 1\] layers; set pipe.checkpoint to modes"):
+            pipe.rebalance([2, 2])
+        assert pipe.balance == [3, 1]
+        pipe.rebalance([3, 1])
+        pipe.checkpoint = "never"
+        pipe.rebalance([2, 2])
+        pipe.checkpoint = ["always", [True, False]]
         pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        plain = linears(4)
         F.mse_loss(plain(rows(4)), rows(4)).backward()
         assert_same(pipe, plain)
-
-
-def said(choices: list[Any], balance: list[int]) -> list[str | bool]:
-    """What is said of each layer."""
-    each = zip(choices, balance, strict=True)
-    return [own for choice, size in each for own in ([choice] * size if isinstance(choice, str) else choice)]
 
 
 @pytest.mark.parametrize(

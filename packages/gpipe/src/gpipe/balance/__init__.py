@@ -6,7 +6,7 @@ is the most expensive partition cheaper. All take
 pin: layers at which a partition has to begin,
 forbid: layers at which none may begin, so that they stay together with the layer before,
 
-each by name, by a regular expression for the whole name, or by position.
+each a list of names or positions.
 """
 
 from ._balance import balance_by_flops as balance_by_flops

@@ -13,7 +13,7 @@ from profiler import profile, profile_seconds, profile_sizes
 
 from .._flatten._shapes import expect_data
 from ..module._whole import replicated
-from ._cuts import Layers, balanced, checked_cuts, read_cuts
+from ._cuts import Layers, balanced, checked_names
 
 Device = torch.device | int | str
 
@@ -39,7 +39,7 @@ def balance_by_time(
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
         timeout: how long to measure, in seconds.
         device: the device to measure on; by default the accelerator if there is one, else the CPU.
-        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        pin: layers at which a partition has to begin: names or positions.
         forbid: layers at which none may begin.
 
     Returns:
@@ -50,12 +50,12 @@ def balance_by_time(
         ValueError: there are fewer layers than partitions, `pin` or `forbid` names a layer that does not exist, or no
             balance satisfies them.
     """
-    cuts = checked_cuts(partitions, module, pin, forbid)
+    names = checked_names(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
     sample = replicated(sample, "sample")
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
-    return balanced(seconds, partitions, cuts)
+    return balanced(seconds, partitions, names, pin, forbid)
 
 
 def balance_by_size(
@@ -109,9 +109,9 @@ def balance_by_size(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    cuts = checked_cuts(partitions, module, pin, forbid)
+    names = checked_names(partitions, module, pin, forbid)
     input = replicated(input, "input")  # noqa: A001
-    return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
+    return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, names, pin, forbid)
 
 
 def balance_by_parameters(
@@ -128,9 +128,9 @@ def balance_by_parameters(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    cuts = checked_cuts(partitions, module, pin, forbid)
+    names = checked_names(partitions, module, pin, forbid)
     sizes = [sum(parameter.numel() * parameter.itemsize for parameter in layer.parameters()) for layer in module]
-    return balanced(sizes, partitions, cuts)
+    return balanced(sizes, partitions, names, pin, forbid)
 
 
 def balance_by_flops(
@@ -150,8 +150,8 @@ def balance_by_flops(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    cuts = checked_cuts(partitions, module, pin, forbid)
-    return balanced(profile(module, sample, device="meta").costs("flops"), partitions, cuts)
+    names = checked_names(partitions, module, pin, forbid)
+    return balanced(profile(module, sample, device="meta").costs("flops"), partitions, names, pin, forbid)
 
 
 def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
@@ -166,8 +166,8 @@ def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid:
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    cuts = checked_cuts(partitions, module, pin, forbid)
-    return balanced([1] * len(module), partitions, cuts)
+    names = checked_names(partitions, module, pin, forbid)
+    return balanced([1] * len(module), partitions, names, pin, forbid)
 
 
 def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
@@ -189,10 +189,10 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
-    >>> balance_cost([1, 2, 3, 4, 5, 6], 2, forbid=4)
+    >>> balance_cost([1, 2, 3, 4, 5, 6], 2, forbid=[4])
     [5, 1]
     """
-    return balanced(cost, partitions, read_cuts([str(i) for i in range(len(cost))], pin, forbid))
+    return balanced(cost, partitions, [str(i) for i in range(len(cost))], pin, forbid)
 
 
 @contextmanager

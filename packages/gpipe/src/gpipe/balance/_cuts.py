@@ -2,60 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
 from blockpartition import partition, place
 
-Layer = str | re.Pattern[str] | int
-Layers = Layer | Iterable[Layer]
+Layers = Iterable[str | int]
+"""Layers by name or position."""
 
 
-class Cuts(NamedTuple):
-    """Positions at which a partition has to begin, and those at which none may."""
-
-    pin: list[int]
-    forbid: list[int]
-
-
-def balanced(cost: Sequence[float], partitions: int, cuts: Cuts) -> list[int]:
-    """The layers of each partition, so that the most expensive one costs the least."""
-    if not any(cuts):
+def balanced(
+    cost: Sequence[float], partitions: int, names: Sequence[str], pin: Layers = (), forbid: Layers = ()
+) -> list[int]:
+    """The layers of each partition, so that the most expensive one costs the least; ``names`` are those of layers."""
+    pinned, forbidden = _positions(pin, names, "pin"), _positions(forbid, names, "forbid")
+    if not pinned and not forbidden:
         return list(partition(cost, partitions).sizes)
-    return list(place(cost, partitions, pin=cuts.pin, forbid=cuts.forbid).sizes)
+    return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
 
 
-def checked_cuts(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> Cuts:
-    """The cuts, checked before anything is measured: there must be a balance that satisfies them."""
+def checked_names(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> list[str]:
+    """The names of the layers, after a check that there is a balance, before anything is measured."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
-    cuts = read_cuts(list(module._modules), pin, forbid)
-    balanced([1] * len(module), partitions, cuts)
-    return cuts
+    names = list(module._modules)
+    balanced([1] * len(names), partitions, names, pin, forbid)
+    return names
 
 
-def read_cuts(names: list[str], pin: Layers, forbid: Layers) -> Cuts:
-    """The positions of layers given by name, regular expression or position; ``names`` are those of all layers."""
-    return Cuts(_cuts(pin, names, "pin"), _cuts(forbid, names, "forbid"))
-
-
-def _cuts(layers: Layers, names: list[str], argument: str) -> list[int]:
+def _positions(layers: Layers, names: Sequence[str], argument: str) -> list[int]:
     """The positions of ``layers``, without that of the first layer, at which a partition begins anyway."""
-    wanted = [layers] if isinstance(layers, (str, re.Pattern, int)) else layers
-    return sorted({position for layer in wanted for position in _positions(layer, names, argument)} - {0})
-
-
-def _positions(layer: Layer, names: list[str], argument: str) -> list[int]:
-    positions = [i for i, name in enumerate(names) if _is_meant(layer, i, name)]
-    if not positions:
-        raise ValueError(f"{argument}: {layer!r} is not a layer; the layers are {', '.join(names)}")
-    return positions
-
-
-def _is_meant(layer: Layer, position: int, name: str) -> bool:
-    if isinstance(layer, int):
-        return layer == position
-    return layer == name or re.fullmatch(layer, name) is not None
+    if isinstance(layers, (str, int)):
+        raise TypeError(f"{argument}: expected a list of layers, got {layers!r}; write [{layers!r}]")
+    found = {names.index(layer) if layer in names else layer for layer in layers}
+    for layer in found:
+        if not isinstance(layer, int) or not 0 <= layer < len(names):
+            raise ValueError(f"{argument}: {layer!r} is not a layer; the layers are {', '.join(names)}")
+    return sorted(found - {0})  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..schedule import Choice
-from ..timeline._chooser import Plan
+from ..timeline._chooser import StepPlan
 from ..timeline._record import Recorder
 
 
@@ -35,7 +35,7 @@ class Opening:
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
         self.seed = 0
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.is_chosen = False
         self.first: dict[str, Any] = {}
 
@@ -57,4 +57,4 @@ class Opening:
         """Take in what the rank of the first stage has told."""
         self.first, self.batches, self.seed = told["first"], told["batches"], told["seed"]
         if told["choice"] is not None:
-            self.plan = Plan(told["choice"], Recorder(memory=False) if told["watched"] else None)
+            self.plan = StepPlan(told["choice"], Recorder(memory=False) if told["watched"] else None)

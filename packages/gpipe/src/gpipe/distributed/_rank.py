@@ -36,7 +36,7 @@ from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
-from ..timeline._chooser import Plan, Size, choice_of
+from ..timeline._chooser import Size, StepPlan, choice_of
 from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
@@ -104,7 +104,7 @@ class Rank(Stepping):
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     """
 
-    _plan: Plan
+    _plan: StepPlan
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class Rank(Stepping):
         self._replicas.begin()
         expect_schedule(schedule, (*SCHEDULES, "auto"))
         found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
-        found.plan = None if isinstance(schedule, str) else Plan(schedule)
+        found.plan = None if isinstance(schedule, str) else StepPlan(schedule)
 
     def _decide(self, found: Opening, inputs: Any, schedule: Schedule | str | None) -> None:
         """Decide on the rank of the first stage what all ranks do in this run."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..engine._stage import Stage, stages_of
-from ..schedule._flags import as_lists, expect_flags, moved, runs_of, scheduled
+from ..schedule._flags import as_lists, expect_flags, runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode, checked_modes
 
@@ -54,8 +54,13 @@ def copied(choices: Choices) -> Choices:
 
 
 def rebalanced(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
-    """The choices for partitions of other sizes; see :func:`gpipe.schedule._flags.moved`."""
-    return choices if isinstance(choices, str) else as_lists(moved(choices, before, after))
+    """``choices`` for partitions of other sizes, ``after``; ValueError if they have flags for those of ``before``."""
+    if flags_of(choices) is not None and list(before) != list(after):
+        raise ValueError(
+            f"checkpoint={choices!r} has flags for partitions of {list(before)} layers; set pipe.checkpoint to modes, "
+            f"rebalance to {list(after)}, and set flags again"
+        )
+    return choices
 
 
 def modes_of(choices: Choices) -> str | list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 
 StageMode = str | tuple[bool, ...]
 """A mode for the whole stage, or a flag for each of its layers: whether it is recomputed."""
@@ -56,40 +56,3 @@ def runs_of(flags: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
     for flag, run in groupby(flags):
         first, end = end, end + len(list(run))
         yield flag, first, end
-
-
-def moved(modes: Sequence[StageCheckpoint], before: Sequence[int], after: Sequence[int]) -> list[StageMode]:
-    """The modes of stages after a change of the balance: flags follow their layers, and modes stay with their stages.
-
-    A stage with a mode keeps it for layers that come from another stage with a mode. It gets flags if a layer comes
-    with a flag that differs from its mode.
-
-    Args:
-        modes: the modes of the stages before.
-        before, after: the number of layers of each stage.
-
-    >>> moved([[True, False], "never"], [2, 1], [1, 2]), moved([[False, True], "never"], [2, 1], [1, 2])
-    (['always', 'never'], ['never', (True, False)])
-    """
-    layers, ends = _layers(modes, before), accumulate(after)
-    return [_mode_on(layers[end - size : end], mode) for mode, size, end in zip(modes, after, ends, strict=True)]
-
-
-Layer = tuple[bool | None, bool]
-"""The flag of a layer, if it has one, and whether it is recomputed: by its flag, or by the mode of its stage."""
-
-
-def _layers(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[Layer]:
-    found: list[Layer] = []
-    for mode, size in zip(modes, sizes, strict=True):
-        found += [(None, mode != "never")] * size if isinstance(mode, str) else [(flag, flag) for flag in mode]
-    return found
-
-
-def _mode_on(layers: Sequence[Layer], mode: StageCheckpoint) -> StageMode:
-    """The mode of a stage that had ``mode`` and now has these layers."""
-    if not isinstance(mode, str):
-        return mode_of(again for _, again in layers)
-    if all(flag is None for flag, _ in layers):
-        return mode
-    return mode_of(mode != "never" if flag is None else flag for flag, _ in layers)

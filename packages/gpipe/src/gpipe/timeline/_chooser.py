@@ -87,7 +87,7 @@ class MeasuredCells:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How a step is to run.
 
     Attributes:
@@ -116,10 +116,10 @@ class Chooser:
         # By what cells may take longer in, or shorter; in another situation they are measured anew.
         self._measured: defaultdict[Situation, MeasuredCells] = defaultdict(MeasuredCells)
         self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}
-        self._pending: list[Plan] = []
+        self._pending: list[StepPlan] = []
         self.last: Choice | None = None
 
-    def plan(self, schedule: Schedule | str, batches: Sequence[Batch], size: Size) -> Plan:
+    def plan(self, schedule: Schedule | str, batches: Sequence[Batch], size: Size) -> StepPlan:
         """How a step is to run that is asked for under ``schedule``.
 
         Args:
@@ -132,18 +132,18 @@ class Chooser:
             ValueError: there is none of this name.
         """
         expect_schedule(schedule, (*SCHEDULES, "auto"))
-        plan = self._named(schedule.lower(), batches, size) if isinstance(schedule, str) else Plan(schedule)
+        plan = self._named(schedule.lower(), batches, size) if isinstance(schedule, str) else StepPlan(schedule)
         self.last = choice_of(plan.schedule)
         return plan
 
-    def learn(self, plan: Plan) -> None:
+    def learn(self, plan: StepPlan) -> None:
         """A step has run as planned. What there is to learn is read before the next one: a GPU may not be through."""
         if plan.recorder is not None:
             self._pending.append(plan)
 
-    def _named(self, name: str, batches: Sequence[Batch], size: Size) -> Plan:
+    def _named(self, name: str, batches: Sequence[Batch], size: Size) -> StepPlan:
         if name not in ("auto", *SPLITTING):
-            return Plan(Choice(name))
+            return StepPlan(Choice(name))
         self._read()
         training, trained, whole = self.standing()
         # The first stage whose input needs a gradient: for others nobody waits.
@@ -160,8 +160,8 @@ class Chooser:
         choice, cells = self._choices[key]
         # A profiler of torch labels what a run does, which a recorder would not.
         if all(map(measured.knows, cells)) or is_profiled():
-            return Plan(choice)
-        return Plan(choice, Recorder(memory=False), measured)
+            return StepPlan(choice)
+        return StepPlan(choice, Recorder(memory=False), measured)
 
     def _read(self) -> None:
         pending, self._pending = self._pending, []
