@@ -299,17 +299,10 @@ class GPipe(Stepping):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module. A layer may be replaced; attributes that describe the partitions cannot be set."""
-        # As in _modules, a layer may have the name of an attribute.
-        modules = self.__dict__.get("_modules", {})
-        if isinstance(value, nn.Module) and name in modules:
+        if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", {}):
             self._change(name, value)
-        elif name in _FIXED:
-            raise AttributeError(
-                f"{name} of a pipe cannot be set, because the layers are on their devices; pipe.rebalance(balance) "
-                "moves them between those; for others make a new pipe: GPipe(pipe[:], balance=..., devices=...)"
-            )
-        elif name in ("chunks", "checkpoint") and not isinstance(value, (nn.Module, nn.Parameter)):
-            object.__setattr__(self, name, value)
+        elif name in ("balance", "devices", "partitions"):
+            raise AttributeError(f"{name} of a pipe cannot be set; pipe.rebalance(balance) moves its layers{_NEW_PIPE}")
         else:
             super().__setattr__(name, value)
 
@@ -494,7 +487,6 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
     return balance_by_parameters(partitions, module)
 
 
-_FIXED = ("balance", "devices", "partitions")
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out")

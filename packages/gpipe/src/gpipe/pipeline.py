@@ -53,7 +53,10 @@ class Pipeline:
         skip_layout: SkipLayout | None = None,
         checkpoint_stop: Stops = 0,
     ) -> None:
-        _refuse_other_lengths(len(partitions), devices=devices, copy_streams=copy_streams)
+        if any(each is not None and len(each) != len(partitions) for each in (devices, copy_streams)):
+            raise ValueError(
+                f"devices and copy_streams must have one entry for each of the {len(partitions)} partitions"
+            )
         self.batches = batches
         self._checkpoint_stops = stop_of_each(checkpoint_stop, len(partitions))
         places = (
@@ -77,9 +80,3 @@ class Pipeline:
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
         self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]
-
-
-def _refuse_other_lengths(partitions: int, **options: Sequence[object] | None) -> None:
-    for name, entries in options.items():
-        if entries is not None and len(entries) != partitions:
-            raise ValueError(f"{name} must have one entry for each of the {partitions} partitions; got {len(entries)}")

@@ -170,5 +170,5 @@ def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: 
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_partition_needs_one_device_and_one_stream(option: str, count: int) -> None:
     each = {"devices": torch.device("cpu"), "copy_streams": [CPUStream]}[option]
-    with pytest.raises(ValueError, match=f"{option} must have one entry for each of the 2 partitions; got {count}"):
+    with pytest.raises(ValueError, match=f"{option} .*must have one entry for each of the 2 partitions"):
         Pipeline([Batch(rows(1))], linears(2), **{option: [each] * count})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.nn import Residual, flatten_nested, residual
+from gpipe.nn import Residual, flatten_nested
 
 WIDTH, ROWS = 3, 6
 
@@ -152,14 +152,6 @@ def test_with_every_balance(schedule: str) -> None:
     assert layers == 6
 
 
-def test_layers_in_a_row_written_by_hand() -> None:
-    block = lambda: residual(nn.Linear(WIDTH, WIDTH), nn.Tanh(), shortcut=nn.Linear(WIDTH, WIDTH))  # noqa: E731
-    torch.manual_seed(0)
-    model = nn.Sequential(*block(), *block()).double()
-    plain = copy.deepcopy(model)
-    assert_trains_alike(GPipe(model, [3, 2, 3], devices=["cpu"] * 3, chunks=2), model, plain)
-
-
 def test_layers_keep_their_mode() -> None:
     model = nn.Sequential(nn.Sequential(nn.Dropout(), nn.Tanh()), Residual(nn.Tanh()))
     model[0][0].eval()
@@ -219,10 +211,9 @@ def test_twice_is_as_once() -> None:
         ({"join": 1}, TypeError, "join must be a function of two tensors, or a module; got int"),
     ],
 )
-@pytest.mark.parametrize("make", [Residual, residual])
-def test_wrong_arguments_are_refused(make: Any, arguments: Any, error: type[Exception], named: str) -> None:
+def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
-        make(nn.Tanh(), **arguments)
+        Residual(nn.Tanh(), **arguments)
 
 
 @pytest.mark.parametrize("name", ["shortcut", "join"])

@@ -17,6 +17,5 @@ For models whose ``forward`` is more than a sequence of such parts there is :fun
 
 from ._nested import flatten_nested as flatten_nested
 from ._residual import Residual as Residual
-from ._residual import residual as residual
 
-__all__ = ["Residual", "flatten_nested", "residual"]
+__all__ = ["Residual", "flatten_nested"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -104,27 +103,3 @@ def ends(block: Residual) -> tuple[nn.Module, nn.Module]:
         end.training = block.training
         end.isolate(namespace)
     return both[0], both[1]
-
-
-def residual(*layers: Any, shortcut: nn.Module | None = None, join: Join = operator.add) -> nn.Sequential:
-    """The layers of a :class:`Residual` for an ``nn.Sequential`` that is written by hand.
-
-    Args:
-        layers: modules, or one ``OrderedDict`` of them.
-        shortcut: a module for the input before it is added.
-        join: a function or module of the layers' output and the shortcut's.
-
-    Returns:
-        A layer that stashes the input, ``layers``, and a layer that pops it and joins. A pipe may be cut between any
-        two.
-
-    Raises:
-        TypeError, ValueError: as :class:`Residual`.
-
-    >>> model = nn.Sequential(nn.Linear(2, 4), *residual(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3))
-    >>> len(model)
-    6
-    """
-    block = Residual(*layers, shortcut=shortcut, join=join)
-    fork, end = ends(block)
-    return nn.Sequential(OrderedDict([("fork", fork), *block.body(), ("join", end)]))
