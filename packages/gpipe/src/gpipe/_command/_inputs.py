@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import torch
 from cyclopts import Parameter
-from rich.console import Console
-from torch import nn
-
-import profiler
-from profiler import Profile
 
 
 def _not_empty(kind: Any, values: Sequence[Any] | None) -> None:
@@ -33,9 +27,3 @@ Figures = Annotated[list[float] | None, _MANY]
 Numbers = Annotated[list[int] | None, _MANY]
 Json = Annotated[bool, _YES, Parameter(help="Print JSON.")]
 Switch = Annotated[bool, _YES]
-
-
-def profiled(layers: nn.Sequential, sample: Any, device: str, chunks: int, timeout: float) -> Profile:
-    """The profile of layers, with a progress bar on a terminal."""
-    bar = Console(stderr=True).is_terminal
-    return profiler.profile(layers, sample, device=torch.device(device), chunks=chunks, timeout=timeout, progress=bar)
