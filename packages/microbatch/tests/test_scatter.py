@@ -85,19 +85,6 @@ def test_a_change_of_one_micro_batch_is_none_of_another(grad: bool, rows: int, c
     assert w.grad.sum() == rows - len(first.tensor)
 
 
-@pytest.mark.parametrize("leaf", [False, True])
-def test_a_source_that_requires_grad_must_stay_as_it_is_until_backward(leaf: bool) -> None:
-    x = torch.ones(4, requires_grad=True)
-    source = x if leaf else x * 1
-    batches = scatter(source, 2)
-    with torch.no_grad():
-        source.add_(1)
-    with pytest.raises(
-        RuntimeError, match="source of scatter has been changed in place: it is at version 1, expected 0"
-    ):
-        gather(batches).sum().backward()
-
-
 def test_scatter_keeps_no_memory_of_the_source_alive() -> None:
     source = torch.ones(4, requires_grad=True) * 1
     pointer = source.untyped_storage()._weak_ref()

@@ -99,33 +99,10 @@ def grad_mode(on: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def switch(name: str, on: bool) -> Iterator[None]:
-    # torch's own blocks act when they are made, which would be too early here.
-    was = getattr(torch._C, f"_is_{name}_enabled")()
-    getattr(torch._C, f"_set_{name}_enabled")(on)
-    try:
-        yield
-    finally:
-        getattr(torch._C, f"_set_{name}_enabled")(was)
-
-
-SWITCHES = ["multithreading", "fwd_grad", "view_replay"]
-TORCH_FUNCTION = ["DisableTorchFunctionSubclass", "DisableTorchFunction", "_EnableTorchFunction"]
-
-
-@contextmanager
-def torch_function(guard: str) -> Iterator[None]:
-    with getattr(torch._C, guard)():
-        yield
-
-
 FLAGS = st.booleans()
 BLOCKS = st.one_of(
     FLAGS.map(lambda on: block("grad_mode", grad_mode, on)),
     FLAGS.map(lambda on: block("inference_mode", torch.inference_mode, on)),
-    st.builds(lambda name, on: block("switch", switch, name, on), st.sampled_from(SWITCHES), FLAGS),
-    st.sampled_from(TORCH_FUNCTION).map(lambda guard: block("torch_function", torch_function, guard)),
     st.builds(
         lambda dtype, on, cache: block("autocast", torch.autocast, "cpu", dtype, on, cache),
         st.sampled_from(LOW),

@@ -14,7 +14,6 @@ from .strategies import (
     DEVICE_TYPES,
     LOG,
     SIZE,
-    SWITCHES,
     Logging,
     block,
     cast,
@@ -36,8 +35,6 @@ def state():
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "switches": {name: getattr(torch._C, f"_is_{name}_enabled")() for name in SWITCHES},
-        "torch function": (torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()),
         "autocast": {kind: torch.is_autocast_enabled(kind) for kind in DEVICE_TYPES},
         "dtypes": {kind: torch.get_autocast_dtype(kind) for kind in DEVICE_TYPES},
         "cache": torch.is_autocast_cache_enabled(),
@@ -140,22 +137,19 @@ def test_no_mode_sees_the_change(blocks, others):
         assert LOG == []
 
 
-def leave_behind(name):
-    """Change a switch, and fail before it is changed back."""
-    getattr(torch._C, f"_set_{name}_enabled")(
-        not (torch.is_grad_enabled() if name == "grad" else getattr(torch._C, f"_is_{name}_enabled")())
-    )
+def leave_behind():
+    """Change the grad mode, and fail before it is changed back."""
+    torch._C._set_grad_enabled(not torch.is_grad_enabled())
     raise ZeroDivisionError
 
 
 @given(surroundings(3))
-@pytest.mark.parametrize("name", [*SWITCHES, "grad"])
-def test_a_switch_left_behind_inside_is_put_right(name, blocks):
+def test_a_grad_mode_left_behind_inside_is_put_right(blocks):
     with inside(blocks):
         context = Context.capture()
     before = state()
     with pytest.raises(ZeroDivisionError):
-        under(context, lambda: leave_behind(name))
+        under(context, leave_behind)
     assert state() == before
 
 

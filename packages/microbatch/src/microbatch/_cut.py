@@ -4,10 +4,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._versions import Versions, counter
+from ._versions import Versions
 
 Sizes = tuple[int, ...]
 Chunks = int | list[int] | tuple[int, ...]
@@ -50,15 +49,8 @@ def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
     """Copies of the parts, through which gradients flow back."""
     if len(sizes) == 1:
         return (tensor,)
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        # The rest is neither traced nor transformed: it uses version counters, and an operation without a functorch
-        # rule.
-        return [part.clone() for part in tensor.split_with_sizes(sizes, dim)]
-    copy = tensor.clone()
-    if copy.grad_fn is not None:
-        copy.grad_fn.register_prehook(_Unchanged(tensor))
-    # Views with a version counter each: the copy is nobody else's, so nobody misses a change.
-    return copy.unsafe_split_with_sizes(sizes, dim)
+    # A copy each, and so a version counter each.
+    return [part.clone() for part in tensor.split_with_sizes(sizes, dim)]
 
 
 def views(versions: Versions) -> Cut:
@@ -74,20 +66,3 @@ def views(versions: Versions) -> Cut:
         return parts
 
     return view
-
-
-class _Unchanged:
-    """Raises in the backward if the source of a copy was changed in place."""
-
-    __slots__ = ("_counter", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Not a saved tensor, which would pass the whole source to saved-tensor hooks; these may copy it.
-        self._counter, self._version = counter(tensor), tensor._version
-
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        if self._counter._version != self._version:
-            raise RuntimeError(
-                f"the source of scatter has been changed in place: it is at version {self._counter._version}, expected "
-                f"{self._version}; change it after the backward, or scatter a clone of it"
-            )

@@ -22,9 +22,8 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
     `chunks` empty micro-batches. Tensors of one value may differ in rows if they give the same number of micro-batches.
     Gradients flow back to `value`.
 
-    The micro-batches are parts of a copy, so an in-place layer on one changes neither the others nor `value`. A single
-    micro-batch is `value` itself, not copied. If `value` requires grad and is changed in place before the backward, the
-    backward raises. `scatter_views` does not copy.
+    The micro-batches are copies, so an in-place layer on one changes neither the others nor `value`. A single
+    micro-batch is `value` itself, not copied. `scatter_views` does not copy.
 
     Args:
         value: a tensor, or a tree of tensors and None. `Split(x, dim=1)` and `Replicate(x)` around a part are its

@@ -63,11 +63,3 @@ class _Tie:
 
     def _chunk_versions(self) -> tuple[int, ...]:
         return tuple([chunk._version for chunk in self._chunks])
-
-
-def counter(tensor: Tensor) -> Tensor:
-    """A tensor with the version counter of `tensor`, which keeps neither its memory nor its graph alive."""
-    alias = tensor.detach()
-    if type(alias) is Tensor:  # subclasses may not support set_
-        alias.data = alias.new_empty(0)
-    return alias

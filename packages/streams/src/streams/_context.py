@@ -18,12 +18,12 @@ from . import _settings
 class Context:
     """The settings that torch and Python keep for each thread, and that a new thread does not inherit.
 
-    It holds the grad mode, the inference mode, the other switches of autograd (multithreaded backwards, forward-mode
-    AD, view replay), autocast for every device type (whether, to which dtype, and whether casts are cached), the
-    saved-tensor hooks that act, the default device and the other torch function modes, whether torch functions are
-    disabled, and the context variables. :meth:`applied` makes another thread, or the same one later, see the same.
+    It holds the grad mode, the inference mode, autocast for every device type (whether, to which dtype, and whether
+    casts are cached), the saved-tensor hooks that act, the default device and the other torch function modes, and the
+    context variables. :meth:`applied` makes another thread, or the same one later, see the same.
 
-    It does not contain settings of the process (default dtype, deterministic flags); torch dispatch modes and
+    It does not contain settings of the process (default dtype, deterministic flags); other switches of autograd
+    (multithreaded backwards, view replay) and ``DisableTorchFunctionSubclass``; torch dispatch modes and
     profilers, which cannot be used by two threads; a ban of saved-tensor hooks; the current device and streams; the
     number of intra-op threads; and the cores that a thread may run on.
 
@@ -37,7 +37,6 @@ class Context:
     def __init__(self) -> None:
         self.grad_mode = torch.is_grad_enabled()
         self.inference_mode = torch.is_inference_mode_enabled()
-        self.flags = _settings.read_flags()
         self.autocast = _settings.read_autocast()
         self.saved_tensors_hooks = _settings.read_hooks()
         self.function_modes = _settings.read_modes()
@@ -93,10 +92,9 @@ class Context:
         steps: tuple[tuple[Any, Any], ...] = (
             # Modes are switched off first: no mode of either context may see the other changes.
             (_settings.enter_modes, ()),
-            # Then inference mode, since entering and leaving it sets the grad mode and the flags too.
+            # Then inference mode, since entering and leaving it sets the grad mode too.
             (_settings.enter_inference_mode, self.inference_mode),
             (_settings.enter_grad_mode, self.grad_mode),
-            (_settings.enter_flags, self.flags),
             (self._cast_users.enter, self.autocast),
             (_settings.enter_hooks, self.saved_tensors_hooks),
             (_settings.enter_variables, self.variables),

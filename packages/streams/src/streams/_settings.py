@@ -17,11 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 Undo: TypeAlias = Callable[[], object]
 
-Flags: TypeAlias = tuple[bool, bool, bool, object]
-"""Whether a backward may run on the threads of devices (``torch.autograd.set_multithreading_enabled``), whether
-forward-mode AD computes tangents, whether views are computed again after an in-place change, and how much of
-``__torch_function__`` acts (``DisableTorchFunction``)."""
-
 Modes: TypeAlias = tuple[TorchFunctionMode, ...]
 """The torch function modes, the outermost first; the default device is one of them."""
 
@@ -51,32 +46,6 @@ def enter_inference_mode(mode: bool) -> Undo | None:
 def is_transformed() -> bool:
     """Whether this thread is inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …)."""
     return _C._functorch.peek_interpreter_stack() is not None
-
-
-def read_flags() -> Flags:
-    """The switches of autograd, apart from grad and inference mode, and of torch functions."""
-    return (
-        _C._is_multithreading_enabled(),
-        _C._is_fwd_grad_enabled(),
-        _C._is_view_replay_enabled(),
-        _C._get_torch_function_state(),  # type: ignore[attr-defined]
-    )
-
-
-def enter_flags(flags: Flags) -> Undo:
-    """Set the ``flags`` of this thread."""
-    found = read_flags()
-    _write_flags(flags)
-    # As for the grad mode.
-    return partial(_write_flags, found)
-
-
-def _write_flags(flags: Flags) -> None:
-    multithreading, forward_ad, view_replay, torch_function = flags
-    torch.autograd.set_multithreading_enabled(multithreading)
-    _C._set_fwd_grad_enabled(forward_ad)
-    _C._set_view_replay_enabled(view_replay)
-    _C._set_torch_function_state(torch_function)  # type: ignore[attr-defined]
 
 
 class Autocast(NamedTuple):
