@@ -22,7 +22,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kept, self.shift = torch.zeros(()), 0.0
+        self.shift = 0.0
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         self.kept = found = (self.linear(x) + self.shift).tanh() * scale

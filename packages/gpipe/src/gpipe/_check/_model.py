@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .._flatten._names import Flattened
-from .._flatten._skeleton import Twin
 from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
@@ -105,8 +104,7 @@ def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
     # A pipe of a flattened model follows the mode of that model.
     twins = copied.twins if isinstance(copied, Flattened) else ()
     for twin in twins:
-        if isinstance(twin, Twin):
-            twin.lead()
+        twin.lead()
     for twin in twins:
         twin.follow()
     return copied

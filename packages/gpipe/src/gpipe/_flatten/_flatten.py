@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from ._cache import expect_followed, without_cache
 from ._calls import Calls
 from ._inputs import Inputs
 from ._names import Flattened
-from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
-from ._skeleton import Follower, Twin, named_units, skeleton, twin_of
-from ._standins import BlockStandIn, ModuleStandIn, Observe, Replaced, StandIn
+from ._skeleton import Twin, named_units, skeleton, twin_of
+from ._standins import BlockStandIn, ModuleStandIn, Observe, StandIn
 from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
 from ._verify import add_own_loss, expect_equal, loss_seen
@@ -102,7 +102,7 @@ def _flattened(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists: GPipe(model, sample=sample, blocks=...)"
             )
-    twins: list[Follower] = []
+    twins: list[Twin] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
     with in_mode(False, model, layers):
         with shapes_only(model) as shapes:
@@ -111,12 +111,12 @@ def _flattened(
         if seen is not None:
             add_own_loss(model, layers, inputs, pick, *seen, whole=whole)
     if has_data(model):
-        expect_alike_in_training(type(model).__name__, layers, inputs, twins)
+        expect_alike_in_training(type(model).__name__, layers, inputs)
     return layers.of(model, twins)
 
 
 def _built(
-    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Twin]
 ) -> Flattened:
     flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick, twins).in_order()))
     for module in (flattened, *flattened.children()):
@@ -134,7 +134,7 @@ class _Parts:
         trunks: Sequence[Trunk],
         calls: Calls,
         pick: Pick,
-        twins: list[Follower],
+        twins: list[Twin],
     ) -> None:
         self._model = model
         self._twins = twins
@@ -142,7 +142,7 @@ class _Parts:
         self._trunks = trunks
         self._calls = calls
         self._pick = pick
-        self._script, self._namespace = Script(), Namespace()
+        self._namespace = Namespace()
         self._gifts = [Gift(source, segment) for segment, needs in calls.needs.items() for source in sorted(needs)]
 
     def in_order(self) -> Iterator[tuple[str, nn.Module]]:
@@ -159,7 +159,6 @@ class _Parts:
         blocks = {name for trunk in self._trunks for name in trunk}
         return Segment(
             _net(self._model, self._trunks, self._calls, s, self._twins),
-            self._script,
             names=trunk,
             first=first,
             done=self._calls.blocks[first - 1] if s else None,
@@ -177,7 +176,6 @@ class _Parts:
         return Block(
             self._model.get_submodule(name),
             name,
-            self._script,
             place=place,
             number=number,
             call=self._calls.blocks[number],
@@ -193,7 +191,7 @@ def _title(segment: int, trunks: int) -> str:
     return f"between_{segment}"
 
 
-def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Follower]) -> nn.Module:
+def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Twin]) -> nn.Module:
     """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
@@ -209,7 +207,6 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
         elif unit in calls.modules and max(own) < last:
             replaced[unit] = _observed(unit, name)
             twins.append(Twin(replaced[unit], unit, f"{name}."))
-    twins += [Replaced(module, real) for real, module in replaced.items() if isinstance(module, StandIn)]
     return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
 
 
@@ -226,26 +223,46 @@ def _observed(unit: nn.Module, name: str) -> nn.Module:
     return twin
 
 
-def _expect_kept(model: nn.Module, layers: Flattened, before: Mapping[nn.Module, Mapping[str, Any]]) -> None:
-    """Raise ValueError if the forward reads what a module of another layer has set in its own forward.
+def _expect_kept(model: nn.Module, layers: Flattened, before: _Attributes) -> None:
+    """Raise ValueError for attributes that a run has set, and that several layers have, or read of another one.
 
-    That may be of any micro-batch, and has the graph of another stage.
+    They may be of any micro-batch, and have the graph of another stage.
 
     Args:
         before: the attributes of all modules before the runs on the sample.
     """
-    asked = {each for twin in layers.twins if isinstance(twin, Replaced) for each in twin.module.real.asked}
+    asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
+    divided, now = {twin.source for twin in layers.twins}, _attributes(model)
     for path, module in model.named_modules():
-        for name in [name for of, name in asked if of is module]:
-            if vars(module).get(name) is not before[module].get(name):
+        for name, value in now[module].items():
+            then = before[module].get(name, _NEW)
+            is_number = isinstance(value, Number) and isinstance(then, Number)
+            if value is then or (is_number and value == then):
+                continue
+            where = repr(f"{path}.{name}".lstrip("."))
+            if (module, name) in asked:
                 raise ValueError(
-                    f"{type(model).__name__} cannot be divided: its forward reads {f'{path}.{name}'!r}, which that "
-                    "module sets anew in each run; let the module return it"
+                    f"{type(model).__name__} cannot be divided: its forward reads {where}, which that module sets anew "
+                    "in each run; let the module return it"
+                )
+            if module in divided and (is_number or (name in module._buffers and then is not _NEW)):
+                raise ValueError(
+                    f"{type(model).__name__} cannot be divided: its forward sets {where} anew, of which each part of "
+                    "it would have one of its own; keep it in a buffer, and change that in place"
                 )
 
 
+_NEW = object()
+_Attributes = dict[nn.Module, dict[str, Any]]
+
+
+def _attributes(model: nn.Module) -> _Attributes:
+    """The attributes and buffers of all modules."""
+    return {module: {**vars(module), **module._buffers} for module in model.modules()}
+
+
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]]:
+def _unchanged(model: nn.Module) -> Iterator[_Attributes]:
     """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are.
 
     Yields:
@@ -255,7 +272,7 @@ def _unchanged(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]]:
     own = [(entries, dict(entries)) for module in model.modules() for entries in (vars(module), module._buffers)]
     try:
         with fork_rng(devices=[]):
-            yield {module: dict(vars(module)) for module in model.modules()}
+            yield _attributes(model)
     finally:
         for entries, then in own:
             entries.clear()

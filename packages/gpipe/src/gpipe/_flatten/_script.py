@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..values._constants import Note, is_constant
+from ..values._constants import is_constant
 from ._tree import Tree
 
 
@@ -45,42 +44,6 @@ class BlockRecipe(NamedTuple):
 
 Recipe = tuple[BlockRecipe, ...]
 """How to call the blocks of a trunk."""
-
-
-_MOST = 64
-
-
-class Script:
-    """What is the same for all micro-batches, shared by all layers of a flattened model.
-
-    Recipes, and the structure of inputs, are few, and others are added when they occur. Those that are equal are one
-    object, which travels from layer to layer.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._notes: list[Note] = []
-
-    def note(self, entry: Any) -> Note:
-        """The note of ``entry``, or of one that is equal."""
-        with self._lock:
-            known = next((note for note in self._notes if note.content == entry), None)
-            if known is None:
-                known = Note(entry)
-                self._notes.append(known)
-                del self._notes[:-_MOST]  # a run that needs one has it; an argument may have a new value each time
-            return known
-
-    def __deepcopy__(self, memo: object) -> Script:
-        """Shared with copies, since layers may be copied one by one."""
-        return self
-
-    def __getstate__(self) -> list[Note]:
-        return self._notes
-
-    def __setstate__(self, notes: list[Note]) -> None:
-        self.__init__()  # type: ignore[misc]
-        self._notes = list(notes)
 
 
 def recipe_of(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
+from ..values._constants import Note
 from ._calls import BlockCall, Key, Shape, Source
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
 from ._own_loss import OwnLoss
-from ._script import Script, Value, output_name, recipe_of, restored, structure_of
+from ._script import Value, output_name, recipe_of, restored, structure_of
 from ._standins import Stop, Tape, running
 from ._tree import flattened
 
@@ -43,7 +44,6 @@ class Segment(Part):
 
     Args:
         net: the model with these stand-ins.
-        script: shared by all layers.
         names: of the blocks that follow.
         first: the number of the first of them; in the last segment, how many blocks there are.
         done: how the block before was called in the sample.
@@ -67,7 +67,6 @@ class Segment(Part):
     def __init__(
         self,
         net: nn.Module,
-        script: Script,
         *,
         names: Sequence[str],
         first: int,
@@ -81,7 +80,6 @@ class Segment(Part):
         pick: Pick | None,
     ) -> None:
         super().__init__(net, "")
-        self._script = script
         self._names = list(names)
         self.first = first
         self.done = [] if done is None else done.outputs
@@ -134,10 +132,8 @@ class Segment(Part):
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self.first)
         return {
             "values": values,
-            "recipe": self._script.note(recipe),
-            "inputs": carried["inputs"]
-            if self._number
-            else self._script.note(structure_of(*inputs.leaves(), "the model")),
+            "recipe": Note(recipe),
+            "inputs": carried["inputs"] if self._number else Note(structure_of(*inputs.leaves(), "the model")),
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
             "loss_only": loss_only,
         }
@@ -200,7 +196,6 @@ class Block(Part):
         self,
         net: nn.Module,
         path: str,
-        script: Script,
         *,
         place: int,
         number: int,
@@ -210,7 +205,6 @@ class Block(Part):
         gives: Sequence[Gift],
     ) -> None:
         super().__init__(net, path)
-        self._script = script
         self._place = place
         self._number = number
         self._call = call

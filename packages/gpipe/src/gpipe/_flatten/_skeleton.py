@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -20,7 +19,7 @@ def skeleton(
     module: nn.Module,
     replaced: Mapping[nn.Module, nn.Module],
     keeps: Callable[[Tensor], bool],
-    twins: list[Follower],
+    twins: list[Twin],
     path: str = "",
 ) -> nn.Module:
     """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
@@ -87,15 +86,7 @@ def twin_of(module: nn.Module) -> nn.Module:
     return twin
 
 
-class Follower(ABC):
-    """What the layers have in place of a module of the model, and what follows that module."""
-
-    @abstractmethod
-    def follow(self) -> None:
-        """Take over what has changed in the model."""
-
-
-class Twin(Follower):
+class Twin:
     """A copy of a module of the model that follows it: its mode, hooks, attributes, parameters and buffers.
 
     Args:

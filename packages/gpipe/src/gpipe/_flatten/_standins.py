@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import LOOKS, BlockCall, Key, ModuleCall, Shape, shape_of
-from ._skeleton import Follower, placeholder
+from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
 
@@ -202,7 +202,9 @@ def _tensor_like(shape: Shape) -> Tensor:
 
 
 class Real:
-    """The module that a stand-in answers for. It belongs to another layer, so copies of this layer do not copy it.
+    """The module that a stand-in answers for. It belongs to another layer.
+
+    A copy of a layer alone does not copy it; a copy of a pipe has copied the model before.
 
     Attributes:
         module: as it is in the model; a copy on ``meta`` where that is in another process.
@@ -216,8 +218,8 @@ class Real:
         self.module, self.is_copy = module, False
         self.asked: set[tuple[nn.Module, str]] = set()
 
-    def __deepcopy__(self, memo: object) -> Real:
-        return Real(self.module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Real:
+        return Real(memo.get(id(self.module), self.module))
 
     def let_go(self) -> None:
         """Keep no data of the module."""
@@ -318,22 +320,6 @@ class ModuleStandIn(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return current_tape().early(self._name, self._calls)  # type: ignore[union-attr]
-
-
-class Replaced(Follower):
-    """A stand-in, which in a copy of a pipe answers for the module of the copied model.
-
-    Args:
-        module: the stand-in.
-        source: the module of the model.
-    """
-
-    def __init__(self, module: StandIn, source: nn.Module) -> None:
-        self.module = module
-        self._source = source
-
-    def follow(self) -> None:
-        self.module.real.module = self._source
 
 
 class Observe:

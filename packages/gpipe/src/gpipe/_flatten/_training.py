@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Number
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ._calls import Calls, watch
 from ._inputs import Inputs
 from ._segment import Segment
 from ._shapes import Shapes
-from ._skeleton import Follower, Twin, is_placeholder
+from ._skeleton import is_placeholder
 from ._standins import ContextError, current_tape
 from ._trunk import Trunk
 
@@ -44,8 +43,8 @@ def watched(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk]) -> Calls:
     return calls
 
 
-def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, twins: Iterable[Follower]) -> None:
-    """Raise ValueError, naming it, for state or random numbers of which the layers would have several.
+def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs) -> None:
+    """Raise ValueError, naming it, for buffers or random numbers of which the layers would have several.
 
     Each segment runs the model's forward from its beginning, with placeholders for what belongs to other segments.
 
@@ -53,7 +52,7 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
         name: of the model's class.
     """
     segments = [layer for layer in layers if isinstance(layer, Segment)]
-    state, shared = [_State(twin) for twin in twins if isinstance(twin, Twin)], _shared_buffers(segments)
+    shared = _shared_buffers(segments)
     value: Any = inputs
     with in_mode(True, layers), _Draws() as draws:
         try:
@@ -70,12 +69,6 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
             f"{name} cannot be divided: {changed!r}, a buffer, changes in training, and is used by several parts of "
             "the forward, before and after the blocks; let one module have it, and the others take what that returns"
         )
-    problem = next((found for each in state for found in each.problems()), None)
-    if problem:
-        raise ValueError(
-            f"{name} cannot be divided: its forward sets {problem!r} anew, of which each part of it would have one of "
-            "its own; keep it in a buffer, and change that in place"
-        )
     if any(isinstance(leaf, Tensor) and draws.is_unknown(leaf) for leaf in _pytree.tree_leaves(value)):
         raise ValueError(
             f"{name} cannot be divided: its forward draws random numbers before blocks and uses them after these, "
@@ -91,24 +84,6 @@ def _shared_buffers(segments: Sequence[Segment]) -> list[tuple[str, Tensor, Tens
             if not is_placeholder(buffer):
                 found.setdefault(buffer, []).append(name)
     return [(names[0], buffer, buffer.clone()) for buffer, names in found.items() if len(names) > 1]
-
-
-class _State:
-    """The numbers and buffers of a copy of a module of the model before a run."""
-
-    def __init__(self, twin: Twin) -> None:
-        self._twin = twin
-        self._then = self._now()
-
-    def _now(self) -> dict[str, Any]:
-        module = self._twin.module
-        numbers = {n: value for n, value in vars(module).items() if isinstance(value, Number) and n != "training"}
-        return numbers | {n: id(buffer) for n, buffer in module._buffers.items() if buffer is not None}
-
-    def problems(self) -> list[str]:
-        """The names of those that are others now."""
-        now = self._now()
-        return [f"{self._twin.path}{name}" for name, value in self._then.items() if now.get(name, value) != value]
 
 
 class _Draws(Shapes):  # type: ignore[no-untyped-call]

@@ -25,6 +25,11 @@ class Note:
     def __init__(self, content: Any) -> None:
         self.content = content
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Note) and self.content == other.content
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 _CONSTANTS = (
     Note,
