@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe.distributed import LostRankError, Rank, load, save
-from gpipe.distributed._gathering import Gathering
+from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
 
 from ..layers import Tied
 from ..worlds import world
@@ -359,7 +358,7 @@ def lose_while_saving(path: str, who: int, phase: str) -> str:
         owner, name = {
             "state": (rank, "state_dict"),
             "write": (FileSystemWriter, "write_data"),
-            "between": (Path, "rename") if who == 0 else (Gathering, "agreement"),
+            "between": (Path, "rename") if who == 0 else (_checkpoints, "agreement"),
             "commit": (Path, "rename"),
             "after": (shutil, "rmtree"),
         }[phase]

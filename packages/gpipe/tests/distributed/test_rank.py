@@ -253,7 +253,7 @@ def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, w
         disagrees = what in ("chunks", "method")
         for k, (name, text) in enumerate(found):
             assert name == (kind if disagrees or k == who else "RemoteError")
-            assert disagrees or k == who or text.startswith(f"rank {who} could not begin: {kind}: ")
+            assert disagrees or k == who or text.startswith(f"rank {who} failed: {kind}: ")
         assert not disagrees or len({text for _, text in found}) == 1
 
 

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import LostRankError, Rank, RemoteError
-from gpipe.distributed._errors import UnreachableError
-from gpipe.distributed._groups import UNSENT
-from gpipe.distributed._messages import Peer
 from gpipe.distributed._tied import Twins
 
 from ..worlds import world
@@ -118,21 +115,11 @@ def _step_after_an_end(who: int) -> str:
     rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
     if dist.get_rank() == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    groups = rank._processes._groups
-    for group in (groups.control, groups.values):
-        while not _is_closed(group, who):
-            threading.Event().wait(0.01)
+    while not rank._processes._groups.is_closed(who):
+        threading.Event().wait(0.01)
     with pytest.raises(LostRankError) as caught:
         rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
     return str(caught.value)
-
-
-def _is_closed(group: Any, member: int) -> bool:
-    try:
-        Peer(group, member, UNSENT).receive(torch.empty(1, dtype=torch.uint8))
-    except UnreachableError:
-        return True
-    return False
 
 
 class Shares(nn.Module):

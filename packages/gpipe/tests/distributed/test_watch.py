@@ -37,19 +37,17 @@ class Transfer:
         return self.looks < 0
 
 
-class Present:
-    """Over once it has been looked at so many times."""
+class Ranks:
+    """Connections, of which those to some members are closed."""
 
-    member = 2
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
+    def __init__(self, seconds: float, closed: set[int]) -> None:
+        self.timeout = timedelta(seconds=seconds)
+        self.closed = closed
         self.ended = threading.Event()
 
-    @property
-    def is_over(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
+    def wait_closed(self, member: int) -> None:
+        if member not in self.closed:
+            self.ended.wait()
 
     def end(self) -> None:
         self.ended.set()
@@ -58,16 +56,16 @@ class Present:
 FOR_EVER = float("inf")
 
 
-def watch(seconds: float, groups: list[Group]) -> Watch:
-    found = Watch(timedelta(seconds=seconds))
-    for group in groups:
-        found.own(group)  # type: ignore[arg-type]
+def watch(ranks: Ranks, groups: list[Group]) -> Watch:
+    found = Watch(ranks)  # type: ignore[arg-type]
+    for member, group in enumerate(groups, 2):
+        found.own(group, member)  # type: ignore[arg-type]
     return found
 
 
 def test_all_communicators_end_when_nothing_comes():
     groups = [Group(), Group()]
-    watched = watch(0.01, groups)
+    watched = watch(Ranks(0.01, set()), groups)
     watched.check()
     watched.add([Transfer(1), Transfer(FOR_EVER)], 3)
     for group in groups:
@@ -79,14 +77,12 @@ def test_all_communicators_end_when_nothing_comes():
 
 def test_all_communicators_end_when_somebody_has_ended():
     """Also the connections to others, whose devices may wait for this one."""
-    groups, present = [Group(), Group()], [Present(FOR_EVER), Present(2)]
-    watched = watch(1e6, groups)
-    for each in present:
-        watched.attend(each)  # type: ignore[arg-type]
+    groups, ranks = [Group(), Group()], Ranks(1e6, {2})
+    watched = watch(ranks, groups)
     watched.add([Transfer(FOR_EVER)], 3)
     for group in groups:
         assert group.ended.wait(300)
-    assert present[0].ended.is_set()
+    assert ranks.ended.is_set()
     with pytest.raises(UnreachableError) as raised:
         watched.check()
     assert (raised.value.member, raised.value.silent) == (2, False)
@@ -95,8 +91,7 @@ def test_all_communicators_end_when_somebody_has_ended():
 def test_who_ends_when_nothing_is_under_way_does_no_harm():
     """As processes that have done all their steps do, one after the other."""
     groups = [Group()]
-    watched = watch(1e6, groups)
-    watched.attend(Present(0))  # type: ignore[arg-type]
+    watched = watch(Ranks(1e6, {2}), groups)
     watched.add([Transfer(0)], 2)
     thread = watched._thread
     if thread is not None:

@@ -32,12 +32,8 @@ class Agreement:
 
 
 @contextmanager
-def agreement(meeting: Rendezvous, ranks: tuple[int, ...]) -> Iterator[Agreement]:
-    """A context for checks that each rank does by itself. All ranks meet at its end.
-
-    Args:
-        meeting: exchanges their reports.
-        ranks: the number of each member, for errors.
+def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
+    """A context for work that each rank does by itself. All ranks meet at its end: if it raises in one, it does in all.
 
     Raises:
         RemoteError: another rank raised an error in the context, and this one did not.
@@ -52,7 +48,7 @@ def agreement(meeting: Rendezvous, ranks: tuple[int, ...]) -> Iterator[Agreement
     reports = meeting.meet(report if error is None else {"error": text_of(error)})
     if error is not None:
         raise error
-    expect_begun(reports, ranks, 0, reports[0].get("alike", {}))
+    expect_begun(reports, meeting.groups.members, 0, reports[0].get("alike", {}))
     found.heard = [each["told"] for each in reports]
 
 
@@ -71,7 +67,7 @@ def expect_begun(reports: Sequence[Report], ranks: Sequence[int], first: int, al
     """
     for k, each in enumerate(reports):
         if "error" in each:
-            raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}") from None
+            raise RemoteError(f"rank {ranks[k]} failed: {each['error']}") from None
     for k, each in enumerate(reports):
         if "alike" in each:
             _expect_alike(alike, each["alike"], (ranks[first], ranks[k]))

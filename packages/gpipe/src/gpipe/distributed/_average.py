@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._gathering import Gathering, gathering_of
+from ._agreement import agreement
+from ._gathering import collectives, gathering_of
 from ._groups import Group, expect_group
 
 BUCKET: Final = 25 * 2**20
@@ -34,8 +34,7 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     number of rows; or have ``loss_fn`` return the sum times the number of replicas, divided by the number of all rows.
 
     A parameter without a gradient on some replicas, such as one that their rows did not use, counts as zero there. If
-    it has no gradient on any replica, ``.grad`` stays None. If its gradients are sparse on all replicas, so is the
-    average.
+    it has no gradient on any replica, ``.grad`` stays None. Averages are dense, also of sparse gradients.
 
     Gradients on the CPU travel over gloo connections of this package's own; on accelerators, over ``group``.
 
@@ -47,9 +46,9 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
         ValueError: the parameters differ between replicas, or are sharded already; on every replica.
-        LostRankError: the process of a replica has ended. On accelerators, if it ends only in the reduction itself, the
-            backend of ``group`` decides how long the others wait for it.
-        RemoteError: another replica ran out of memory, or failed otherwise.
+        LostRankError: another replica has ended, or failed, for example because it ran out of memory. Gradients may be
+            averaged in part: start the processes again, from the last checkpoint. If a replica on accelerators ends in
+            the reduction itself, the backend of ``group`` decides how long the others wait for it.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
     >>> rank = Rank(model, [3, 3], group=mesh["stages"], replicas=mesh["replicas"])  # doctest: +SKIP
@@ -61,32 +60,27 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     parameters = [parameter for parameter in rank.parameters() if parameter.requires_grad]
     if not parameters or group.size() == 1:
         return
-    together = gathering_of(group)
-    assert together.group is not None
-    with together.collectives():
-        dense, sparse = _present(parameters, together.group)
+    meeting = gathering_of(group)
     is_on_hosts = all(parameter.device.type == "cpu" for parameter in parameters)
-    # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
-    over, collectives = (together.group, together.collectives()) if is_on_hosts else (group, nullcontext())
-    finish: Any = together.finish if is_on_hosts else _finish
-    with torch.no_grad():
-        # What follows the last collective is done outside: if it fails, the others do not wait for this replica.
-        with collectives:
-            averages = _averages(dense, over, finish)
-        if sparse:
-            with together.collectives():  # few backends can add sparse tensors; gloo can
-                found = [(parameter, _sparse_average(parameter, dims, together)) for parameter, dims in sparse]
-        for gradients, flat in averages:
-            _copy_back(gradients, flat)
-        for parameter, average in found if sparse else ():
-            parameter.grad = average.to(parameter.device).coalesce()
+    with torch.no_grad(), collectives(meeting):
+        for bucket in _buckets(_present(parameters, meeting.groups.gloo)):
+            gradients = [_dense(parameter) for parameter in bucket]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            flat /= group.size()  # before the sum, which could overflow in float16
+            if is_on_hosts:
+                # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
+                meeting.groups.gloo.allreduce([flat]).wait()
+            else:
+                dist.all_reduce(flat, group=group)
+            for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise, in the first call, if the members of ``group`` have different parameters."""
     if group in _agreed.setdefault(rank, WeakSet()):
         return
-    with gathering_of(group).agreement() as found:
+    with agreement(gathering_of(group)) as found:
         trained = {name: parameter for name, parameter in rank.named_parameters() if parameter.requires_grad}
         sharded = [name for name, parameter in trained.items() if hasattr(parameter, "placements")]
         if sharded:
@@ -102,51 +96,11 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
     _agreed[rank].add(group)
 
 
-def _present(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
-    """Those of ``parameters`` that have a gradient on any replica, in two lists.
-
-    Returns:
-        The parameters with a dense gradient on some replica; and the others, each with the number of its sparse
-        dimensions.
-    """
-    gradients = [parameter.grad for parameter in parameters]
-    kinds = [(0, 0) if g is None else (0, g.sparse_dim()) if g.is_sparse else (1, 0) for g in gradients]
-    flags = torch.tensor(kinds, dtype=torch.uint8)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
-    found = list(zip(parameters, flags.tolist(), strict=True))
-    return [p for p, (dense, _) in found if dense], [(p, dims) for p, (dense, dims) in found if dims and not dense]
-
-
-def _finish(work: Any) -> None:
-    work.wait()
-
-
-def _averages(
-    parameters: Iterable[Tensor], group: dist.ProcessGroup, finish: Callable[[Any], None]
-) -> list[tuple[list[Tensor], Tensor]]:
-    """For each bucket the gradients, and one tensor with all their averages; ``finish`` waits for a reduction."""
-    under_way = [_begun(bucket, group) for bucket in _buckets(parameters)]
-    for work, _, _ in under_way:
-        finish(work)
-    return [(gradients, flat) for _, gradients, flat in under_way]
-
-
-def _copy_back(gradients: Sequence[Tensor], flat: Tensor) -> None:
-    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def _begun(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Any, list[Tensor], Tensor]:
-    """Start to reduce a bucket.
-
-    Returns:
-        The reduction, the gradients of the bucket, and the tensor that will hold their average.
-    """
-    gradients = [_dense(parameter) for parameter in bucket]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    flat /= group.size()  # before the sum, which could overflow in float16
-    return dist.all_reduce(flat, group=group, async_op=True), gradients, flat
+def _present(parameters: Sequence[Tensor], gloo: Any) -> list[Tensor]:
+    """Those of ``parameters`` that have a gradient on any replica."""
+    flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
+    return [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag]
 
 
 def _dense(parameter: Tensor) -> Tensor:
@@ -175,15 +129,3 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _kind(parameter: Tensor) -> tuple[str, str]:
     return str(parameter.dtype), str(parameter.device)
-
-
-def _sparse_average(parameter: Tensor, dims: int, together: Gathering) -> Tensor:
-    """The average of sparse gradients with that many sparse dimensions, on the host."""
-    if parameter.grad is None:
-        values = torch.empty(0, *parameter.shape[dims:], dtype=parameter.dtype, device="cpu")
-        indices = torch.empty(dims, 0, dtype=torch.int64, device="cpu")
-        own = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
-    else:
-        own = (parameter.grad.coalesce() / len(together.members)).cpu()
-    together.finish(dist.all_reduce(own, group=together.group, async_op=True))
-    return own

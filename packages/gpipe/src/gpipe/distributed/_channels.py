@@ -60,7 +60,7 @@ def crossings_of(
             here, there = (a, b) if leads_away else (b, a)
             values, gradients = tags(number)
             out, into = (values, gradients) if leads_away else (gradients, values)
-            forth, back = (Peer(groups.values, ranks[there], tag) for tag in (out, into))
+            forth, back = (Peer(groups.gloo, ranks[there], tag) for tag in (out, into))
             link = RemoteLink(Ways(forth, back, wires.get(out), wires.get(into)), devices[here])
             # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that waits
             # for what is taken in earlier ticks waits for no rank that waits for it.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ._agreement import agreement
 from ._folders import Folder
 from ._gathering import gathering_of
 from ._groups import Group
@@ -47,18 +48,19 @@ def save(
         RemoteError: another process has failed.
         LostRankError: another process has ended. :func:`load` reads the last complete checkpoint.
     """
-    together = gathering_of(group)
-    with together.agreement() as found:
+    meeting = gathering_of(group)
+    first = meeting.groups.me == 0
+    with agreement(meeting) as found:
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         state: dict[str, Any] = {"model": rank.state_dict()}
         if optimizer is not None:
             state["optimizer"] = by_name(rank, optimizer)
-        if together.first:
+        if first:
             folder.begin()
-    write(state, folder.partial, together)
-    with together.agreement():
-        if together.first:
+    write(state, folder.partial, meeting)
+    with agreement(meeting):
+        if first:
             folder.commit()
 
 
@@ -88,14 +90,14 @@ def load(
         ValueError: it is a checkpoint of another model (the error lists the names that differ) or of another optimizer.
         RemoteError: another process has failed.
     """
-    together = gathering_of(group)
-    with together.agreement() as found:
+    meeting = gathering_of(group)
+    with agreement(meeting) as found:
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         stored = Stored(folder.whole)
         own = rank.state_dict()
         found.told = {"names": [*own]}
-    with together.agreement():
+    with agreement(meeting):
         stored.expect_model({name for each in found.heard for name in each["names"]}, own)
         state = stored.model(own)
         moments = None if optimizer is None else from_names(rank, optimizer, stored.optimizer(parameters_by_name(rank)))

@@ -21,9 +21,9 @@ _torch: Any = dist
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 """What callers give: a process group, or a mesh with one dimension."""
 
-_UNKNOWN = timedelta(minutes=30)
+_UNKNOWN, _FOR_EVER = timedelta(minutes=30), timedelta(days=365)
 
-UNSENT = 2**20
+_UNSENT = 2**20
 """The tag of messages that nobody sends."""
 
 
@@ -33,19 +33,41 @@ class Groups(NamedTuple):
     Attributes:
         members: the rank of each in the world.
         me: the number of this process among them.
-        values: the group that sends activations and gradients.
-        control: the group for messages in which ranks agree. It is another one because gloo closes all connections of
-            a group in which a wait took too long; over ``values`` ranks could then no longer report that.
+        gloo: the group that carries all messages between them; None for a process alone. Gloo closes all its
+            connections when a wait takes too long: then ranks agree over ``store`` who is lost.
         timeout: how long a rank waits for another one.
         store: a key-value store that only the members use.
     """
 
     members: tuple[int, ...]
     me: int
-    values: Any
-    control: Any
+    gloo: Any
     timeout: timedelta
     store: Any
+
+    def is_closed(self, member: int) -> bool:
+        """Whether the connection to ``member`` is: then gloo refuses to receive. No message with this tag is sent."""
+        if member == self.me:
+            return False
+        try:
+            self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT)
+        except RuntimeError:
+            return True
+        return False
+
+    def wait_closed(self, member: int) -> None:
+        """Wait until the connection to ``member`` is closed."""
+        with suppress(RuntimeError):
+            self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(_FOR_EVER)
+
+    def end(self) -> None:
+        """Close all connections."""
+        if self.gloo is not None:
+            end_connections(self.gloo)
+
+
+ALONE = Groups((0,), 0, None, timedelta(), None)
+"""A process without others."""
 
 
 def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
@@ -70,10 +92,7 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
-        values, control = (
-            dist.ProcessGroupGloo(_torch.PrefixStore(name, store), me, len(members), timeout=timeout)
-            for name in ("values", "control")
-        )
+        gloo = dist.ProcessGroupGloo(_torch.PrefixStore("gloo", store), me, len(members), timeout=timeout)
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
         if not missing:
@@ -82,7 +101,7 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
             f"{named(missing)} ended, or did not come here within {timeout.total_seconds():g} s; all processes of the "
             "group make a Rank, save, load and average gradients together"
         ) from error
-    return Groups(members, me, values, control, timeout, store)
+    return Groups(members, me, gloo, timeout, store)
 
 
 def _count(group: dist.ProcessGroup, member: int, more: int) -> int:
@@ -98,28 +117,6 @@ def _prefix() -> str:
     return f"gpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
-def group_for_collectives(groups: Groups) -> Any:
-    """The connections of ``groups.values`` as a process group for the collectives of torch.
-
-    It is made as ``new_group`` would make it, but has no entry in torch's table of names: torch names the caller's next
-    group by the length of that table, which must stay the same in all processes.
-    """
-    c10d: Any = dist.distributed_c10d
-    kind = c10d.ProcessGroup.BackendType.GLOO
-    group = c10d.ProcessGroup(groups.store, groups.me, len(groups.members))
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, groups.values)
-    c10d._world.pg_map[group] = "gloo", groups.store
-    c10d._world.pg_group_ranks[group] = {member: k for k, member in enumerate(groups.members)}
-    return group
-
-
-def forget_group(group: dist.ProcessGroup) -> None:
-    """Undo :func:`group_for_collectives`: torch keeps the group no longer, and its connections end with it."""
-    c10d: Any = dist.distributed_c10d
-    del c10d._world.pg_map[group], c10d._world.pg_group_ranks[group]
-
-
 def end_connections(group: Any) -> None:
     """Close all connections of ``group``, a gloo group.
 
@@ -128,7 +125,7 @@ def end_connections(group: Any) -> None:
     """
     for member in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], member, UNSENT).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(timedelta(milliseconds=1))
 
 
 def end_collectives(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ._gathering import gathering_of
 from ._groups import Group, expect_group
+from ._rendezvous import Report
 
 
-def norm_over(group: Group | None, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def norm_over(
+    group: Group | None, meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
+) -> Tensor:
     """The 2-norm of the gradients of all members of ``group``, which call this together.
 
     Args:
-        group: all processes by default.
+        group: all processes by default; reduces on devices whose backend it has.
+        meet: exchanges reports between the same members, for other devices.
         gradients: those of this member, each of which no other member has; none at all is possible. Of those that are
             sharded, each member of the mesh has a part.
         device: where the norm is returned.
@@ -31,7 +34,7 @@ def norm_over(group: Group | None, gradients: Sequence[Tensor], device: torch.de
         kinds = [[each for each in dense if hasattr(each, "to_local") is sharded] for sharded in (False, True)]
         squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in kinds if kind]
         none = torch.zeros((), dtype=torch.float64, device=device)
-        return _summed(expect_group(group), sum(squares, start=none)).sqrt().float()
+        return _summed(expect_group(group), meet, sum(squares, start=none)).sqrt().float()
 
 
 def _whole(norm: Any) -> Tensor:
@@ -39,18 +42,13 @@ def _whole(norm: Any) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
-def _summed(group: dist.ProcessGroup, square: Tensor) -> Tensor:
+def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
     """The sum over all members, on the device of ``square``."""
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
         return square
-    together = gathering_of(group)
-    if together.group is None:
-        return square
-    whole = square.cpu()
-    with together.collectives():
-        dist.all_reduce(whole, group=together.group)
-    return whole.to(square.device)
+    squares = [each["square"] for each in meet({"square": square.item()})]
+    return torch.tensor(sum(squares), dtype=square.dtype, device=square.device)
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -35,7 +35,7 @@ from ._tied import Twins
 from ._wires import open_wires
 
 _ANNOUNCED: Final = 0
-"""The tag of announcements; those of channels begin at 2."""
+"""The tag of announcements; 1 is that of meetings, and those of channels begin at 2."""
 
 _BEFORE: Final[When] = (-1.0, -1)
 """The time of a failure before the first step of a run."""
@@ -78,12 +78,12 @@ class Ranks(Processes):
         self._numbers = share.numbers
         devices = share.device_of
         places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
-        wires = open_wires(rendezvous, groups, ranks, layout, share.ties, devices, places, told[0]["name"])
+        wires = open_wires(rendezvous, ranks, layout, share.ties, devices, places, told[0]["name"])
         channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
         self._crossings = Crossings(channels, wires)
         self._announces = ranks[0] == self.me
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self._announces else [ranks[0]]
-        peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
+        peers = [Peer(groups.gloo, k, _ANNOUNCED) for k in hearers]
         self._announcing = [RemoteLink(Ways(each, each)) for each in peers]
         if not self._announces:
             self._announcing[0].expect(1)
@@ -123,13 +123,9 @@ class Ranks(Processes):
             if self._twins.are_there and not isinstance(error, LostRankError):
                 failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
                 why = "weights that ranks share may differ now, so start the processes again, from the last checkpoint"
-                self._leave(LostRankError(f"{failed}; {why}"))
+                self._rendezvous.leave(LostRankError(f"{failed}; {why}"))
+                self._crossings.end()
             raise
-
-    def _leave(self, why: LostRankError) -> None:
-        """Begin no run any more, and let the others hear why, where they wait for this rank now or in the next run."""
-        self._rendezvous.leave(why)
-        self._crossings.end()
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -137,8 +133,8 @@ class Ranks(Processes):
         try:
             yield
         except UnreachableError as error:
-            lost = self._rendezvous.left() or self._rendezvous.lost([error.member])
-            self._leave(lost)
+            lost = self._rendezvous.leave_without(error.member)
+            self._crossings.end()
             raise lost from None
 
     def close(self) -> None:
@@ -153,10 +149,12 @@ class Ranks(Processes):
             raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
         self._rendezvous.expect_open()
 
-    def _meet(self, report: Report) -> list[Report]:
-        """Send a report to all ranks, and return those of all."""
+    def meet(self, report: Report, error: BaseException | None = None) -> list[Report]:
+        """Send a report to all ranks, and return those of all; or find out who is lost, if ``error`` says that."""
         self._expect_all()
         try:
+            if isinstance(error, UnreachableError):
+                raise self._rendezvous.found_lost(error) from None
             return self._rendezvous.meet(report)
         except LostRankError:
             self._crossings.end()
@@ -186,7 +184,8 @@ class Ranks(Processes):
         try:
             self._announce(failed=error is not None)
         except (Cancelled, UnreachableError) as failed:
-            error, report = (failed, _failure(None, failed)) if error is None else (error, report)
+            error = failed if error is None or isinstance(failed, UnreachableError) else error
+            report = report or {"failed": True}
         if error is None and self._opening.differs:
             error, report = Cancelled(), {"failed": True, "alike": self._opening.alike}
         if error is not None:
@@ -257,10 +256,10 @@ class Ranks(Processes):
 
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         when = _earliest(run)
-        if error is not None:
+        if error is not None and not isinstance(error, UnreachableError):
             self._crossings.poison(when)
             self._crossings.take()
-        reports = self._meet(report)
+        reports = self.meet(report, error)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
             self._crossings.poison(when)
@@ -268,16 +267,12 @@ class Ranks(Processes):
             take_seed()
         if not failed:
             self._learn(run, reports)
-        self._tidy(reports, drains=bool(failed))
+        self._tidy(drains=bool(failed))
         if failed:
             self._raise(error, reports)
 
-    def _tidy(self, reports: Sequence[Report], *, drains: bool) -> None:
+    def _tidy(self, *, drains: bool) -> None:
         """Make sure that no message of this run is left for the next one to read."""
-        lost = _unreached(reports)
-        if lost:  # all ranks have met, but messages did not arrive: there is no next run
-            self._leave(self._rendezvous.lost(lost))
-            return
         with self._reaching():
             if drains:
                 self._crossings.drain()
@@ -296,7 +291,7 @@ class Ranks(Processes):
 
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
-        for k, each in enumerate(self._meet({"events": observer.export_events(now)})):
+        for k, each in enumerate(self.meet({"events": observer.export_events(now)})):
             if k != self._groups.me:
                 observer.import_events(each["events"], now)
 
@@ -309,21 +304,10 @@ class Ranks(Processes):
             raise error
         expect_begun(reports, self._groups.members, self.ranks[0], self._opening.first)
         found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
-        if not found:
-            self._rendezvous.expect_open()
         k = min(found)[1]
         if k == self._groups.me and error is not None:
             raise error
         raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
-
-
-def _unreached(reports: Sequence[Report]) -> list[int]:
-    """Ranks that did not answer in time, without those that were waiting themselves; else those whose connections
-    closed.
-    """
-    silent = {k for each in reports for k in each.get("silent", ())}
-    waited = {k for k, each in enumerate(reports) if "silent" in each}
-    return sorted(silent - waited or silent or {k for each in reports for k in each.get("closed", ())})
 
 
 def _earliest(run: Run | None) -> When:
@@ -333,8 +317,6 @@ def _earliest(run: Run | None) -> When:
 
 def _failure(run: Run | None, error: BaseException) -> Report:
     """The report of a failure."""
-    if isinstance(error, UnreachableError):
-        return {"failed": True, "silent" if error.silent else "closed": [error.member]}
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
         report["when"] = list(_earliest(run))

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from microbatch import Batch, Versions, unwrap
@@ -41,6 +42,7 @@ from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
 from ._choosing import RankChooser
+from ._errors import LostRankError
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
@@ -131,7 +133,7 @@ class Rank(Stepping):
         self._group = group
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
         with self._replicas.agreement() as shared:
-            with agreement(rendezvous, groups.members) as found:
+            with agreement(rendezvous) as found:
                 self._chunks = checked_chunks(chunks)
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 means, layers = means_of(init), as_sequential(module, sample)
@@ -140,7 +142,7 @@ class Rank(Stepping):
                 self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
                 self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(layers, transport)
-            with agreement(rendezvous, groups.members) as placed:
+            with agreement(rendezvous) as placed:
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
                 if self._deferred:
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
@@ -153,6 +155,8 @@ class Rank(Stepping):
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
+        self._parallel: set[dist.ProcessGroup] = set()
+        self._broken = False
 
     def _connect(self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]) -> None:
         """Make the stages of the engine, and connect them to those of other ranks."""
@@ -260,7 +264,7 @@ class Rank(Stepping):
         """The norm of the gradients of all ranks. All of them call this together."""
         others = self._processes.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
-        return norm_over(self._group, own, self._devices[0])
+        return norm_over(self._group, self._processes.meet, own, self._devices[0])
 
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
@@ -302,16 +306,12 @@ class Rank(Stepping):
 
     def _heard(self) -> AbstractContextManager[None]:
         """A context for a part of a step: if it fails, other replicas are told."""
-        return self._replicas.hearing(self._sharding.follow, self._end_collectives)
+        return self._replicas.hearing(self._end_collectives)
 
     def _end_collectives(self) -> None:
-        """Let no other replica wait in a collective of a layer of which it is not known how often it comes."""
-        for group in self._sharding.gathers().union(*synced_over(self._synced).values()):
-            end_collectives(group)
-
-    def _end_reductions(self) -> None:
-        """Let no other replica wait where gradients are reduced."""
-        for group in self._sharding.reductions():
+        """Let no other process wait in a layer for this one. So no step begins any more, if there are such layers."""
+        for group in self._parallel:
+            self._broken = self._broken or group.size() > 1
             end_collectives(group)
 
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
@@ -324,8 +324,7 @@ class Rank(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
-        naming = self._replicas.naming(self._end_reductions)
-        with naming, self._advised(), self._sharding.reduced_once(loss), self._heard():
+        with self._heard(), self._advised(), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
             self._chooser.learn(plan)
@@ -354,18 +353,26 @@ class Rank(Stepping):
         """
         with self._processes.opening() as found:
             found.alike = self._called_alike(method, schedule)
+            self._expect_unbroken()
+            parallel = synced_over(self._synced) | sharded_over(self)
+            self._parallel = set().union(*parallel.values())
             if schedule is not None:
                 self._open_step(found, schedule)
             self._sharding.expect_whole()
-            alone = found.is_chosen and not self._replicas.are_there
-            parallel = synced_over(self._synced) | sharded_over(self)
-            expect_parallel(parallel, self._members, is_chosen=alone)
+            expect_parallel(parallel, self._members, is_chosen=found.is_chosen and not self._replicas.are_there)
             inputs = given()
             if self._pipeline.begins:
                 self._decide(found, inputs, schedule)
         if found.plan is not None:
             self._plan, self._last = found.plan, choice_of(found.plan.schedule)
         return found
+
+    def _expect_unbroken(self) -> None:
+        if self._broken:
+            raise LostRankError(
+                "a step has failed on this rank, whose layers compute together with other processes, which may wait "
+                "for it there; start the processes again, from the last checkpoint"
+            )
 
     def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
         """What must be equal on all ranks in a call, by names that a user knows."""

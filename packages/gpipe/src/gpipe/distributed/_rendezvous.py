@@ -5,37 +5,35 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
-
-import torch
+from typing import Any, Final
 
 from ._errors import LostRankError, UnreachableError, named
-from ._groups import UNSENT, Groups, end_connections
+from ._groups import Groups
 from ._messages import Peer, RemoteLink, Ways
 
 Report = dict[str, Any]
-"""A dict that can be pickled. ``"silent"`` and ``"closed"`` list the members that its sender could not reach."""
+"""A dict that can be pickled."""
 
-_UP, _DOWN = 0, 1
+_TAG: Final = 1
 _GRACE = timedelta(seconds=5)
-_MOMENT, _PAUSE = 2.0, 0.05  # seconds
+_MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
 
 
 class Rendezvous:
     """Each member sends its report to member 0, which sends the reports of all to each.
 
-    If that fails, each member that is still there says so over the store: whoever does not is lost.
+    A member that cannot reach another one closes its connections. So all others that wait for anything come to the
+    store, where each says that it is there: whoever does not is lost.
 
     Args:
         groups: the members, and the connections between them.
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        others = range(1, len(groups.members)) if groups.me == 0 else (0,)
-        out, into = (_DOWN, _UP) if groups.me == 0 else (_UP, _DOWN)
-        ways = [Ways(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others]
-        self._links = [RemoteLink(each) for each in ways]
+        self.groups = groups
+        self._others = range(1, len(groups.members)) if groups.me == 0 else (0,)
+        peers = [Peer(groups.gloo, k, _TAG) for k in self._others]
+        self._links = [RemoteLink(Ways(each, each)) for each in peers]
         self._lost: LostRankError | None = None
 
     def meet(self, report: Report) -> list[Report]:
@@ -49,63 +47,64 @@ class Rendezvous:
         """
         self.expect_open()
         try:
-            return self._gather(report) if self._groups.me == 0 else self._exchange(report)
+            return self._gather(report) if self.groups.me == 0 else self._exchange(report)
         except UnreachableError as error:
-            self._lost = self._found_lost({error.member, *report.get("silent", ()), *report.get("closed", ())})
-            raise self._lost from None
+            raise self.found_lost(error) from None
 
     def expect_open(self) -> None:
         """Raise :class:`LostRankError` if there are no more meetings."""
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
-    def leave(self, why: LostRankError) -> None:
-        """Between two meetings: close all connections, so that whoever waits for this member hears ``why``."""
-        self._lost = why
-        with suppress(RuntimeError):  # if the process with the store has ended, nobody can be told
-            self._groups.store.compare_set("lost", "", str(why))
-        for group in (self._groups.values, self._groups.control):
-            end_connections(group)
+    def leave(self, why: LostRankError) -> LostRankError:
+        """Close all connections, without waiting for others; they hear ``why``, unless one has left before.
 
-    def left(self) -> LostRankError | None:
+        Returns:
+            What all members raise.
+        """
+        # If the process with the store has ended, nobody can be told.
+        with suppress(RuntimeError):
+            self.groups.store.compare_set("lost", "", str(why))
+        self._lost = self._left() or why
+        self.groups.end()
+        return self._lost
+
+    def leave_without(self, member: int) -> LostRankError:
+        """Like :meth:`leave`, where others may not come to the store, because they do not wait for anything."""
+        return self.leave(self._left() or self._error([member]))
+
+    def found_lost(self, error: UnreachableError | None = None) -> LostRankError:
+        """The error that all members raise, each of which comes here; there are no more meetings.
+
+        Args:
+            error: why this member came, if that was a message.
+        """
+        if self._lost is None:
+            suspects = {k for k in range(len(self.groups.members)) if self.groups.is_closed(k)}
+            patience = _MOMENT
+            if error is not None:
+                suspects.add(error.member)
+                # That one may itself wait for the one that is lost, and come a moment later.
+                patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
+            self.groups.end()  # so that whoever waits for this member comes here too
+            try:
+                self._lost = self._left() or self._called_roll(suspects, patience)
+            except RuntimeError:  # the process with the store has ended
+                self._lost = self._error(sorted(suspects))
+        return LostRankError(str(self._lost))
+
+    def _left(self) -> LostRankError | None:
         """Why there are no more meetings, as another member says; None if none says so."""
         with suppress(RuntimeError):
-            if self._groups.store.check(["lost"]):
-                return LostRankError(self._groups.store.get("lost").decode())
+            if self.groups.store.check(["lost"]):
+                return LostRankError(self.groups.store.get("lost").decode())
         return None
 
-    def expect_connected(self) -> None:
-        """Check the connections to all members, without a meeting, to which not all may come.
-
-        A process that ends closes its connections one after the other, so look at them for a moment.
-
-        Raises:
-            LostRankError: the connections to some members are closed.
-        """
-        self.expect_open()
-        end = time.monotonic() + _MOMENT
-        while not (lost := [k for k in range(len(self._groups.members)) if self._is_closed(k)]):
-            if time.monotonic() > end:
-                return
-            time.sleep(_PAUSE)
-        self._lost = self.left() or self.lost(lost)  # a member that has left has closed its connections too
-        raise self._lost
-
-    def _is_closed(self, member: int) -> bool:
-        """Whether the connection to ``member`` is: then gloo refuses to receive. No message with this tag is sent."""
-        if member == self._groups.me:
-            return False
-        try:
-            Peer(self._groups.control, member, UNSENT).receive(torch.empty(1, dtype=torch.uint8))
-        except UnreachableError:
-            return True
-        return False
-
-    def lost(self, members: list[int]) -> LostRankError:
+    def _error(self, members: list[int]) -> LostRankError:
         """The error that says that ``members`` (numbers, not ranks) are missing."""
-        who = named([self._groups.members[k] for k in members])
+        who = named([self.groups.members[k] for k in members])
         return LostRankError(
-            f"{who} ended, or did not answer within {self._groups.timeout.total_seconds():g} s; start the processes "
+            f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; start the processes "
             "again, from the last checkpoint; if it was only slow, with a timeout longer than a whole step, and what "
             "comes between two, may take"
         )
@@ -113,7 +112,7 @@ class Rendezvous:
     def _gather(self, report: Report) -> list[Report]:
         for link in self._links:
             link.expect(1)  # from all at once
-        reports = [report, *[link.hear(self._groups.timeout + _GRACE) for link in self._links]]
+        reports = [report, *[link.hear(self.groups.timeout + _GRACE) for link in self._links]]
         for link in self._links:
             with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
                 link.tell(reports)
@@ -125,35 +124,23 @@ class Rendezvous:
         link.expect(1)
         link.tell(report)
         # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
-        reports: list[Report] = link.hear(2 * (self._groups.timeout + _GRACE))
+        reports: list[Report] = link.hear(2 * (self.groups.timeout + _GRACE))
         link.flush()
         return reports
 
-    def _found_lost(self, suspects: set[int]) -> LostRankError:
-        """The error that all members raise.
-
-        Args:
-            suspects: those that this member could not reach. They may be there all the same, and come a moment later:
-                gloo closes the connections of a member that has waited too long for another one.
-        """
-        end_connections(self._groups.control)  # so that whoever waits for this member comes here too
-        with suppress(RuntimeError):
-            return self.left() or self._called_roll(suspects)
-        return self.lost(sorted(suspects))  # the process with the store has ended
-
-    def _called_roll(self, suspects: set[int]) -> LostRankError:
+    def _called_roll(self, suspects: set[int], patience: float) -> LostRankError:
         """Say over the store that this member is there, and wait for the others; the first to know says who is lost."""
-        store, missing = self._groups.store, {*range(len(self._groups.members))}
-        store.set(f"here/{self._groups.me}", ",".join(map(str, suspects)))
-        end = time.monotonic() + (self._groups.timeout + _GRACE).total_seconds()
-        while (told := self.left()) is None:
+        store, missing = self.groups.store, {*range(len(self.groups.members))}
+        store.set(f"here/{self.groups.me}", ",".join(map(str, suspects)))
+        end = time.monotonic() + (self.groups.timeout + _GRACE).total_seconds()
+        while (told := self._left()) is None:
             for k in [k for k in missing if store.check([f"here/{k}"])]:
                 missing.remove(k)
-                suspects |= {*map(int, store.get(f"here/{k}").split(b","))}
-            if missing <= suspects:
-                end = min(end, time.monotonic() + _MOMENT)
+                suspects |= {int(each) for each in store.get(f"here/{k}").split(b",") if each}
+            if missing <= suspects:  # nobody else is expected
+                end = min(end, time.monotonic() + patience)
             if not missing or time.monotonic() > end:
-                store.compare_set("lost", "", str(self.lost(sorted(missing or suspects))))
+                store.compare_set("lost", "", str(self._error(sorted(missing or suspects))))
             else:
                 time.sleep(_PAUSE)
         return told

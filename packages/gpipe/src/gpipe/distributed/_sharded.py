@@ -7,17 +7,15 @@ way to start that; this calls what torch's own pipelining calls (``perform_reduc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._fsdp import fsdp_modules
 from ..engine._losses import Losses
 from ..engine._scale import Scale, scale_in_place
-from ._parallel import sharded_over
 from ._tied import Twin
 
 
@@ -57,45 +55,9 @@ class Sharding:
                 "layers that share it into one stage"
             )
 
-    def follow(self) -> None:
-        """In a step that has failed: take part in the collectives for which other replicas wait.
-
-        Each stage that stays gathered until the end of a step is gathered once. How often other layers are gathered,
-        anew for every micro-batch, is not known: see :meth:`gathers`.
-        """
-        states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
-        for state in states:
-            state._lazy_init()
-        groups = [group for state in states for group in _groups(state)]
-        if any(group.post_forward_mesh_info is not None for group in groups):
-            return
-        with suppress(RuntimeError):  # a rank is lost
-            for group in groups:
-                group.unshard()
-                group.wait_for_unshard()
-            for group in groups:
-                group.reshard()
-
-    def gathers(self) -> set[dist.ProcessGroup]:
-        """The process groups over which layers communicate in every micro-batch: those of FSDP that are gathered again
-        each time, and those of ``parallelize_module``.
-        """
-        again = _over([group for group in self._all() if group.post_forward_mesh_info is not None])
-        others: set[dist.ProcessGroup] = set().union(*sharded_over(self._partitions).values())
-        return again | (others - self.reductions())
-
-    def reductions(self) -> set[dist.ProcessGroup]:
-        """The process groups over which gradients are reduced."""
-        return _over(self._all())
-
-    def _all(self) -> list[Any]:
-        """The groups of parameters that are gathered together."""
-        states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
-        return [group for state in states for group in _groups(state)]
-
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:
-        """A context for a whole step with this ``loss``: gradients are reduced at its end, and dropped if it fails."""
+        """A context for a step with this ``loss``: gradients are reduced at its end. If it fails, no other begins."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
         parameters = [parameter for group in before for parameter in group.fsdp_params]
@@ -106,13 +68,6 @@ class Sharding:
             _set(group, dict.fromkeys(before[group], False))
         try:
             yield
-        except BaseException:
-            _drop_gradients(parameters)
-            for state in states:
-                if state._is_root:
-                    # New in torch 2.13; before, there is only the callback that ends a backward.
-                    getattr(state, "_reset_iter_state", state._root_post_backward_final_callback)()
-            raise
         finally:
             for group, settings in before.items():
                 _set(group, settings)
@@ -123,13 +78,6 @@ class Sharding:
         for state in states:
             if state._is_root:
                 state._root_post_backward_final_callback()
-
-
-def _over(groups: Iterable[Any]) -> set[dist.ProcessGroup]:
-    """The process groups of such groups of parameters."""
-    meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info)]
-    names = ("shard_process_group", "replicate_process_group")
-    return {getattr(mesh, name) for mesh in meshes for name in names if hasattr(mesh, name)}
 
 
 def _groups(state: Any) -> list[Any]:
@@ -164,10 +112,3 @@ def _give_back(parameter: Any, earlier: Tensor | None, scale: Scale) -> None:
     if grown is not None:
         grown = scale_in_place(grown, scale)
     parameter.unsharded_accumulated_grad = earlier if grown is None else grown if earlier is None else grown + earlier
-
-
-def _drop_gradients(parameters: Iterable[Any]) -> None:
-    for parameter in parameters:
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None

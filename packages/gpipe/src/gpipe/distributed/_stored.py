@@ -1,42 +1,49 @@
-"""Reading and writing of checkpoints of ``torch.distributed.checkpoint``."""
+"""Reading and writing of checkpoints of ``torch.distributed.checkpoint``.
+
+This uses its planners, writers and readers, which import late: that takes as long as to import torch. What processes
+have to tell each other goes through their meetings, so that an error of one is raised on all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..module._init._sources import alone_is_meant
-from ._errors import RemoteError, text_of
-from ._gathering import Gathering
-
-if TYPE_CHECKING:  # imported late: these take as long to import as torch, and only checkpoints need them
-    from torch.distributed.checkpoint.metadata import Metadata
+from ._agreement import agreement
+from ._rendezvous import Rendezvous
 
 _SHOWN = 5
 
 
-def write(state: dict[str, Any], folder: Path, together: Gathering) -> None:
-    """Write the states of all processes, each its part.
+def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
+    """Write the states of all processes, each its part. The first one decides who writes what several have.
 
     Raises:
         RemoteError: another process has failed. An error of this process is raised as it is.
         LostRankError: another process has ended.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _own_error(together), alone_is_meant(), together.collectives():
-        save(
-            state,
-            storage_writer=FileSystemWriter(folder),
-            process_group=together.group,
-            no_dist=together.group is None,
-        )
+    planner, writer, me = DefaultSavePlanner(), FileSystemWriter(folder), meeting.groups.me
+    with agreement(meeting) as planned:
+        planner.set_up_planner(state, writer.storage_meta(), me == 0)
+        writer.set_up_storage_writer(me == 0)
+        planned.told = {"plan": writer.prepare_local_plan(planner.create_local_plan())}
+    with agreement(meeting) as divided:
+        if me == 0:
+            plans, metadata = planner.create_global_plan([each["plan"] for each in planned.heard])
+            divided.told = {"plans": writer.prepare_global_plan(plans)}
+    with agreement(meeting) as written:
+        own = planner.finish_plan(divided.heard[0]["plans"][me])
+        written.told = {"results": writer.write_data(own, planner).wait()}
+    with agreement(meeting):
+        if me == 0:
+            writer.finish(metadata, [each["results"] for each in written.heard])
 
 
 class Stored:
@@ -50,9 +57,9 @@ class Stored:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         self._folder = folder
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-        self._entries = metadata.state_dict_metadata
-        self._paths = metadata.planner_data or {}
+        self._metadata = FileSystemReader(folder).read_metadata()
+        self._entries = self._metadata.state_dict_metadata
+        self._paths = self._metadata.planner_data or {}
 
     def expect_model(self, names: Collection[str], own: Mapping[str, Any]) -> None:
         """Raise ValueError if the checkpoint is of a model with other names than ``names``; ``own`` is this process's
@@ -115,31 +122,14 @@ class Stored:
         """``targets`` with the stored values; tensors are read in place."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
 
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with alone_is_meant(), _own_error(None):
-            load(targets, storage_reader=FileSystemReader(self._folder), planner=planner, no_dist=True)
+        reader = FileSystemReader(self._folder)
+        planner.set_up_planner(targets, self._metadata, True)
+        reader.set_up_storage_reader(self._metadata, True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.read_data(plan, planner).wait()
         return targets
-
-
-@contextmanager
-def _own_error(together: Gathering | None) -> Iterator[None]:
-    """A context that turns torch's summary of failures into the error of this process."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        failures = {k: failed for k, (failed, _) in error.failures.items()}
-    else:
-        return
-    me = 0 if together is None or together.group is None else together.group.rank()
-    if me in failures:
-        raise failures[me]
-    k, failed = min(failures.items(), key=lambda each: each[0])
-    assert together is not None
-    raise RemoteError(f"rank {together.members[k]} failed: {text_of(failed)}")
 
 
 def _like(value: Any, dtype: torch.dtype | None = None) -> Any:

@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ._errors import UnreachableError
-from ._presence import Presence
+from ._groups import Groups
 
 _PAUSE = 0.05
 """Seconds between two checks."""
@@ -24,33 +23,34 @@ class Watch:
 
     When the process at the other end of a transfer has ended, the device waits for it forever. So does each thread that
     waits for the device, in a call of the driver that Python cannot interrupt. Only aborting the communicator ends
-    this. (Torch's own watchdog would end the process.) Whoever aborts its communicators ends the connections that show
-    its presence, so that ranks whose devices wait for this one abort theirs too.
+    this. (Torch's own watchdog would end the process.) A process that has ended shows in its closed connection of
+    gloo's. Whoever aborts its communicators closes those too, so that ranks whose devices wait for this one abort
+    theirs.
 
     Args:
-        timeout: how long transfers may make no progress.
+        groups: the ranks, and the connections between them. Transfers may make no progress for their timeout.
 
     Attributes:
         lost: the member whose transfer took too long, or whose process has ended; None if there is none.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, groups: Groups) -> None:
         self.lost: UnreachableError | None = None
-        self._timeout = timeout.total_seconds()
+        self._ranks = groups
         self._groups: list[dist.ProcessGroup] = []
-        self._present: list[Presence] = []
+        self._members: set[int] = set()
+        self._ended: list[int] = []
         self._under_way: deque[tuple[float, Any, int]] = deque()
         self._progress = 0.0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def own(self, group: dist.ProcessGroup) -> None:
-        """Abort ``group`` together with the others."""
+    def own(self, group: dist.ProcessGroup, member: int) -> None:
+        """Abort ``group``, which connects to ``member``, together with the others."""
         self._groups.append(group)
-
-    def attend(self, presence: Presence) -> None:
-        """Abort all communicators if this is over before all transfers have ended."""
-        self._present.append(presence)
+        if member not in self._members:
+            self._members.add(member)
+            threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
 
     def add(self, works: Sequence[Any], member: int) -> None:
         """Check transfers with ``member`` until they have ended."""
@@ -70,11 +70,16 @@ class Watch:
         """Abort all communicators: transfers stop, and the devices go on without them."""
         with self._lock:
             groups, self._groups = self._groups, []
-        for presence in self._present:
-            presence.end()
+        if groups:
+            self._ranks.end()
         for group in groups:
             with suppress(RuntimeError):  # an abort that fails leaves nothing else to try
                 group.abort()
+
+    def _attend(self, member: int) -> None:
+        """Wait until the connection to ``member`` is closed, at either end."""
+        self._ranks.wait_closed(member)
+        self._ended.append(member)
 
     def _look(self) -> None:
         while self._is_any_under_way():
@@ -96,11 +101,10 @@ class Watch:
 
     def _found_lost(self) -> UnreachableError | None:
         """The member whose process has ended, or whose transfer took too long; None if there is none so far."""
-        for presence in self._present:
-            if presence.is_over:
-                return UnreachableError(presence.member, ConnectionError("the connection has ended"))
+        for member in self._ended:
+            return UnreachableError(member, ConnectionError("the connection has ended"))
         since, _, member = self._under_way[0]
         # The host queues a transfer long before the device starts it: the time counts from the end of the one before.
-        if time.monotonic() - max(since, self._progress) > self._timeout:
+        if time.monotonic() - max(since, self._progress) > self._ranks.timeout.total_seconds():
             return UnreachableError(member, TimeoutError("timed out"))
         return None

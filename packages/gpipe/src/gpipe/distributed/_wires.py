@@ -45,7 +45,6 @@ from ._forms import Dense, Form, flat
 from ._groups import Groups
 from ._messages import Peer
 from ._places import Direction, Place, direct
-from ._presence import Presence
 from ._rendezvous import Rendezvous
 from ._watch import Watch
 
@@ -149,7 +148,6 @@ class Wires:
 
 def open_wires(
     meeting: Rendezvous,
-    groups: Groups,
     ranks: Sequence[int],
     layout: SkipLayout,
     ties: Sequence[tuple[int, int]],
@@ -160,7 +158,7 @@ def open_wires(
     """Open the wires of this rank. All ranks call this together.
 
     Args:
-        meeting: exchanges reports, by which ranks learn whether all wires are open.
+        meeting: by which ranks learn whether all wires are open.
         ties: see :func:`direct`.
         devices: those of the stages of this rank.
         places: those of all stages.
@@ -169,12 +167,11 @@ def open_wires(
     Raises:
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
-    found, watch = {}, Watch(groups.timeout)
+    groups = meeting.groups
+    found, watch = {}, Watch(groups)
     directions = direct(ranks, layout, ties, places)
     if directions:
-        with agreement(meeting, groups.members):
-            for member in _neighbours(directions, groups, ranks):
-                watch.attend(Presence(groups, member))
+        with agreement(meeting):
             # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
             # other.
             for each in directions:
@@ -182,12 +179,6 @@ def open_wires(
                     backend = str(places[each.source].backend)
                     found[each.tag] = _opened(each, groups, ranks, devices, watch, backend, f"{name}/{each.tag}")
     return Wires(found, watch)
-
-
-def _neighbours(directions: Sequence[Direction], groups: Groups, ranks: Sequence[int]) -> list[int]:
-    """The members at the other ends of the wires of this rank, in the order in which all ranks connect to them."""
-    ends = [{ranks[each.source], ranks[each.target]} for each in directions]
-    return list(dict.fromkeys(member for pair in ends if groups.me in pair for member in pair - {groups.me}))
 
 
 def _opened(
@@ -205,7 +196,7 @@ def _opened(
     mine, other = groups.members[groups.me], groups.members[ranks[there]]
     try:
         communicator = communicator_of_two(backend, name, groups.timeout, mine, other)
-        watch.own(communicator)
+        watch.own(communicator, ranks[there])
         wire = Wire(Peer(communicator, ranks[there], 0, number=int(mine < other)), devices[here], watch)
         wire.open(leads_away=leads_away)
     except (RuntimeError, UnreachableError) as error:
