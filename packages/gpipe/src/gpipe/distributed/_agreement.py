@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -86,7 +84,7 @@ _SEED = ": call torch.manual_seed() before the model is made, or load a checkpoi
 
 
 def described(module: nn.Sequential) -> dict[str, Any]:
-    """What ranks compare of a model: its layers, their tensors, and the versions of torch and of this package."""
+    """What ranks compare of a model: its layers, their tensors, and the version of torch."""
     return {
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),
         "parameters and buffers of the model": _digest(
@@ -95,8 +93,6 @@ def described(module: nn.Sequential) -> dict[str, Any]:
             for name, tensor in own
         ),
         "version of torch": torch.__version__,
-        "version of gpipe": _version(),
-        "version of Python": ".".join(map(str, sys.version_info[:2])),
     }
 
 
@@ -123,10 +119,3 @@ def _checksum(tensor: Any) -> int:
 def _digest(facts: Iterator[tuple[Any, ...]]) -> str:
     listed = list(facts)
     return f"{len(listed)} of digest {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}"
-
-
-def _version() -> str:
-    try:
-        return version("gpipe-torch")
-    except PackageNotFoundError:  # used from its sources, without being installed
-        return "unknown"

@@ -39,9 +39,9 @@ class Form(NamedTuple):
     """The form of a message.
 
     Attributes:
-        tree: the structure: None for a list of gradients, 0 for a tensor, n for a tuple of n tensors. Of other values
-            the pickle, with sparse tensors as a whole.
-        tensors: a description of each tensor; None for a gradient that is None, and for a tensor in the tree.
+        tree: the structure: None for a list of gradients, 0 for a tensor, n for a tuple of n tensors; of other values
+            the pickle.
+        tensors: a description of each tensor; None for a gradient that is None.
     """
 
     tree: bytes | int | None
@@ -54,12 +54,8 @@ class Form(NamedTuple):
             for each in self.tensors
         ]
 
-    def payload(self, tensors: Sequence[Tensor | None], device: torch.device) -> Any:
-        """The message made of ``tensors``, one for each of :attr:`tensors`; others are read from the tree.
-
-        Raises:
-            ValueError: the tree cannot be read.
-        """
+    def payload(self, tensors: Sequence[Tensor | None]) -> Any:
+        """The message made of ``tensors``, one for each of :attr:`tensors`."""
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
                 tensor.requires_grad_()
@@ -67,11 +63,8 @@ class Form(NamedTuple):
             return list(tensors)
         if isinstance(self.tree, int):
             return Activation(tuple(tensors) if self.tree else tensors[0])
-        try:
-            found = _Reader(self.tree, tensors, device).load()
-        except Exception as error:
-            raise ValueError(f"cannot read what another rank has sent: {type(error).__name__}: {error}") from error
-        return found if isinstance(found, list) else Activation(found[0], ties=found[1])
+        value, ties = _Reader(self.tree, tensors).load()
+        return Activation(value, ties=ties)
 
 
 def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
@@ -87,7 +80,7 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     dense = [
         None if each is None else Dense(each.dtype, each.shape, each.stride(), each.requires_grad) for each in tensors
     ]
-    return Form(_tree(payload, given, tensors), tuple(dense)), tensors
+    return Form(_tree(payload), tuple(dense)), tensors
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -95,20 +88,21 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor | None:
-    """The tensor, with elements that fill its memory; None for a sparse one."""
+def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor:
+    """The tensor, with elements that fill its memory."""
     # Of a collective that is still under way, as at the end of a RowwiseParallel: torch's name for this is private.
     plain: Any = tensor
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         plain = plain.wait()
-    if type(plain) not in _PLAIN or tensor.layout is not torch.strided or _is_special(plain):
-        _expect_known(plain, payload, number)
-        if tensor.layout is not torch.strided:
-            return None
-        plain = plain.detach().resolve_conj().resolve_neg()
-        plain = plain.clone() if plain._is_zerotensor() else plain
-    if not is_dense(plain):
-        plain = plain.detach().clone(memory_format=torch.contiguous_format)
+    special = plain.is_meta or plain.is_nested or plain.is_quantized or plain.layout is not torch.strided
+    if special or type(plain) not in _PLAIN:
+        raise TypeError(
+            f"{_path(payload, number)} is a {type(plain).__qualname__} on {plain.device} with {plain.layout} and "
+            f"{plain.dtype}, which is not sent to another process; expected a dense tensor with data; pass the tensors "
+            "that it is made of"
+        )
+    if plain.is_conj() or plain.is_neg() or plain._is_zerotensor() or not is_dense(plain):
+        plain = plain.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     found: Tensor = plain if plain is tensor else plain.requires_grad_(tensor.requires_grad)
     return found
 
@@ -116,37 +110,19 @@ def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor | None:
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-def _is_special(tensor: Tensor) -> bool:
-    """Whether the tensor has more than dense memory, or none."""
-    lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
-    return lazy or tensor.is_meta or tensor.is_nested or tensor.is_quantized
-
-
-def _expect_known(tensor: Tensor, payload: Payload, number: int) -> None:
-    if type(tensor) not in _PLAIN:
-        kind = f"a {type(tensor).__qualname__}, a subclass of torch.Tensor"
-    elif tensor.is_quantized:
-        kind = f"a quantized tensor ({tensor.dtype})"
-    elif tensor.is_nested:
-        kind = "a nested tensor"
-    elif tensor.is_meta:
-        kind = "a tensor on device meta, without data"
-    else:
-        return
-    raise TypeError(
-        f"{_path(payload, number)} is {kind}, which is not sent to another process; expected a dense tensor with data, "
-        "or a sparse one; pass the tensors that it is made of"
-    )
-
-
-def _tree(payload: Payload, given: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> bytes | int | None:
-    are_all = all(own is not None or each is None for each, own in zip(given, dense, strict=True))
+def _tree(payload: Payload) -> bytes | int | None:
     if not isinstance(payload, Activation):
-        return None if are_all else _written(payload, given, payload)
-    value = payload.value
-    if are_all and not payload.ties and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
+        return None
+    value, given = payload.value, payload.tensors
+    if not payload.ties and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
         return len(value) if type(value) is tuple else 0
-    return _written((value, tuple(parted(payload).ties)), given, payload)
+    try:
+        return _pickled((value, tuple(parted(payload).ties)), given)
+    except Exception as error:
+        raise TypeError(
+            f"{_path_of_unpicklable(payload)} cannot be sent to another process, because it cannot be pickled: "
+            f"{error}; make it a dataclass at the top of a module, or pass its tensors"
+        ) from error
 
 
 class _Writer(pickle.Pickler):
@@ -164,10 +140,7 @@ class _Writer(pickle.Pickler):
         places = self._places.get(id(value))
         if not places:
             raise TypeError("it holds a tensor that is not one of its leaves")
-        number = places[0] if len(places) == 1 else places.pop(0)
-        if value.layout is torch.strided:
-            return number
-        return number, value.requires_grad, pickle.dumps(value.detach().cpu())
+        return places[0] if len(places) == 1 else places.pop(0)
 
     def reducer_override(self, value: Any) -> Any:
         """A tree of torch's is made again of a value that has it: torch does not pickle all of them."""
@@ -179,17 +152,12 @@ class _Writer(pickle.Pickler):
 class _Reader(pickle.Unpickler):
     """Unpickles what a :class:`_Writer` has written, with ``tensors`` in their places."""
 
-    def __init__(self, tree: bytes, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+    def __init__(self, tree: bytes, tensors: Sequence[Tensor | None]) -> None:
         super().__init__(io.BytesIO(tree))
-        self._tensors, self._device = tensors, device
+        self._tensors = tensors
 
     def persistent_load(self, place: Any) -> Any:
-        if isinstance(place, int):
-            return self._tensors[place]
-        _, requires_grad, data = place
-        with torch.device("cpu"):  # whatever the default device is
-            tensor = pickle.loads(data)
-        return tensor.to(self._device).requires_grad_(requires_grad)
+        return self._tensors[place]
 
 
 def _spec_of(value: Any) -> TreeSpec:
@@ -202,16 +170,6 @@ def _pickled(value: Any, tensors: Sequence[Tensor | None]) -> bytes:
     return file.getvalue()
 
 
-def _written(value: Any, tensors: Sequence[Tensor | None], payload: Payload) -> bytes:
-    try:
-        return _pickled(value, tensors)
-    except Exception as error:
-        raise TypeError(
-            f"{_path_of_unpicklable(payload)} cannot be sent to another process, because it cannot be pickled: "
-            f"{error}; make it a dataclass at the top of a module, or pass its tensors"
-        ) from error
-
-
 def _path(payload: Payload, number: int) -> str:
     """The path of a tensor, as Python writes it, such as ``output['x'][1]``."""
     if not isinstance(payload, Activation):
@@ -219,8 +177,8 @@ def _path(payload: Payload, number: int) -> str:
     return [path for path, leaf in _leaves(payload) if isinstance(leaf, Tensor)][number]
 
 
-def _path_of_unpicklable(payload: Payload) -> str:
-    for path, leaf in _leaves(payload) if isinstance(payload, Activation) else ():
+def _path_of_unpicklable(payload: Activation) -> str:
+    for path, leaf in _leaves(payload):
         try:
             _pickled(leaf, [leaf])
         except Exception:

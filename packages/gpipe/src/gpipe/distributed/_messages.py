@@ -59,13 +59,22 @@ class Peer:
         member: the number of the other end.
         tag: distinguishes these messages from others between the two.
         number: the member's number in ``group``, if it is not ``member``.
+        timeout: how long to wait for a message; the timeout of ``group`` by default.
     """
 
-    def __init__(self, group: dist.ProcessGroup, member: int, tag: int, *, number: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        member: int,
+        tag: int,
+        *,
+        number: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.member = member
         self._number = member if number is None else number
         self._group = group
-        self._tag = tag
+        self._tag, self._timeout = tag, timeout
 
     def send(self, data: Tensor) -> Any:
         """Start to send ``data``, which must not change until :meth:`wait` has returned."""
@@ -81,10 +90,10 @@ class Peer:
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
-    def wait(self, work: Any, timeout: timedelta | None = None) -> None:
-        """Wait until a transfer has ended, at most ``timeout``; the timeout of the group by default."""
+    def wait(self, work: Any) -> None:
+        """Wait until a transfer has ended."""
         try:
-            work.wait() if timeout is None else work.wait(timeout)
+            work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
@@ -209,24 +218,20 @@ class RemoteLink:
         """Start to send an object that can be pickled. Raises UnreachableError."""
         self._send(_OBJECT, pickle.dumps(what))
 
-    def get(self, timeout: timedelta | None = None) -> tuple[int, bool, Any]:
+    def get(self) -> tuple[int, bool, Any]:
         """Wait for the next message: its micro-batch, flag, and payload.
-
-        Args:
-            timeout: how long to wait; the timeout of the group by default.
 
         Raises:
             Cancelled: nothing more comes in this run; ``poisoned`` says why.
-            ValueError: the structure of what has come cannot be read.
             UnreachableError: the connection has ended, or the message does not arrive in time.
         """
-        microbatch, flag, tensors = self._take(timeout)
-        return microbatch, flag, self._received.form.payload(tensors, self._device)
+        microbatch, flag, tensors = self._take()
+        return microbatch, flag, self._received.form.payload(tensors)
 
-    def hear(self, timeout: timedelta | None = None) -> Any:
+    def hear(self) -> Any:
         """Wait for the next object; see :meth:`get`."""
-        head = self._next(timeout)[0]
-        return pickle.loads(self._text(head[1], timeout))
+        head = self._next()[0]
+        return pickle.loads(self._text(head[1]))
 
     def drain(self, *, expected: bool = False) -> None:
         """After a failed run: receive everything up to the message that says that nothing more comes.
@@ -238,12 +243,12 @@ class RemoteLink:
             self._ways.direct_into.drain()
         with suppress(Cancelled):
             while not expected or self._taken < self._expected:
-                self._take(None)
+                self._take()
 
-    def flush(self, timeout: timedelta | None = None) -> None:
+    def flush(self) -> None:
         """Wait until everything has been received."""
         while self._under_way:
-            self._forget(timeout)
+            self._forget()
 
     def _send(self, microbatch: int, text: bytes, data: Sequence[Tensor] = (), *, flag: bool = False) -> None:
         starts = None if text else self._sent.starts
@@ -261,33 +266,33 @@ class RemoteLink:
             parts += [part.cpu() for part in data]
         self._under_way.append([(self._ways.out.send(part), part) for part in parts])
         while self._most is not None and len(self._under_way) > self._most:
-            self._forget(None)
+            self._forget()
 
-    def _forget(self, timeout: timedelta | None) -> None:
+    def _forget(self) -> None:
         """Wait for the oldest message."""
         self._arrived += 1
         for work, _ in self._under_way.popleft():
-            self._ways.out.wait(work, timeout)
+            self._ways.out.wait(work)
 
-    def _take(self, timeout: timedelta | None) -> tuple[int, bool, list[Tensor | None]]:
+    def _take(self) -> tuple[int, bool, list[Tensor | None]]:
         """The next message of a run: its micro-batch, flag, and tensors."""
         if self.poisoned is not None:
             raise Cancelled
-        (microbatch, size, flag, taken), tensors = self._next(timeout)
-        text = self._text(size, timeout) if size else b""
+        (microbatch, size, flag, taken), tensors = self._next()
+        text = self._text(size) if size else b""
         if microbatch == POISON:
             self.poisoned = pickle.loads(text)
             raise Cancelled
         if text:
             self._received = _Layout(pickle.loads(text), direct=self._ways.direct_into is not None)
             tensors, transfers = self._begun()
-            self._wait(transfers, timeout)
+            self._wait(transfers)
         if self._ways.direct_into is not None:
             tensors = self._ways.direct_into.receive(self._received.form)
         elif self._device.type != "cpu":
             tensors = [None if each is None else each.to(self._device) for each in tensors]
         while self._arrived < taken:
-            self._forget(None)
+            self._forget()
         self._look_ahead()
         return microbatch, bool(flag), tensors
 
@@ -297,10 +302,10 @@ class RemoteLink:
             with suppress(UnreachableError):  # the next wait raises it
                 self._begin()
 
-    def _next(self, timeout: timedelta | None) -> tuple[list[int], list[Tensor | None]]:
+    def _next(self) -> tuple[list[int], list[Tensor | None]]:
         """The head of the next message, and its tensors if it has the form of the one before."""
         frame, tensors, transfers = self._begin()
-        self._wait(transfers, timeout)
+        self._wait(transfers)
         self._coming = None
         self._taken += 1
         return frame[: _HEAD.size].view(torch.int64).tolist(), tensors
@@ -325,11 +330,11 @@ class RemoteLink:
         memory = [flat(each) for each in tensors if each is not None and each.numel()]
         return tensors, [*map(self._ways.into.receive, memory)]
 
-    def _text(self, size: int, timeout: timedelta | None) -> bytes:
+    def _text(self, size: int) -> bytes:
         memory = bytearray(size)
-        self._wait([self._ways.into.receive(torch.frombuffer(memory, dtype=torch.uint8))], timeout)
+        self._wait([self._ways.into.receive(torch.frombuffer(memory, dtype=torch.uint8))])
         return bytes(memory)
 
-    def _wait(self, transfers: Sequence[Any], timeout: timedelta | None) -> None:
+    def _wait(self, transfers: Sequence[Any]) -> None:
         for work in transfers:
-            self._ways.into.wait(work, timeout)
+            self._ways.into.wait(work)

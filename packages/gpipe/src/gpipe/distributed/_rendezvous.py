@@ -31,8 +31,10 @@ class Rendezvous:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self._others = range(1, len(groups.members)) if groups.me == 0 else (0,)
-        peers = [Peer(groups.gloo, k, _TAG) for k in self._others]
+        others = range(1, len(groups.members)) if groups.me == 0 else (0,)
+        # Member 0 may still be waiting for another member, when this one waits for its answer.
+        timeout = (1 if groups.me == 0 else 2) * (groups.timeout + _GRACE)
+        peers = [Peer(groups.gloo, k, _TAG, timeout=timeout) for k in others]
         self._links = [RemoteLink(Ways(each, each)) for each in peers]
         self._lost: LostRankError | None = None
 
@@ -112,7 +114,7 @@ class Rendezvous:
     def _gather(self, report: Report) -> list[Report]:
         for link in self._links:
             link.expect(1)  # from all at once
-        reports = [report, *[link.hear(self.groups.timeout + _GRACE) for link in self._links]]
+        reports = [report, *[link.hear() for link in self._links]]
         for link in self._links:
             with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
                 link.tell(reports)
@@ -123,8 +125,7 @@ class Rendezvous:
         (link,) = self._links
         link.expect(1)
         link.tell(report)
-        # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
-        reports: list[Report] = link.hear(2 * (self.groups.timeout + _GRACE))
+        reports: list[Report] = link.hear()
         link.flush()
         return reports
 

@@ -154,7 +154,8 @@ class Twins:
 
     def _of_stages(self, twin: Twin, grown: dict[Tensor, dict[int, Tensor]]) -> list[Tensor | None]:
         """The gradient of each stage of this rank that has the tensor, which leave ``grown``."""
-        own, stages = grown.pop(twin.tensor, {}), twin.stages[self._me]
+        found, stages = grown.pop(twin.tensor, {}), twin.stages[self._me]
+        own = {k: gradient.to_dense() if gradient.is_sparse else gradient for k, gradient in found.items()}
         return [*own.values()] or [None] if len(stages) == 1 else [own.get(stage) for stage in stages]
 
     def _flush(self) -> None:
