@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gpipe import DeferredBatchNorm
 from gpipe.distributed import export
 from gpipe.schedule import Schedule
 from gpipe.skip import inspect_skip_layout, pop, skippable, stash
@@ -92,19 +93,17 @@ def normed() -> nn.Sequential:
     ],
     ids=["1f1b", "fill_drain", "zero_bubble", "interleaved", "interleaved_zero_bubble", "zbv", "own"],
 )
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_gradients_are_those_of_the_plain_model(worlds, make: Any, schedule: str, balance: list[int], checkpoint: str):
-    worlds(2).run(_expect_as_plain, make, schedule, balance, checkpoint)
+def test_gradients_are_those_of_the_plain_model(worlds, make: Any, schedule: str, balance: list[int]):
+    worlds(2).run(_expect_as_plain, make, schedule, balance)
 
 
-def _expect_as_plain(make: Any, schedule: str, balance: list[int], checkpoint: str) -> None:
+def _expect_as_plain(make: Any, schedule: str, balance: list[int]) -> None:
     model, plain, chunks = make(), make(), 4
     ranks = [0, 1, 1, 0] if schedule == "zbv" else None
     stages, runtime = export(
         model,
         balance,
         chunks=chunks,
-        checkpoint=checkpoint,
         ranks=ranks,
         schedule=Schedule.parse(schedule) if "F0" in schedule else schedule,
         loss_fn=nn.functional.mse_loss,
@@ -206,7 +205,7 @@ def test_values_that_torch_cannot_send(layers: list[nn.Module], message: str):
 
     partitions = [nn.Sequential(layer) for layer in layers]
     with pytest.raises(TypeError, match=message):
-        Carrier(partitions[0], 0, 2, inspect_skip_layout(partitions), 0)(torch.ones(2, 2))
+        Carrier(partitions[0], 0, 2, inspect_skip_layout(partitions))(torch.ones(2, 2))
 
 
 def test_what_torch_cannot_keep_is_refused_on_every_rank(worlds):
@@ -218,7 +217,6 @@ def _expect_refused() -> None:
     tied = network()
     tied[6].weight = tied[0].weight
     for arguments, message in [
-        ({"deferred_batch_norm": True}, "deferred_batch_norm: .*use gpipe.distributed.Rank"),
         ({"ranks": [0, 0]}, "ranks: expected"),
         ({"schedule": "1b1f"}, "there is no schedule '1b1f'"),
         ({"schedule": Schedule.parse("F1 F0 B1 B0 \n F1 F0 B1 B0")}, r"order \[1, 0\], .*Rank"),
@@ -226,6 +224,8 @@ def _expect_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             export(model, [4, 4], chunks=2, **arguments)
+    with pytest.raises(ValueError, match=r"DeferredBatchNorm: .*use gpipe.distributed.Rank"):
+        export(nn.Sequential(nn.Linear(6, 6), DeferredBatchNorm(6, chunks=2)), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="duplicate parameters in distinct partitions"):
         export(tied, [4, 4], chunks=2)
     _, runtime = export(model, [4, 4], chunks=4, loss_fn=loss)

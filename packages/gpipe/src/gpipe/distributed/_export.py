@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .._batchnorm import DeferredBatchNorm
 from ..engine._walks import walk_of
-from ..module._arguments import Device, checked_checkpoint, checked_chunks, checked_flag, checked_modes
+from ..module._arguments import Device, checked_chunks
 from ..module._init import means_of
 from ..module._partition import checked_balance, verify_module
 from ..module._sequential import as_sequential
-from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk, checkpoint_stops
+from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk
 from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
 from ._groups import Group, expect_group
@@ -42,8 +42,6 @@ def export(
     *,
     sample: Any = None,
     chunks: int = 1,
-    checkpoint: str | Iterable[str] = "never",
-    deferred_batch_norm: bool = False,
     ranks: Iterable[int] | None = None,
     group: Group | None = None,
     device: Device | Sequence[Device] = "cpu",
@@ -60,8 +58,6 @@ def export(
 
     Args:
         module, balance, sample, chunks, ranks, device, init: see :class:`gpipe.distributed.Rank`.
-        checkpoint: which micro-batches are recomputed, in their backward: a mode, or one for each stage.
-        deferred_batch_norm: must be False; only :class:`gpipe.distributed.Rank` has it.
         group: the processes that take part, all by default. Torch sends over this group.
         schedule: a name, or one of your own.
         loss_fn: takes the output and the target of a micro-batch, and returns a tensor with one element. None if
@@ -85,19 +81,17 @@ def export(
     runtime_of = _runtime_of()
     group = expect_group(group)
     chunks, means, layers = checked_chunks(chunks), means_of(init), as_sequential(module, sample)
-    _refuse_deferred(layers, checked_flag("deferred_batch_norm", deferred_batch_norm))
+    _refuse_deferred(layers)
     sizes = checked_balance(balance, len(layers))
     verify_skippables(layers)
     verify_module(layers, sizes)
-    modes = checked_modes(checked_checkpoint(checkpoint), len(sizes))
     places = checked_ranks(ranks, len(sizes), dist.get_world_size(group))
     walk = _walk(schedule, chunks, places)
     weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
     share = own_share(layers, sizes, places, dist.get_rank(group), device, means)
     own = dict(zip(share.numbers, share.partitions, strict=True))
-    stops = checkpoint_stops(modes, chunks, len(sizes))
     layout = inspect_skip_layout(share.every)
-    return Exported(*runtime_of(own, share.devices, stops, layout, walk, chunks, weighed, group))
+    return Exported(*runtime_of(own, share.devices, len(sizes), layout, walk, chunks, weighed, group))
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
@@ -112,10 +106,10 @@ def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
     return runtime_of
 
 
-def _refuse_deferred(layers: nn.Module, asked: bool) -> None:
-    if asked or any(isinstance(each, DeferredBatchNorm) for each in layers.modules()):
+def _refuse_deferred(layers: nn.Module) -> None:
+    if any(isinstance(each, DeferredBatchNorm) for each in layers.modules()):
         raise ValueError(
-            "deferred_batch_norm: torch's pipelining runtime does not say where a mini-batch ends; use "
+            "DeferredBatchNorm: torch's pipelining runtime does not say where a mini-batch ends; use "
             "gpipe.distributed.Rank, or plain batch norm"
         )
 

@@ -96,27 +96,17 @@ class Stored:
 
         if not any(key.startswith("optimizer.") for key in self._entries):
             raise ValueError(f"optimizer: the checkpoint in {str(self._folder)!r} was saved without one")
-        places = {key: place for key in self._entries for place in self._places(key, parameters)}
+        places = {
+            key: path[1:]
+            for key, path in self._paths.items()
+            if path[0] == "optimizer" and (len(path) == 2 or path[2] in parameters)
+        }
         targets = {
             key: _memory(self._entries[key], parameters[place[1]]) if place[0] == "state" else None
             for key, place in places.items()
         }
         empty: dict[str, Any] = {"state": {}, "param_groups": {}}
         return empty | unflatten_state_dict(self._read(targets), places)
-
-    def _places(self, key: str, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Any, ...]]:
-        """The places in an optimizer's state where the value of ``key`` belongs, if it is of one of ``parameters``."""
-        head, kind, *parts = *key.split("."), ""
-        if head != "optimizer":
-            return
-        if kind == "class":
-            yield (kind,)
-        for k in range(1, len(parts) - 1):
-            name = ".".join(parts[:k])
-            if name in parameters:
-                path = self._paths.get(key, ())
-                # The path is longer if a value of the state is itself a dict or list.
-                yield (kind, name, *(path[3:] or [".".join(parts[k:-1])]))
 
     def _read(self, targets: dict[str, Any]) -> dict[str, Any]:
         """``targets`` with the stored values; tensors are read in place."""

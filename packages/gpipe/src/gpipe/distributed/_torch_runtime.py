@@ -6,8 +6,8 @@ all stages between the one that stashes it and the one that pops it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from ..module._partition import Partition
 from ..schedule import Kind, Walk
@@ -30,7 +29,6 @@ _KINDS = {
     Kind.BACKWARD_INPUT: _ComputationType.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT: _ComputationType.BACKWARD_WEIGHT,
 }
-"""Without recompute actions: a checkpointed micro-batch recomputes in its backward there."""
 
 
 class Carrier(Partition):
@@ -41,18 +39,13 @@ class Carrier(Partition):
         index: the number of the stage.
         stages: the number of stages.
         layout: the stages between which skips go.
-        stop: micro-batches below this number are checkpointed.
-
-    Attributes:
-        microbatch: the one that is computed next.
     """
 
-    def __init__(self, partition: nn.Module, index: int, stages: int, layout: SkipLayout, stop: int) -> None:
+    def __init__(self, partition: nn.Module, index: int, stages: int, layout: SkipLayout) -> None:
         super().__init__()
         self._modules.update(partition.named_children())
         self.training = partition.training
-        self.microbatch = 0
-        self._index, self._last, self._stop = index, index == stages - 1, stop
+        self._index, self._last = index, index == stages - 1
         self._takes = [route.key for route in layout.routes if route.source < index <= route.target]
         self._gives = [route.key for route in layout.routes if route.source <= index < route.target]
 
@@ -61,12 +54,6 @@ class Carrier(Partition):
             for value in args:
                 if value.requires_grad:
                     value.register_hook(Tensor.contiguous)  # gloo sends contiguous tensors only
-        if self.training and torch.is_grad_enabled() and self.microbatch < self._stop:
-            again = nullcontext(), KeptBuffers([self])  # batch norm must count a micro-batch once
-            return checkpoint(self._carried, *args, use_reentrant=False, context_fn=lambda: again, **kwargs)
-        return self._carried(*args, **kwargs)
-
-    def _carried(self, *args: Any, **kwargs: Any) -> Any:
         values, skips = args[: len(args) - len(self._takes)], args[len(args) - len(self._takes) :]
         if self._index and len(values) > 1:
             values = (values,)  # else torch would unpack a tuple into several values
@@ -99,35 +86,18 @@ _CANNOT = (
 )
 
 
-class KeptBuffers:
-    """A context in which the buffers of ``modules`` do not change, whatever is computed. It may be nested."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [each for module in modules for each in module.modules()]
-
-    def __enter__(self) -> None:
-        self._before = [(each._buffers, dict(each._buffers)) for each in self._modules]
-        found = [buffer for _, before in self._before for buffer in before.values() if buffer is not None]
-        self._values = [(buffer, buffer.clone()) for buffer in found]
-
-    def __exit__(self, *error: object) -> None:
-        for buffers, before in self._before:
-            buffers.update(before)
-        for buffer, value in self._values:
-            # Without counting it as a change: batch norm saves its statistics for a backward that does not read them.
+@contextmanager
+def _buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which the buffers of ``modules`` do not change, whatever is computed."""
+    before = [(each._buffers, dict(each._buffers)) for module in modules for each in module.modules()]
+    values = [(buffer, buffer.clone()) for _, own in before for buffer in own.values() if buffer is not None]
+    try:
+        yield
+    finally:
+        for buffers, own in before:
+            buffers.update(own)
+        for buffer, value in values:
             buffer.data.copy_(value)
-
-
-class Stage(PipelineStage):  # type: ignore[misc, unused-ignore]
-    """One of torch's stages, whose layers know which micro-batch they compute."""
-
-    def __init__(self, carrier: Carrier, index: int, stages: int, device: torch.device, group: Any) -> None:
-        super().__init__(carrier, index, stages, device, group=group)
-        self._carrier = carrier  # callers may wrap submod, in DistributedDataParallel for example
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._carrier.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 
 class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
@@ -140,7 +110,9 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         loss_fn: the share of a micro-batch in the loss; None if nothing is trained.
     """
 
-    def __init__(self, stages: Sequence[Stage], walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None) -> None:
+    def __init__(
+        self, stages: Sequence[PipelineStage], walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None
+    ) -> None:
         super().__init__(list(stages), chunks, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
         self._splits = any(step.action.kind == Kind.BACKWARD_INPUT for steps in walk for step in steps)
         self._ready_for: bool | None = None
@@ -163,7 +135,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
             return super()._initialize_stages(*args, **kwargs)
         self._ready_for = self._has_backward
         # To find out shapes, torch computes a forward of uninitialised memory. Batch norm must not keep its statistics.
-        with torch.random.fork_rng(devices=[]), KeptBuffers([stage.submod for stage in self._stages]):
+        with torch.random.fork_rng(devices=[]), _buffers_kept(stage.submod for stage in self._stages):
             return super()._initialize_stages(*args, **kwargs)
 
     def _expect_rows(self, name: str, leaves: Sequence[Any]) -> None:
@@ -205,25 +177,25 @@ def _listed(found: Sequence[tuple[Any, Any]]) -> str:
 def runtime_of(
     partitions: Mapping[int, nn.Module],
     devices: Sequence[torch.device],
-    stops: Sequence[int],
+    stages: int,
     layout: SkipLayout,
     walk: Walk,
     chunks: int,
     loss_fn: Callable[..., Tensor] | None,
     group: dist.ProcessGroup | None,
-) -> tuple[list[Stage], Runtime]:
+) -> tuple[list[PipelineStage], Runtime]:
     """The stages of this rank, and what runs them.
 
     Args:
         partitions: the partitions of this rank, by the number of their stage.
         devices: the device of each of these.
-        stops: for each stage of the model, the number below which micro-batches are checkpointed.
+        stages: how many stages the model has.
         layout: the stages between which skips go.
         walk, chunks, loss_fn: see :class:`Runtime`.
         group: the processes that take part.
     """
-    stages = [
-        Stage(Carrier(partition, j, len(stops), layout, stops[j]), j, len(stops), device, group)
+    own = [
+        PipelineStage(Carrier(partition, j, stages, layout), j, stages, device, group=group)
         for (j, partition), device in zip(partitions.items(), devices, strict=True)
     ]
-    return stages, Runtime(stages, walk, chunks, loss_fn)
+    return own, Runtime(own, walk, chunks, loss_fn)
