@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import gpipe
 import gpipe.distributed._sharded as sharded
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
-from gpipe.schedule import Choice
-from gpipe.timeline._chooser import StepPlan
 
 from ..worlds import world
 
@@ -250,31 +248,3 @@ def _begin_apart(what: str) -> str:
     with pytest.raises(ValueError, match="the ranks disagree: the checksum of") as caught:
         Rank(model, [2], group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
     return str(caught.value)
-
-
-def test_replicas_choose_the_same_schedule(worlds: Any) -> None:
-    """That of the first, whatever each of them has measured; and none waits for those that do not choose."""
-    found = worlds(4).run(_choose)
-    assert found == [found[0]] * 4
-    assert "zero_bubble" in found[0]
-
-
-def _choose() -> list[str]:
-    mesh = _mesh()
-    rank = _rank(mesh)
-    names = iter(
-        ["1f1b", "zero_bubble", "fill_drain"] if dist.get_rank() == 0 else ["fill_drain", "1f1b", "zero_bubble"]
-    )
-
-    def plan(schedule: Any, *_: Any) -> StepPlan:
-        return StepPlan(Choice(next(names)))
-
-    found = []
-    rank._chooser.plan = plan
-    for _ in range(3):
-        _step(rank, mesh, schedule="auto")
-        found.append(rank.last_schedule.name)
-    rank._chooser.plan = lambda schedule, *_: StepPlan(Choice("1f1b"))
-    with pytest.raises((ValueError, RemoteError), match="the replicas disagree"):
-        _step(rank, mesh, schedule="auto" if mesh["replicas"].get_local_rank() else "1f1b")
-    return found

@@ -44,8 +44,8 @@ class Share(NamedTuple):
         """What a rank tells the others of its share before they connect.
 
         Returns:
-            The numbers of its ``trained`` stages, those with parameters to train; by stage, the ``places`` of all its
-            stages; and a ``name`` for all wires, of which that of the first rank counts.
+            The numbers of its ``trained`` stages, those that have parameters to train; by stage, the ``places`` of all
+            its stages; and a ``name`` for all wires, of which that of the first rank counts.
         """
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]

@@ -35,13 +35,12 @@ def sharded_over(module: nn.Module) -> dict[str, Groups]:
     return {name: {*p.device_mesh.get_all_groups()} for name, p in named if hasattr(p, "device_mesh")}
 
 
-def expect_parallel(found: dict[str, Groups], members: Sequence[int], *, is_chosen: bool) -> None:
-    """Raise ValueError if a layer would wait forever, or receive the values of another layer.
+def expect_parallel(found: dict[str, Groups], members: Sequence[int]) -> None:
+    """Raise ValueError if a layer would wait forever for a rank that has other stages.
 
     Args:
         found: the process groups over which layers communicate, by the names of layers or parameters.
         members: the processes of the pipe, in the world.
-        is_chosen: whether the schedule depends on what each replica measures by itself.
     """
     me = dist.get_rank()
     for name, groups in found.items():
@@ -52,10 +51,4 @@ def expect_parallel(found: dict[str, Groups], members: Sequence[int], *, is_chos
                 "of this pipe and never comes to it; give it the processes with the same stages, as "
                 'fully_shard(..., mesh=mesh["replicas"]), or nn.SyncBatchNorm(..., '
                 'process_group=mesh["replicas"].get_group())'
-            )
-        if others and is_chosen:
-            raise ValueError(
-                f"{name!r} computes over several processes, which have to come to it in the same order, and each would "
-                "choose its own schedule by what it measures; make the Rank with replicas=, or give a schedule that "
-                'does not depend on that, such as schedule="1f1b"'
             )

@@ -20,7 +20,6 @@ from ..transport._link import Channel
 from ..values._describe import Cancelled
 from ._agreement import expect_begun
 from ._channels import Crossings, crossings_of
-from ._choosing import RankChooser
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
@@ -52,7 +51,6 @@ class Ranks(Processes):
         rendezvous: exchanges reports between the ranks.
         replicas: the processes that end each step together with this one.
         told: by rank, what :meth:`Share.told` returned there.
-        chooser: chooses schedules.
 
     Raises:
         RuntimeError: a connection between accelerators could not be opened; see :func:`open_wires`.
@@ -70,11 +68,9 @@ class Ranks(Processes):
         rendezvous: Rendezvous,
         replicas: Replicas,
         told: Sequence[Mapping[str, Any]],
-        chooser: RankChooser,
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
         self._groups, self._rendezvous, self._replicas = groups, rendezvous, replicas
-        self._chooser = chooser
         self._numbers = share.numbers
         devices = share.device_of
         places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
@@ -248,8 +244,6 @@ class Ranks(Processes):
         if run is None:
             return {}
         report: Report = {"drew": True} if run.rng.drew else {}
-        if self._opening.is_chosen:
-            report |= self._chooser.news()
         if run.loss is not None and not isinstance(run.loss, FarLoss):
             report["verdict"] = verdict_of(run.loss)
         return report
@@ -282,8 +276,7 @@ class Ranks(Processes):
                 link.flush()
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
-        """Take in what others have reported: about their stages, the losses, and the records of a timeline."""
-        self._chooser.hear(reports)
+        """Take in what others have reported: the losses, and the records of a timeline."""
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
         if run is not None and isinstance(run.loss, FarLoss):

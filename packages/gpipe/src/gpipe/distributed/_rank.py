@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -37,11 +36,10 @@ from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
-from ..timeline._chooser import Size, StepPlan, choice_of
+from ..timeline._chooser import choice_of
 from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
-from ._choosing import RankChooser
 from ._errors import LostRankError
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
@@ -78,8 +76,7 @@ class Rank(Stepping):
             by default. A gloo group of the same processes carries the messages.
         replicas: if the pipe has replicas, the group, or mesh, of the processes with the same stages, one of each
             replica. Then all replicas end each :meth:`step` together: if it fails in one, it raises in all. They must
-            begin with the same weights and buffers, and schedules that are chosen by measures are those of the first
-            replica.
+            begin with the same weights and buffers.
         device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
@@ -105,8 +102,6 @@ class Rank(Stepping):
     >>> rank = Rank(model, balance=[2, 1], chunks=4)  # doctest: +SKIP
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     """
-
-    _plan: StepPlan
 
     def __init__(
         self,
@@ -164,9 +159,8 @@ class Rank(Stepping):
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))], self._checkpoint)
         stages = [every[j] for j in share.numbers]
-        self._chooser = RankChooser(stages, groups.me, [each["trained"] for each in told])
-        replicas, chooser = self._replicas, self._chooser
-        self._processes = Ranks(share, layout, groups, self._ranks, rendezvous, replicas, told, chooser)
+        self._trained = sorted(j for each in told for j in each["trained"])
+        self._processes = Ranks(share, layout, groups, self._ranks, rendezvous, self._replicas, told)
         streams = [CopyStreams.on(device) for device in share.devices]
         workers = Workers(share.devices)
         self._pipeline = Pipeline(stages, layout, streams, workers, self._processes)
@@ -323,11 +317,10 @@ class Rank(Stepping):
             self._processes.call_off(error)
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
-        plan = self._plan
+        assert self._last is not None
+        own = schedule if isinstance(schedule, Schedule) else self._last
         with self._heard(), self._advised(), self._sharding.reduced_once(loss):
-            self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
-        if self._pipeline.begins:
-            self._chooser.learn(plan)
+            self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
     @contextmanager
     def _advised(self) -> Iterator[None]:
@@ -357,15 +350,24 @@ class Rank(Stepping):
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())
             if schedule is not None:
-                self._open_step(found, schedule)
+                self._replicas.begin()
+                self._last = self._choice(schedule)
             self._sharding.expect_whole()
-            expect_parallel(parallel, self._members, is_chosen=found.is_chosen and not self._replicas.are_there)
+            expect_parallel(parallel, self._members)
             inputs = given()
             if self._pipeline.begins:
-                self._decide(found, inputs, schedule)
-        if found.plan is not None:
-            self._plan, self._last = found.plan, choice_of(found.plan.schedule)
+                found.batches, _ = self._cut(checked(inputs, self.in_spec))
+                found.seed = next_seed()
         return found
+
+    def _choice(self, schedule: Schedule | str) -> Choice:
+        """What runs under that name. It is the same on all ranks, since nothing is measured: ``"auto"`` is 1F1B."""
+        expect_schedule(schedule, (*SCHEDULES, "auto"))
+        if isinstance(schedule, Schedule):
+            return choice_of(schedule)
+        name = schedule.lower()
+        # The first stage that is trained has no gradient of its input to send back before those of its weights.
+        return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 
     def _expect_unbroken(self) -> None:
         if self._broken:
@@ -384,23 +386,6 @@ class Rank(Stepping):
             "checkpoint": self._checkpoint,
             "recording": settings().observer is not None,
         }
-
-    def _open_step(self, found: Opening, schedule: Schedule | str) -> None:
-        """Check that a step can begin under ``schedule``; one of the caller's own is the plan already."""
-        self._replicas.begin()
-        expect_schedule(schedule, (*SCHEDULES, "auto"))
-        found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
-        found.plan = None if isinstance(schedule, str) else StepPlan(schedule)
-
-    def _decide(self, found: Opening, inputs: Any, schedule: Schedule | str | None) -> None:
-        """Decide on the rank of the first stage what all ranks do in this run."""
-        found.batches, _ = self._cut(checked(inputs, self.in_spec))
-        found.seed = next_seed()
-        if schedule is not None:
-            size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
-            found.plan = self._chooser.plan(schedule, found.batches, size)
-            if found.is_chosen:
-                found.plan = replace(found.plan, schedule=self._replicas.meet(found.plan.schedule))
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -81,34 +80,21 @@ class Replicas:
         """Close the connections. No step begins any more."""
         self._meeting = None
 
-    def meet(self, choice: Any = None) -> Any:
-        """Meet at the end of a step; or before it, where a schedule is chosen.
-
-        Args:
-            choice: that of this replica, before a step.
-
-        Returns:
-            The choice of the first replica.
+    def meet(self) -> None:
+        """Meet at the end of a step.
 
         Raises:
             RemoteError: another one has failed.
             LostRankError: a rank has ended, or does not answer.
-            ValueError: only some replicas choose a schedule.
         """
         if self._meeting is None:
-            return choice
-        reports = self._meet({} if choice is None else {"choice": choice})
+            return
+        reports = self._meet({})
         if any("lost" in report for report in reports):
             self.begin()
         told = _first(reports)
         if told is not None:
             raise RemoteError(f"another replica has failed: {told}")
-        if len({"choice" in report for report in reports}) > 1:
-            raise ValueError(
-                "the replicas disagree: only some of them were given a schedule that is chosen by measures"
-            )
-        self._met = choice is None  # else they meet again, at the end of the step
-        return reports[0].get("choice")
 
     def _meet(self, report: Report) -> list[Report]:
         self._met = True
