@@ -89,7 +89,7 @@ class Run:
         self.keeps = torch.is_grad_enabled()
         self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
         self.size = microbatches, self.checkpoint_stops, pipeline.placement
-        self.context = _callers_context()
+        self.context = Context.capture()
         self.rng = RunRNG(pipeline.processes.seed)
         self.loss = loss
         if loss is not None:
@@ -178,7 +178,7 @@ class Run:
         self.rng.begin()
         backwards = forwards_and_backwards(*self.size)[1]
         try:
-            self._walk(backwards, lambda: backwards, _callers_context())
+            self._walk(backwards, lambda: backwards, Context.capture())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
@@ -260,7 +260,8 @@ class Run:
         do = self._action_wrapper()
         step, outer = steps[0], (current.step, current.microbatch, current.statistics, current.rng, current.graph_task)
         try:
-            with context.applied(), interception.on():
+            # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
+            with context.applied(), torch.autograd.set_multithreading_enabled(False), interception.on():
                 current.statistics = current.rng = None
                 current.graph_task = backward_id()
                 for step in steps:
@@ -312,9 +313,3 @@ def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStrea
     for source, target in zip(sources, targets, strict=True):
         if source is not target:  # as on the CPU
             wait_stream(source, target)
-
-
-def _callers_context() -> Context:
-    """The settings of this thread, except that backwards inside a layer or cell stay on their worker."""
-    with torch.autograd.set_multithreading_enabled(False):
-        return Context.capture()
