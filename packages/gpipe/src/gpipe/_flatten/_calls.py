@@ -44,7 +44,7 @@ def shape_of(leaf: Any) -> Any:
     return Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """A tensor that a block or another module returned.
 
     Attributes:
@@ -52,29 +52,33 @@ class Source(NamedTuple):
         call: how often it had been called before.
         place: among the leaves of what it returned.
         segment: where it was called; of a block, that before its trunk.
+        is_block: whether the module is a block.
     """
 
     name: str
     call: int
     place: int
     segment: int
+    is_block: bool = False
 
 
 Key = tuple[str, int, int]
-"""The name, call and place of a :class:`Source`."""
+"""The name, call and place of a :class:`Origin`."""
 
 
 @dataclass
-class BlockCall:
-    """What a block returned.
+class ModuleCall:
+    """What a block, or a module outside of blocks, returned.
 
     Attributes:
+        segment: where a module outside of blocks was called.
         given: the dtype of the first tensor among its arguments.
         outputs: the leaves, tensors as :class:`Shape`.
         result: what puts these together.
         written: whether operations change it in place afterwards.
     """
 
+    segment: int = 0
     given: torch.dtype | None = None
     outputs: list[Any] = field(default_factory=list)
     result: Tree | None = None
@@ -84,17 +88,6 @@ class BlockCall:
         """Record the end of the call."""
         leaves, self.result = flattened(output)
         self.outputs = list(map(shape_of, leaves))
-
-
-@dataclass
-class ModuleCall(BlockCall):
-    """What a module outside of blocks returned.
-
-    Attributes:
-        segment: where.
-    """
-
-    segment: int = 0
 
 
 @dataclass
@@ -109,11 +102,20 @@ class Calls:
         needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
     """
 
-    blocks: list[BlockCall] = field(default_factory=list)
+    blocks: list[ModuleCall] = field(default_factory=list)
     modules: dict[nn.Module, list[ModuleCall]] = field(default_factory=dict)
     tensors: dict[int, set[int]] = field(default_factory=dict)
     between: list[str] = field(default_factory=list)
-    needs: dict[int, set[Source]] = field(default_factory=dict)
+    needs: dict[int, set[Origin]] = field(default_factory=dict)
+
+    def skips(self, wanted: Callable[[Origin, int], bool]) -> dict[str, Key]:
+        """The tensors that skip layers, by the name of the skip: those of ``wanted(source, segment that needs it)``."""
+        return {
+            f"output {source.place} of call {source.call} of {source.name} for segment {segment}": source[:3]
+            for segment, sources in self.needs.items()
+            for source in sources
+            if wanted(source, segment)
+        }
 
     def add(self, other: Calls) -> None:
         """Add what another run needs besides."""
@@ -145,9 +147,9 @@ class _Watcher:
         self.state = {id(t) for t in (*model.parameters(), *model.buffers())}
         self.segment: int | None = 0
         self.inside = 0
-        self._origins: dict[int, frozenset[Source | int]] = {}
+        self._origins: dict[int, frozenset[Origin | int]] = {}
         self._held: list[Any] = []  # or identities would be given out again
-        self.versions: list[tuple[BlockCall, Tensor, int]] = []
+        self.versions: list[tuple[ModuleCall, Tensor, int]] = []
         self._model = model
         self._names = {model.get_submodule(name): name for trunk in trunks for name in trunk}
         self._blocks = [[model.get_submodule(name) for name in trunk] for trunk in trunks]
@@ -174,12 +176,12 @@ class _Watcher:
         self.segment = None
         self.inside += 1
         first = next((leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        self.calls.blocks.append(BlockCall(None if first is None else first.dtype))
+        self.calls.blocks.append(ModuleCall(given=None if first is None else first.dtype))
 
     def _end(self, trunk: int, block: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
         self.calls.blocks[-1].returned(output)
-        self._name(output, self.calls.blocks[-1], Source(self._names[block], 0, 0, trunk))
+        self._name(output, self.calls.blocks[-1], Origin(self._names[block], 0, 0, trunk, is_block=True))
         self.segment = trunk + 1 if block is self._blocks[trunk][-1] else None
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -197,23 +199,23 @@ class _Watcher:
         if not self.inside and self.segment is not None:
             calls = self.calls.modules[module]
             calls[-1].returned(output)
-            self._name(output, calls[-1], Source(name, len(calls) - 1, 0, self.segment))
+            self._name(output, calls[-1], Origin(name, len(calls) - 1, 0, self.segment))
 
-    def _name(self, output: Any, call: BlockCall, source: Source) -> None:
+    def _name(self, output: Any, call: ModuleCall, source: Origin) -> None:
         """Note where tensors come from. A module may return what it was given, which then comes from both."""
         for place, leaf in enumerate(flattened(output)[0]):
             if isinstance(leaf, Tensor):
                 self._made(leaf, frozenset([source._replace(place=place)]))
                 self.versions.append((call, leaf, leaf._version))
 
-    def _made(self, tensor: Tensor, origins: frozenset[Source | int]) -> None:
+    def _made(self, tensor: Tensor, origins: frozenset[Origin | int]) -> None:
         self._origins[id(tensor)] = self._origins.get(id(tensor), frozenset()) | origins
         self._held.append(tensor)
 
-    def _use(self, value: Any, segment: int) -> frozenset[Source | int]:
+    def _use(self, value: Any, segment: int) -> frozenset[Origin | int]:
         """Note that ``segment`` uses the tensors in ``value``; what they are made of, parameters by identity."""
         tensors = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        origins = frozenset[Source | int]().union(*map(self._origins_of, tensors))
+        origins = frozenset[Origin | int]().union(*map(self._origins_of, tensors))
         for origin in origins:
             if isinstance(origin, int):
                 self.calls.tensors.setdefault(origin, set()).add(segment)
@@ -221,7 +223,7 @@ class _Watcher:
                 self.calls.needs.setdefault(segment, set()).add(origin)
         return origins
 
-    def _origins_of(self, tensor: Tensor) -> frozenset[Source | int]:
+    def _origins_of(self, tensor: Tensor) -> frozenset[Origin | int]:
         own = frozenset([id(tensor)]) if id(tensor) in self.state else frozenset[int]()
         return own | self._origins.get(id(tensor), frozenset())
 

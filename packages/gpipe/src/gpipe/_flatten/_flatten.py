@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -19,9 +20,9 @@ from ._cache import expect_followed, without_cache
 from ._calls import Calls
 from ._inputs import Inputs
 from ._names import Flattened
-from ._segment import Block, Gift, Pick, Segment
+from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
-from ._skeleton import Twin, named_units, skeleton, twin_of
+from ._skeleton import Follower, named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, StandIn
 from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
@@ -102,7 +103,7 @@ def _flattened(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists: GPipe(model, sample=sample, blocks=...)"
             )
-    twins: list[Twin] = []
+    twins: list[Follower] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
     with in_mode(False, model, layers):
         with shapes_only(model) as shapes:
@@ -116,73 +117,28 @@ def _flattened(
 
 
 def _built(
-    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Twin]
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
 ) -> Flattened:
-    flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick, twins).in_order()))
+    flattened = Flattened(OrderedDict(_parts(model, inputs, trunks, calls, pick, twins)))
     for module in (flattened, *flattened.children()):
         module.training = model.training
     return flattened
 
 
-class _Parts:
-    """Makes the layers: a segment before, between and after the trunks, and the blocks of the trunks."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        trunks: Sequence[Trunk],
-        calls: Calls,
-        pick: Pick,
-        twins: list[Twin],
-    ) -> None:
-        self._model = model
-        self._twins = twins
-        self._tensors, self._keywords = len(inputs.tensors()), list(inputs.kwargs)
-        self._trunks = trunks
-        self._calls = calls
-        self._pick = pick
-        self._namespace = Namespace()
-        self._gifts = [Gift(source, segment) for segment, needs in calls.needs.items() for source in sorted(needs)]
-
-    def in_order(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers with their names."""
-        number = 0  # of the next block
-        for s, trunk in enumerate([*self._trunks, []]):
-            yield _title(s, len(self._trunks)), self._segment(s, trunk, number)
-            for place, name in enumerate(trunk):
-                yield name.replace(".", "_"), self._block(name, number, place, last=name == trunk[-1])
-                number += 1
-
-    def _segment(self, s: int, trunk: Trunk, first: int) -> Segment:
-        """Segment number ``s``, which is before ``trunk``, whose first block has number ``first``."""
-        blocks = {name for trunk in self._trunks for name in trunk}
-        return Segment(
-            _net(self._model, self._trunks, self._calls, s, self._twins),
-            names=trunk,
-            first=first,
-            done=self._calls.blocks[first - 1] if s else None,
-            inputs=self._tensors,
-            keywords=self._keywords,
-            number=s,
-            namespace=self._namespace,
-            needs=sorted(self._calls.needs.get(s, ())),
-            gives=[each for each in self._gifts if each.source.segment == s and each.source.name not in blocks],
-            pick=None if trunk else self._pick,
-        )
-
-    def _block(self, name: str, number: int, place: int, *, last: bool) -> Block:
-        """The block of this ``name``, and ``number`` among all blocks, at a ``place`` in its trunk."""
-        return Block(
-            self._model.get_submodule(name),
-            name,
-            place=place,
-            number=number,
-            call=self._calls.blocks[number],
-            last=last,
-            namespace=self._namespace,
-            gives=[each for each in self._gifts if each.source.name == name],
-        )
+def _parts(
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
+) -> Iterator[tuple[str, nn.Module]]:
+    """A segment before, between and after the trunks, and the blocks of the trunks, in order, with their names."""
+    number, namespace = 0, Namespace()  # the number of the next block
+    for s, trunk in enumerate([*trunks, []]):
+        net, picked = _net(model, trunks, calls, s, twins), None if trunk else pick
+        segment = Segment(net, calls, inputs, names=trunk, first=number, number=s, namespace=namespace, pick=picked)
+        yield _title(s, len(trunks)), segment
+        for place, name in enumerate(trunk):
+            module, last = model.get_submodule(name), name == trunk[-1]
+            block = ModelBlock(module, name, calls, place=place, number=number, last=last, namespace=namespace)
+            yield name.replace(".", "_"), block
+            number += 1
 
 
 def _title(segment: int, trunks: int) -> str:
@@ -191,7 +147,7 @@ def _title(segment: int, trunks: int) -> str:
     return f"between_{segment}"
 
 
-def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Twin]) -> nn.Module:
+def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Follower]) -> nn.Module:
     """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
@@ -206,7 +162,7 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
             replaced[unit] = ModuleStandIn(unit, name, calls.modules.get(unit, []))
         elif unit in calls.modules and max(own) < last:
             replaced[unit] = _observed(unit, name)
-            twins.append(Twin(replaced[unit], unit, f"{name}."))
+            twins.append(Follower(replaced[unit], unit, f"{name}."))
     return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
 
 
@@ -287,19 +243,16 @@ def _picker(pick: str | Pick | None) -> Pick:
         return pick
     if pick is not None and not isinstance(pick, str):
         raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
-    return Field(pick)
+    return _main_field if pick is None else partial(_field, pick)
 
 
-class Field:
-    """Returns one field of a model's output."""
+def _field(name: str, output: Any) -> Any:
+    return output[name] if isinstance(output, dict) else getattr(output, name)
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
 
-    def __call__(self, output: Any) -> Any:
-        if self._name is not None:
-            return output[self._name] if isinstance(output, dict) else getattr(output, self._name)
-        if not isinstance(output, dict):
-            return output
-        found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
-        return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))
+def _main_field(output: Any) -> Any:
+    """The field that a pipe returns by default."""
+    if not isinstance(output, dict):
+        return output
+    found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
+    return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))

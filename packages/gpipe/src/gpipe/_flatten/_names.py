@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._skeleton import Twin, twin_of
+from ._skeleton import Follower, twin_of
 
 
 class Part(nn.Module):
@@ -65,7 +65,7 @@ class Flattened(nn.Sequential):
     """
 
     model: nn.Module | None = None
-    twins: Sequence[Twin] = ()
+    twins: Sequence[Follower] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """The model first, so that it is copied before the layers that look at it."""
@@ -77,7 +77,7 @@ class Flattened(nn.Sequential):
         is_all = isinstance(found, Flattened) and [*found] == [*self]
         return found.of(self.model, self.twins) if is_all else found
 
-    def of(self, model: nn.Module | None, twins: Sequence[Twin] = ()) -> Flattened:
+    def of(self, model: nn.Module | None, twins: Sequence[Follower] = ()) -> Flattened:
         """These layers as all those of ``model``, which is no submodule of them."""
         self.__dict__.update(model=model, twins=twins)
         return self

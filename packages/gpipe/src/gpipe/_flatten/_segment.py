@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
-from ._calls import BlockCall, Key, Shape, Source
+from ._calls import Calls, Key, Shape
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
@@ -24,18 +24,6 @@ from ._tree import flattened
 Pick = Callable[[Any], Any]
 
 
-class Gift(NamedTuple):
-    """A tensor that a later segment uses, and that skips the layers between."""
-
-    source: Source
-    segment: int
-
-    @property
-    def title(self) -> str:
-        """The name of the skip."""
-        return f"output {self.source.place} of call {self.source.call} of {self.source.name} for segment {self.segment}"
-
-
 @skippable()
 class Segment(Part):
     """What a model does before its first block, between two trunks, or after its last block.
@@ -44,14 +32,12 @@ class Segment(Part):
 
     Args:
         net: the model with these stand-ins.
+        calls: what the model did with the sample.
+        inputs: the sample; its tensors skip from segment to segment.
         names: of the blocks that follow.
         first: the number of the first of them; in the last segment, how many blocks there are.
-        done: how the block before was called in the sample.
-        inputs: how many tensors the model is called with; they skip from segment to segment.
-        keywords: the named arguments of the model in the sample.
         number: of this segment.
-        needs: what modules of earlier segments returned, and this one uses.
-        gives: what modules return here, and later segments use.
+        namespace: of the skips.
         pick: what the last segment makes of what the model returns; None in others.
 
     Attributes:
@@ -67,32 +53,29 @@ class Segment(Part):
     def __init__(
         self,
         net: nn.Module,
+        calls: Calls,
+        inputs: Inputs,
         *,
         names: Sequence[str],
         first: int,
-        done: BlockCall | None,
-        inputs: int,
-        keywords: Collection[str],
         number: int,
         namespace: Namespace,
-        needs: Sequence[Source],
-        gives: Sequence[Gift],
         pick: Pick | None,
     ) -> None:
         super().__init__(net, "")
         self._names = list(names)
         self.first = first
-        self.done = [] if done is None else done.outputs
-        self._keywords = frozenset(keywords)
+        self.done = calls.blocks[first - 1].outputs if number else []
+        self._keywords = frozenset(inputs.kwargs)
         self._number = number
         self._pick = pick
-        came = [_skip(k, number) for k in range(inputs)] if number else []
-        goes = [_skip(k, number + 1) for k in range(inputs)] if pick is None else []
-        self._came, self._goes = came, goes
-        self._needs = {source: Gift(source, number).title for source in needs}
-        self._gives = list(gives)
-        stashes, pops = [*goes, *(gift.title for gift in gives)], [*came, *self._needs.values()]
-        self.__dict__["stashable_names"], self.__dict__["poppable_names"] = frozenset(stashes), frozenset(pops)
+        tensors = range(len(inputs.tensors()))
+        self._came = [_skip(k, number) for k in tensors] if number else []
+        self._goes = [_skip(k, number + 1) for k in tensors] if pick is None else []
+        self._needs = calls.skips(lambda source, segment: segment == number)
+        self._gives = calls.skips(lambda source, _: source.segment == number and not source.is_block)
+        self.__dict__["stashable_names"] = frozenset([*self._goes, *self._gives])
+        self.__dict__["poppable_names"] = frozenset([*self._came, *self._needs])
         Skippable.isolate(self, namespace)
 
     def forward(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -113,10 +96,10 @@ class Segment(Part):
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
         given = {}
-        for source, title in self._needs.items():
+        for title, key in self._needs.items():
             tensor = yield pop(title)
             if tensor is not None:
-                given[source[:3]] = tensor
+                given[key] = tensor
         tape = self._tape(carried, tensors, given)
         if self.ending is not None and self.ending.is_wanted:
             return self.ending.recorded(self, tape, inputs)
@@ -126,9 +109,9 @@ class Segment(Part):
                 return self.own_loss.part(partial(self._picked, tape, whole), counted=bool(loss_only))
             return self._picked(tape, whole)
         self.run(tape, inputs)
-        for gift in self._gives:
-            leaves = tape.returned.get(gift.source[:2])
-            yield stash(gift.title, None if leaves is None else leaves[gift.source.place])
+        for title, (module, call, place) in self._gives.items():
+            leaves = tape.returned.get((module, call))
+            yield stash(title, None if leaves is None else leaves[place])
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self.first)
         return {
             "values": values,
@@ -181,36 +164,27 @@ class Segment(Part):
 
 
 @skippable()
-class Block(Part):
+class ModelBlock(Part):
     """One block of a model.
 
     Args:
+        calls: what the model did with the sample.
         place: its place in its trunk.
         number: among all blocks.
         last: whether it is the last of its trunk, whose whole result the next segment needs.
         namespace: of the skips.
-        gives: what it returns and later segments use.
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        path: str,
-        *,
-        place: int,
-        number: int,
-        call: BlockCall,
-        last: bool,
-        namespace: Namespace,
-        gives: Sequence[Gift],
+        self, net: nn.Module, path: str, calls: Calls, *, place: int, number: int, last: bool, namespace: Namespace
     ) -> None:
         super().__init__(net, path)
         self._place = place
         self._number = number
-        self._call = call
+        self._call = calls.blocks[number]
         self._last = last
-        self._gives = list(gives)
-        self.__dict__["stashable_names"] = frozenset(gift.title for gift in gives)
+        self._gives = calls.skips(lambda source, _: source.name == path)
+        self.__dict__["stashable_names"] = frozenset(self._gives)
         Skippable.isolate(self, namespace)
 
     def forward(self, carried: dict[str, Any]) -> Generator[stash, None, dict[str, Any]]:
@@ -225,8 +199,8 @@ class Block(Part):
                 f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
                 "that it treats alike"
             )
-        for gift in self._gives:
-            yield stash(gift.title, found[gift.source.place])
+        for title, (_, _, place) in self._gives.items():
+            yield stash(title, found[place])
         own = {output_name(self._number, m): leaf for m, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
         return carried | {"values": kept | own if self._last else kept}

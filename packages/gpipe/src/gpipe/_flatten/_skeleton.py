@@ -19,7 +19,7 @@ def skeleton(
     module: nn.Module,
     replaced: Mapping[nn.Module, nn.Module],
     keeps: Callable[[Tensor], bool],
-    twins: list[Twin],
+    twins: list[Follower],
     path: str = "",
 ) -> nn.Module:
     """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
@@ -53,7 +53,7 @@ def skeleton(
     first = next(module.parameters(), None)
     if first is not None and next(twin.parameters(), None) is None:
         _answer_for_parameters(twin, first)
-    twins.append(Twin(twin, module, path))
+    twins.append(Follower(twin, module, path))
     return twin
 
 
@@ -86,7 +86,7 @@ def twin_of(module: nn.Module) -> nn.Module:
     return twin
 
 
-class Twin:
+class Follower:
     """A copy of a module of the model that follows it: its mode, hooks, attributes, parameters and buffers.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._calls import LOOKS, BlockCall, Key, ModuleCall, Shape, shape_of
+from ._calls import LOOKS, Key, ModuleCall, Shape, shape_of
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
@@ -67,7 +67,7 @@ class Tape:
         self._counts: dict[str, int] = {}
         self._keep: list[Any] = []
 
-    def block(self, name: str, j: int, call: BlockCall, args: Any, kwargs: Any) -> Any:
+    def block(self, name: str, j: int, call: ModuleCall, args: Any, kwargs: Any) -> Any:
         """Record a call of block number ``j``, and return placeholders for its result."""
         assert call.result is not None
         if j == self._first - 1:
@@ -140,7 +140,7 @@ class Tape:
         found = [self._given.get((name, number, m), self._unknown(leaf, call)) for m, leaf in enumerate(leaves)]
         return call.result.value(found)
 
-    def _like(self, leaf: Any, arguments: list[Any], call: BlockCall) -> Any:
+    def _like(self, leaf: Any, arguments: list[Any], call: ModuleCall) -> Any:
         """A new tensor for an output, which looks like the first argument if it did in the sample."""
         first = next((each for each in arguments if isinstance(each, Tensor)), None)
         if first is not None and isinstance(leaf, Shape) and first.is_floating_point():
@@ -148,7 +148,7 @@ class Tape:
             leaf = Shape(shape, first.dtype if leaf.dtype == call.given else leaf.dtype)
         return self._unknown(leaf, call)
 
-    def _unknown(self, leaf: Any, call: BlockCall) -> Any:
+    def _unknown(self, leaf: Any, call: ModuleCall) -> Any:
         return unknown(leaf, self.device, call.written) if isinstance(leaf, Shape) else leaf
 
 
@@ -295,7 +295,7 @@ class StandIn(nn.Module):
 class BlockStandIn(StandIn):
     """Takes down what a block is called with."""
 
-    def __init__(self, real: nn.Module, name: str, number: int, call: BlockCall) -> None:
+    def __init__(self, real: nn.Module, name: str, number: int, call: ModuleCall) -> None:
         super().__init__(real)
         self._name = name
         self._number = number

@@ -13,7 +13,7 @@ from ._ending import Ending, Returned, ending_of
 from ._inputs import Inputs
 from ._own_loss import OwnLoss
 from ._probe import kinds_of
-from ._segment import Block, Pick
+from ._segment import ModelBlock, Pick
 from ._shapes import Shapes
 
 
@@ -79,7 +79,7 @@ def loss_seen(
         What computes the loss, and from what for ``inputs``; None for that if it does not tell the model's loss.
     """
     last: Any = layers[-1]
-    blocks = [layer.net for layer in layers.children() if isinstance(layer, Block)]
+    blocks = [layer.net for layer in layers.children() if isinstance(layer, ModelBlock)]
     ending, expected = ending_of(model, inputs, blocks)
     try:
         own_loss(pick(expected))

@@ -10,7 +10,7 @@ from torch import nn
 from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
-from .._flatten._skeleton import Twin
+from .._flatten._skeleton import Follower
 from .._flatten._standins import StandIn
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
@@ -28,7 +28,7 @@ class Divided(nn.Module):
     _pipeline: Pipeline
     _model: nn.Module | None = None
     """The model that was flattened, or the part of it that is in this process."""
-    _twins: Sequence[Twin] = ()
+    _twins: Sequence[Follower] = ()
 
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
