@@ -72,28 +72,6 @@ class TestEverySchedule:
         schedule, m, placement = problem
         validate(schedule, m, placement)
 
-    @given(scheduled())
-    def test_each_cell_runs_once_each_way(self, problem: tuple[Schedule, int, list[int]]) -> None:
-        schedule, m, placement = problem
-        assert len(schedule) == len(placement)
-        for program in schedule:
-            kinds = Counter(program)
-            assert set(kinds.values()) == {1}
-            for i in range(m):
-                assert Action("forward", i) in kinds
-                whole = Action("backward", i) in kinds
-                halved = {Action("backward_input", i), Action("backward_weight", i)} & set(kinds)
-                assert (whole, len(halved)) in ((True, 0), (False, 2))
-
-    @given(scheduled())
-    def test_workers_that_wait_for_what_they_need_get_everything_done(
-        self, problem: tuple[Schedule, int, list[int]]
-    ) -> None:
-        schedule, _, placement = problem
-        walk = schedule.on(placement)
-        assert Counter(executed(walk)) == Counter(steps_of(schedule))
-        assert set(replay(walk)) == set(steps_of(schedule))
-
     @given(scheduled(), st.randoms(use_true_random=False))
     def test_no_placement_makes_it_wait_for_ever(
         self, problem: tuple[Schedule, int, list[int]], random: Random

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import GPipe, Timeline, inline, record
+from gpipe import GPipe, inline, record
 from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forward_one_backward, zero_bubble
 
-from ..layers import Call, linears, piped, rows
+from ..layers import Call, linears, piped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,30 +24,11 @@ modes = st.sampled_from(MODES)
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 
 
-def recomputed(timeline: Timeline, stages: int) -> list[list[int]]:
-    """The micro-batches that each stage recomputed."""
-    events = [(e.stage, e.microbatch) for e in timeline.events if e.kind == "recompute"]
-    return [sorted(i for j, i in events if j == stage) for stage in range(stages)]
-
-
 @given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
 def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: int):
     stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m}
     assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
     assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
-
-
-@given(st.lists(modes, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(SCHEDULES), st.booleans())
-def test_each_stage_recomputes_what_its_mode_says(each: list[str], m: int, schedule: str, inside: bool):
-    pipe = piped(linears(len(each)), [1] * len(each), chunks=m, checkpoint=each)
-    expected = [list(range(stop)) for stop in checkpoint_stops(each, m, len(each))]
-    with record() as timeline, inline() if inside else nullcontext():
-        pipe.step(rows(m), loss_fn=lambda y, _: y.sum(), schedule=schedule)
-    assert recomputed(timeline, len(each)) == expected
-    with record() as timeline, inline() if inside else nullcontext():
-        pipe(rows(m)).sum().backward()
-    assert recomputed(timeline, len(each)) == expected
-    pipe.close()
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe import Timeline
 from gpipe.schedule import (
     Action,
+    Kind,
     Schedule,
+    Span,
     Step,
     fill_drain,
-    in_flight,
-    interleaved,
     one_forward_one_backward,
-    requirement,
-    zero_bubble,
+    replay,
 )
 from gpipe.simulate import StageCost, makespan, simulate, stage_costs
 from profiler import LayerProfile, Profile
@@ -30,14 +28,6 @@ from ..timelines import exact_seconds, fewer, problems
 
 Problem = tuple[Schedule, list[StageCost], list[int]]
 shapes = st.tuples(st.integers(1, 16), st.integers(1, 8))
-
-
-def spans(timeline: Timeline) -> dict[tuple[int, str, int], tuple[float, float]]:
-    return {(e.stage, e.kind, e.microbatch): (e.start, e.end) for e in timeline.events}
-
-
-def work(schedule: Schedule, costs: list[StageCost], stage: int) -> float:
-    return sum(costs[stage].seconds(action.kind) for action in schedule[stage])
 
 
 class TestFormulas:
@@ -51,94 +41,21 @@ class TestFormulas:
             assert timeline.makespan == (m + n - 1) * (forward + backward)
             assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1) if forward + backward else 0)
 
-    @given(shapes, exact_seconds.filter(bool))
-    def test_zero_bubble_has_a_third_of_the_idle_time(self, shape: tuple[int, int], unit: float) -> None:
-        m, n = shape
-        m = max(m, n)
-        timeline = simulate(zero_bubble(m, n), [StageCost(unit, 2 * unit)] * n)
-        assert timeline.makespan == (3 * m + n - 1) * unit
 
-    @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-    def test_interleaving_divides_the_bubble(self, groups: int, workers: int, each: int) -> None:
-        m = groups * workers
-        timeline = simulate(interleaved(m, workers * each, workers), [StageCost(1, 2)] * (workers * each))
-        assert timeline.makespan == 3 * (m * each + workers - 1)
-        assert timeline.workers == {j: j % workers for j in range(workers * each)}
-
-
-class TestBounds:
-    @fewer
-    @given(problems(), exact_seconds)
-    def test_every_action_happens_once_and_takes_its_time(self, problem: Problem, transfer: float) -> None:
-        schedule, costs, placement = problem
-        timeline = simulate(schedule, costs, placement=placement, transfer=transfer)
-        happened = sorted((e.stage, e.kind, e.microbatch, e.seconds) for e in timeline.events)
-        assert happened == sorted(
-            (j, a.kind, a.microbatch, costs[j].seconds(a.kind)) for j, program in enumerate(schedule) for a in program
-        )
-
-    @fewer
-    @given(problems(), exact_seconds)
-    def test_workers_do_one_thing_at_a_time_and_stand_still_only_to_wait(
-        self, problem: Problem, transfer: float
-    ) -> None:
-        schedule, costs, placement = problem
-        for lane in simulate(schedule, costs, placement=placement, transfer=transfer).lanes.values():
-            ends = [0.0, *(each.end for each in lane)]
-            # Actions that take no time may be listed in any order among those of the same moment.
-            assert sum(each.seconds + each.wait for each in lane) == max(ends)
-            assert all(a.end <= b.start for a, b in pairwise(lane) if a.seconds and b.seconds)
-
-    @fewer
-    @given(problems(), exact_seconds)
-    def test_nothing_starts_before_its_input_is_there(self, problem: Problem, transfer: float) -> None:
-        schedule, costs, placement = problem
-        when = spans(simulate(schedule, costs, placement=placement, transfer=transfer))
-        for j, program in enumerate(schedule):
-            for action in program:
-                sources = [when[key] for s in requirement(Step(j, action)) if (key := (s.stage, *s.action)) in when]
-                k = j - 1 if action.kind == "forward" else j + 1
-                for _, end in sources:
-                    late = transfer if placement[j] != placement[k] else 0
-                    assert when[j, action.kind, action.microbatch][0] >= end + late
-
-    @fewer
-    @given(problems())
-    def test_never_faster_than_the_busiest_worker_or_the_way_of_one_micro_batch(self, problem: Problem) -> None:
-        schedule, costs, placement = problem
-        makespan = simulate(schedule, costs, placement=placement).makespan
-        for worker in set(placement):
-            assert makespan >= sum(work(schedule, costs, j) for j, w in enumerate(placement) if w == worker)
-        for i in range(max(a.microbatch for a in schedule[0]) + 1):
-            back = [min(c.seconds(a.kind) for a in p if a.kind in ("backward", "backward_input") and a.microbatch == i)
-                    for p, c in zip(schedule, costs, strict=True)]  # fmt: skip
-            assert makespan >= sum(cost.forward for cost in costs) + sum(back)
-
-    @fewer
-    @given(problems(), exact_seconds, st.data())
-    def test_in_a_given_order_nothing_gets_later_when_something_gets_cheaper(
-        self, problem: Problem, transfer: float, data: st.DataObject
-    ) -> None:
-        """Lists of tasks that take whatever is ready can get slower by it (Graham's anomaly); fixed orders cannot."""
-        schedule, costs, placement = problem
-        j = data.draw(st.integers(0, len(costs) - 1))
-        name = data.draw(st.sampled_from(["forward", "backward", "recompute", "backward_input", "backward_weight"]))
-        dearer = [replace(c, **{name: c.seconds(name) + data.draw(exact_seconds)}) if k == j else c
-                  for k, c in enumerate(costs)]  # fmt: skip
-        before = spans(simulate(schedule, costs, placement=placement, transfer=transfer))
-        after = spans(simulate(schedule, dearer, placement=placement, transfer=transfer))
-        assert all(after[step][1] >= end for step, (_, end) in before.items())
+@fewer
+@given(problems(), exact_seconds)
+def test_events_are_the_steps_of_a_replay(problem: Problem, transfer: float) -> None:
+    """What a replay promises is tested with it."""
+    schedule, costs, placement = problem
+    timeline = simulate(schedule, costs, placement=placement, transfer=transfer)
+    hops = [0.0, *(transfer if a != b else 0.0 for a, b in pairwise(placement))]
+    spans = replay(schedule.on(placement), [{kind: cost.seconds(kind) for kind in Kind} for cost in costs], hops)
+    found = {Step(e.stage, Action(e.kind, e.microbatch)): Span(e.start, e.end, e.wait) for e in timeline.events}
+    assert found == spans
+    assert timeline.workers == dict(enumerate(placement))
 
 
 class TestMemory:
-    @fewer
-    @given(problems())
-    def test_a_stage_keeps_as_many_activations_as_it_has_micro_batches_in_flight(self, problem: Problem) -> None:
-        schedule, costs, placement = problem
-        alike = [replace(cost, activation_bytes=10, boundary_bytes=10) for cost in costs]
-        peaks = simulate(schedule, alike, placement=placement).peak_bytes
-        assert peaks == {j: 10 * in_flight(program) for j, program in enumerate(schedule)}
-
     @fewer
     @given(problems())
     def test_a_micro_batch_is_kept_until_its_last_backward(self, problem: Problem) -> None:
