@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpipe.schedule import (
@@ -20,6 +20,7 @@ from gpipe.schedule import (
     fill_drain,
     one_forward_one_backward,
     replay,
+    zero_bubble,
 )
 from gpipe.simulate import StageCost, makespan, simulate, stage_costs
 from profiler import LayerProfile, Profile
@@ -58,6 +59,7 @@ def test_events_are_the_steps_of_a_replay(problem: Problem, transfer: float) -> 
 class TestMemory:
     @fewer
     @given(problems())
+    @example((zero_bubble(2, 2), [StageCost(1, 2, activation_bytes=1)] * 2, [0, 1]))
     def test_a_micro_batch_is_kept_until_its_last_backward(self, problem: Problem) -> None:
         """The gradients of the weights need the activations: a backward for the inputs alone frees nothing."""
         schedule, costs, placement = problem
