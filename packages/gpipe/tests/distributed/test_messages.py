@@ -20,7 +20,7 @@ if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from gpipe.distributed._forms import Form
-from gpipe.distributed._messages import SMALL, RemoteLink, Ways
+from gpipe.distributed._messages import SMALL, RemoteLink
 from gpipe.values._describe import Cancelled
 from gpipe.values._leaves import Activation
 
@@ -33,25 +33,25 @@ class Transfer:
 
 
 class Line:
-    """Both ends of a direction: what is sent is read when the other end waits for it, in order."""
+    """One end of two directions: what is sent is read when the other end waits for it, in order."""
 
     member = 0
 
-    def __init__(self) -> None:
-        self.under_way: deque[Transfer] = deque()
+    def __init__(self, out: deque[Transfer], into: deque[Transfer]) -> None:
+        self.out, self.into = out, into
 
     def send(self, data: Tensor) -> Transfer:
-        self.under_way.append(Transfer(data))
-        return self.under_way[-1]
+        self.out.append(Transfer(data))
+        return self.out[-1]
 
     def receive(self, data: Tensor) -> Tensor:
         return data
 
     def wait(self, work: Transfer | Tensor, timeout: Any = None) -> None:
         if isinstance(work, Transfer):
-            assert work not in self.under_way, "nobody has received it yet"
+            assert work not in self.out, "nobody has received it yet"
             return
-        came = self.under_way.popleft().data
+        came = self.into.popleft().data
         assert work.nbytes >= came.nbytes, "gloo refuses what is larger than the memory for it"
         _bytes(work)[: came.nbytes] = _bytes(came)
 
@@ -83,9 +83,10 @@ class Direct:
 
 def ends(direct: Direct | None = None) -> tuple[RemoteLink, RemoteLink]:
     """Two links: what one sends, the other receives; only the first one sends from device to device."""
-    there: Any = Line()
-    back: Any = Line()
-    return RemoteLink(Ways(there, back, direct, None)), RemoteLink(Ways(back, there, None, direct))
+    there: deque[Transfer] = deque()
+    back: deque[Transfer] = deque()
+    one, other = Line(there, back), Line(back, there)
+    return RemoteLink(one, out=direct), RemoteLink(other, into=direct)  # type: ignore[arg-type]
 
 
 def payload_of(kind: int, i: int, size: int, requires_grad: bool) -> Any:
@@ -160,14 +161,14 @@ def _tensors(payload: Any) -> Sequence[Tensor | None]:
 def test_a_form_is_sent_once():
     """And memory does not grow with the number of forms, as of sequences of another length in each step."""
     sender, receiver = ends()
-    line: Any = sender._ways.out
+    line: Any = sender._peer
     kept = WeakSet[Tensor]()
     for length in range(SMALL, SMALL + 40):
         receiver.expect(3)
         for i in range(3):
             sender.put(i, [torch.ones(length)])
-            kept.update(each.data for each in line.under_way if each.data.is_floating_point())
-            assert len(line.under_way) == (2 if i else 3 if length == SMALL else 4)  # head and tensor; else the form
+            kept.update(each.data for each in line.out if each.data.is_floating_point())
+            assert len(line.out) == (2 if i else 3 if length == SMALL else 4)  # head and tensor; else the form
             assert receiver.get()[2][0].sum() == length
         sender.flush()
     assert len(kept) <= 3

@@ -17,7 +17,7 @@ from ._errors import UnreachableError
 from ._far_loss import FarLoss
 from ._forms import Payload
 from ._groups import Groups
-from ._messages import Peer, RemoteLink, Ways
+from ._messages import Peer, RemoteLink
 from ._places import Route, tags
 from ._wires import Wires
 
@@ -60,8 +60,8 @@ def crossings_of(
             here, there = (a, b) if leads_away else (b, a)
             values, gradients = tags(number)
             out, into = (values, gradients) if leads_away else (gradients, values)
-            forth, back = (Peer(groups.gloo, ranks[there], tag) for tag in (out, into))
-            link = RemoteLink(Ways(forth, back, wires.get(out), wires.get(into)), devices[here])
+            peer = Peer(groups.gloo, ranks[there], out, into)
+            link = RemoteLink(peer, devices[here], wires.get(out), wires.get(into))
             # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that waits
             # for what is taken in earlier ticks waits for no rank that waits for it.
             yield Crossing(number, leads_away, link, max(b - a + 1, len(ranks) - a))

@@ -52,12 +52,12 @@ _FILLER = torch.zeros(1, dtype=torch.uint8)
 
 
 class Peer:
-    """A member of a group, as the other end of messages with one tag.
+    """A member of a group, as the other end of messages in both directions.
 
     Args:
         group: the process group that carries them.
         member: the number of the other end.
-        tag: distinguishes these messages from others between the two.
+        out, into: the tags that distinguish messages to and from there from others between the two.
         number: the member's number in ``group``, if it is not ``member``.
         timeout: how long to wait for a message; the timeout of ``group`` by default.
     """
@@ -66,7 +66,8 @@ class Peer:
         self,
         group: dist.ProcessGroup,
         member: int,
-        tag: int,
+        out: int,
+        into: int,
         *,
         number: int | None = None,
         timeout: timedelta | None = None,
@@ -74,19 +75,19 @@ class Peer:
         self.member = member
         self._number = member if number is None else number
         self._group = group
-        self._tag, self._timeout = tag, timeout
+        self._out, self._into, self._timeout = out, into, timeout
 
     def send(self, data: Tensor) -> Any:
         """Start to send ``data``, which must not change until :meth:`wait` has returned."""
         try:
-            return self._group.send([data], self._number, self._tag)
+            return self._group.send([data], self._number, self._out)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
     def receive(self, data: Tensor) -> Any:
         """Start to receive into ``data``, which may be larger than the message."""
         try:
-            return self._group.recv([data], self._number, self._tag)
+            return self._group.recv([data], self._number, self._into)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
@@ -106,15 +107,6 @@ class Direct(Protocol):
     def receive(self, form: Form) -> list[Tensor | None]: ...
 
     def drain(self) -> None: ...
-
-
-class Ways(NamedTuple):
-    """The two directions of a link, each the other end's; and what sends tensors there from device to device."""
-
-    out: Peer
-    into: Peer
-    direct_out: Direct | None = None
-    direct_into: Direct | None = None
 
 
 class _Layout:
@@ -167,21 +159,24 @@ class RemoteLink:
     """Messages to and from one other rank: values of micro-batches and their gradients, or objects.
 
     Args:
-        ways: the two directions.
+        peer: the other end.
         device: the device of the tensors that are returned.
+        out, into: what sends tensors there, and receives them, from device to device.
 
     Attributes:
         member: the number of the other rank.
         poisoned: the reason why nothing more comes in this run; None as long as messages come.
     """
 
-    def __init__(self, ways: Ways, device: torch.device = _CPU) -> None:
-        self.member = ways.out.member
+    def __init__(
+        self, peer: Peer, device: torch.device = _CPU, out: Direct | None = None, into: Direct | None = None
+    ) -> None:
+        self.member = peer.member
         self.poisoned: Any = None
-        self._ways, self._device = ways, device
+        self._peer, self._device, self._out, self._into = peer, device, out, into
         # Of the last message in each direction.
-        self._sent = _Layout(_NONE, direct=ways.direct_out is not None)
-        self._received = _Layout(_NONE, direct=ways.direct_into is not None)
+        self._sent = _Layout(_NONE, direct=out is not None)
+        self._received = _Layout(_NONE, direct=into is not None)
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
         self._most: int | None = None
         self._arrived = self._taken = self._expected = 0  # messages since the link was made
@@ -202,13 +197,13 @@ class RemoteLink:
         """Start to send the payload of a micro-batch."""
         form, tensors = form_of(payload)
         data = [flat(each) for each in tensors if each is not None and each.numel()]
-        if self._ways.direct_out is not None:
-            self._ways.direct_out.send(data)  # before the head, which says that they have been sent
+        if self._out is not None:
+            self._out.send(data)  # before the head, which says that they have been sent
             data = []
         again = form == self._sent.form
         self._send(microbatch, b"" if again else pickle.dumps(form), data, flag=flag)
         if not again:
-            self._sent = _Layout(form, direct=self._ways.direct_out is not None)
+            self._sent = _Layout(form, direct=self._out is not None)
 
     def poison(self, why: Any) -> None:
         """Tell the other end that nothing more comes in this run, and why: an object that can be pickled."""
@@ -239,8 +234,8 @@ class RemoteLink:
         Args:
             expected: or, if there is none, up to the last message that is expected.
         """
-        if self._ways.direct_into is not None:
-            self._ways.direct_into.drain()
+        if self._into is not None:
+            self._into.drain()
         with suppress(Cancelled):
             while not expected or self._taken < self._expected:
                 self._take()
@@ -264,7 +259,7 @@ class RemoteLink:
                 place.copy_(part.detach().view(-1))
         else:
             parts += [part.cpu() for part in data]
-        self._under_way.append([(self._ways.out.send(part), part) for part in parts])
+        self._under_way.append([(self._peer.send(part), part) for part in parts])
         while self._most is not None and len(self._under_way) > self._most:
             self._forget()
 
@@ -272,7 +267,7 @@ class RemoteLink:
         """Wait for the oldest message."""
         self._arrived += 1
         for work, _ in self._under_way.popleft():
-            self._ways.out.wait(work)
+            self._peer.wait(work)
 
     def _take(self) -> tuple[int, bool, list[Tensor | None]]:
         """The next message of a run: its micro-batch, flag, and tensors."""
@@ -284,11 +279,11 @@ class RemoteLink:
             self.poisoned = pickle.loads(text)
             raise Cancelled
         if text:
-            self._received = _Layout(pickle.loads(text), direct=self._ways.direct_into is not None)
+            self._received = _Layout(pickle.loads(text), direct=self._into is not None)
             tensors, transfers = self._begun()
             self._wait(transfers)
-        if self._ways.direct_into is not None:
-            tensors = self._ways.direct_into.receive(self._received.form)
+        if self._into is not None:
+            tensors = self._into.receive(self._received.form)
         elif self._device.type != "cpu":
             tensors = [None if each is None else each.to(self._device) for each in tensors]
         while self._arrived < taken:
@@ -314,7 +309,7 @@ class RemoteLink:
         """Start to receive a message, unless that has begun."""
         if self._coming is None:
             frame = torch.empty(self._received.size, dtype=torch.uint8, device="cpu")
-            first = self._ways.into.receive(frame)
+            first = self._peer.receive(frame)
             if self._received.starts is None:
                 tensors, others = self._begun()
                 self._coming = _Coming(frame, tensors, [first, *others])
@@ -324,17 +319,17 @@ class RemoteLink:
 
     def _begun(self) -> tuple[list[Tensor | None], list[Any]]:
         """Memory for tensors of the last form, and the transfers into it."""
-        if self._ways.direct_into is not None:
+        if self._into is not None:
             return [], []
         tensors = self._received.form.empty(_CPU)
         memory = [flat(each) for each in tensors if each is not None and each.numel()]
-        return tensors, [*map(self._ways.into.receive, memory)]
+        return tensors, [*map(self._peer.receive, memory)]
 
     def _text(self, size: int) -> bytes:
         memory = bytearray(size)
-        self._wait([self._ways.into.receive(torch.frombuffer(memory, dtype=torch.uint8))])
+        self._wait([self._peer.receive(torch.frombuffer(memory, dtype=torch.uint8))])
         return bytes(memory)
 
     def _wait(self, transfers: Sequence[Any]) -> None:
         for work in transfers:
-            self._ways.into.wait(work)
+            self._peer.wait(work)

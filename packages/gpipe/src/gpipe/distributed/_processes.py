@@ -23,7 +23,6 @@ from ._channels import Crossings, crossings_of
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
-from ._messages import Peer, RemoteLink, Ways
 from ._opening import Opening
 from ._own import Share
 from ._places import channels_between, ties_between
@@ -32,9 +31,6 @@ from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
 from ._tied import Twins
 from ._wires import open_wires
-
-_ANNOUNCED: Final = 0
-"""The tag of announcements; 1 is that of meetings, and those of channels begin at 2."""
 
 _BEFORE: Final[When] = (-1.0, -1)
 """The time of a failure before the first step of a run."""
@@ -48,7 +44,6 @@ class Ranks(Processes):
         layout: the stages between which skips go.
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
-        rendezvous: exchanges reports between the ranks.
         replicas: the processes that end each step together with this one.
         told: by rank, what :meth:`Share.told` returned there.
 
@@ -65,24 +60,17 @@ class Ranks(Processes):
         layout: SkipLayout,
         groups: Groups,
         ranks: Sequence[int],
-        rendezvous: Rendezvous,
         replicas: Replicas,
         told: Sequence[Mapping[str, Any]],
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
-        self._groups, self._rendezvous, self._replicas = groups, rendezvous, replicas
+        self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0]), replicas
         self._numbers = share.numbers
         devices = share.device_of
         places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
-        wires = open_wires(rendezvous, ranks, layout, share.ties, devices, places, told[0]["name"])
+        wires = open_wires(self._rendezvous, ranks, layout, share.ties, devices, places, told[0]["name"])
         channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
         self._crossings = Crossings(channels, wires)
-        self._announces = ranks[0] == self.me
-        hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self._announces else [ranks[0]]
-        peers = [Peer(groups.gloo, k, _ANNOUNCED) for k in hearers]
-        self._announcing = [RemoteLink(Ways(each, each)) for each in peers]
-        if not self._announces:
-            self._announcing[0].expect(1)
         self._opening = Opening()
         tied = crossings_of(groups, ranks, ties_between(ranks, layout, share.ties), devices, wires)
         self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
@@ -138,7 +126,7 @@ class Ranks(Processes):
         if not self._closed:
             self._closed = True
             self._replicas.close()
-            del self._groups, self._rendezvous, self._crossings, self._announcing, self._twins
+            del self._groups, self._rendezvous, self._crossings, self._twins
 
     def _expect_all(self) -> None:
         if self._closed:
@@ -178,10 +166,13 @@ class Ranks(Processes):
         except BaseException as failed:
             error, report = failed, {"failed": True, "error": text_of(failed)}
         try:
-            self._announce(failed=error is not None)
-        except (Cancelled, UnreachableError) as failed:
-            error = failed if error is None or isinstance(failed, UnreachableError) else error
-            report = report or {"failed": True}
+            told = self._rendezvous.announced(None if error is not None else self._opening.told())
+        except UnreachableError as lost:
+            told, error = None, lost
+        if told is not None and not self._rendezvous.is_root:
+            self._opening.hear(told)
+        if told is None and error is None:
+            error, report = Cancelled(), {"failed": True}
         if error is None and self._opening.differs:
             error, report = Cancelled(), {"failed": True, "alike": self._opening.alike}
         if error is not None:
@@ -191,27 +182,6 @@ class Ranks(Processes):
             finally:
                 del error
         self.seed = self._opening.seed
-
-    def _announce(self, *, failed: bool) -> None:
-        """Announce a run, or a failure before it, from the rank of the first stage; :class:`Cancelled` if that has
-        failed.
-        """
-        if not self._announces:
-            (link,) = self._announcing
-            told = link.hear()
-            link.expect(1)
-            if told is None:
-                raise Cancelled
-            self._opening.hear(told)
-            return
-        told, lost = None if failed else self._opening.told(), None
-        for link in self._announcing:
-            try:
-                link.tell(told)
-            except UnreachableError as error:
-                lost = error  # all others still have to be told
-        if lost is not None:
-            raise lost
 
     @contextmanager
     def together(self, run: Run | None) -> Iterator[None]:
@@ -272,8 +242,6 @@ class Ranks(Processes):
                 self._crossings.drain()
                 self._crossings.settle()
             self._crossings.flush()
-            for link in self._announcing:
-                link.flush()
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
         """Take in what others have reported: the losses, and the records of a timeline."""

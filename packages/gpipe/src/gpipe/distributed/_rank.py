@@ -145,7 +145,7 @@ class Rank(Stepping):
             self.training = layers.training
             self._take(share.partitions, layers)
             self._devices = share.devices
-            self._connect(share, groups, rendezvous, placed.heard)
+            self._connect(share, groups, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
@@ -153,14 +153,14 @@ class Rank(Stepping):
         self._parallel: set[dist.ProcessGroup] = set()
         self._broken = False
 
-    def _connect(self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]) -> None:
+    def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
         """Make the stages of the engine, and connect them to those of other ranks."""
         devices = share.device_of
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))], self._checkpoint)
         stages = [every[j] for j in share.numbers]
         self._trained = sorted(j for each in told for j in each["trained"])
-        self._processes = Ranks(share, layout, groups, self._ranks, rendezvous, self._replicas, told)
+        self._processes = Ranks(share, layout, groups, self._ranks, self._replicas, told)
         streams = [CopyStreams.on(device) for device in share.devices]
         workers = Workers(share.devices)
         self._pipeline = Pipeline(stages, layout, streams, workers, self._processes)

@@ -1,4 +1,4 @@
-"""A meeting of all ranks: each sends a report, and receives those of all others."""
+"""A meeting of all ranks: each sends a report, and receives those of all others. And announcements of one to all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ._errors import LostRankError, UnreachableError, named
 from ._groups import Groups
-from ._messages import Peer, RemoteLink, Ways
+from ._messages import Peer, RemoteLink
 
 Report = dict[str, Any]
 """A dict that can be pickled."""
@@ -20,23 +20,36 @@ _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
 
 
 class Rendezvous:
-    """Each member sends its report to member 0, which sends the reports of all to each.
+    """Each member sends its report to the root, which sends the reports of all to each.
 
     A member that cannot reach another one closes its connections. So all others that wait for anything come to the
     store, where each says that it is there: whoever does not is lost.
 
     Args:
         groups: the members, and the connections between them.
+        root: the number of the member to which all others are connected.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, root: int = 0) -> None:
         self.groups = groups
-        others = range(1, len(groups.members)) if groups.me == 0 else (0,)
-        # Member 0 may still be waiting for another member, when this one waits for its answer.
-        timeout = (1 if groups.me == 0 else 2) * (groups.timeout + _GRACE)
-        peers = [Peer(groups.gloo, k, _TAG, timeout=timeout) for k in others]
-        self._links = [RemoteLink(Ways(each, each)) for each in peers]
+        self.is_root = groups.me == root
+        others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
+        # The root may still be waiting for another member, when this one waits for its answer.
+        timeout = (1 if self.is_root else 2) * (groups.timeout + _GRACE)
+        self._links = [RemoteLink(Peer(groups.gloo, k, _TAG, _TAG, timeout=timeout)) for k in others]
         self._lost: LostRankError | None = None
+
+    def announced(self, what: Any) -> Any:
+        """What the root says to all, none of which waits for any other; ``what`` at the root itself.
+
+        Raises:
+            UnreachableError: a member cannot be told, or does not hear the root.
+        """
+        if not self.is_root:
+            return self._links[0].hear()
+        for link in self._links:
+            link.tell(what)
+        return what
 
     def meet(self, report: Report) -> list[Report]:
         """Send ``report`` and wait for those of the others.
@@ -49,7 +62,7 @@ class Rendezvous:
         """
         self.expect_open()
         try:
-            return self._gather(report) if self.groups.me == 0 else self._exchange(report)
+            return self._gather(report) if self.is_root else self._exchange(report)
         except UnreachableError as error:
             raise self.found_lost(error) from None
 
@@ -114,7 +127,8 @@ class Rendezvous:
     def _gather(self, report: Report) -> list[Report]:
         for link in self._links:
             link.expect(1)  # from all at once
-        reports = [report, *[link.hear() for link in self._links]]
+        reports = [link.hear() for link in self._links]
+        reports.insert(self.groups.me, report)
         for link in self._links:
             with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
                 link.tell(reports)

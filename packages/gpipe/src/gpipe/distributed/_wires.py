@@ -197,7 +197,7 @@ def _opened(
     try:
         communicator = communicator_of_two(backend, name, groups.timeout, mine, other)
         watch.own(communicator, ranks[there])
-        wire = Wire(Peer(communicator, ranks[there], 0, number=int(mine < other)), devices[here], watch)
+        wire = Wire(Peer(communicator, ranks[there], 0, 0, number=int(mine < other)), devices[here], watch)
         wire.open(leads_away=leads_away)
     except (RuntimeError, UnreachableError) as error:
         raise RuntimeError(
