@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,19 +56,6 @@ def _card(device: torch.device) -> str | None:
     return None if uuid is None else str(uuid)
 
 
-class Direction(NamedTuple):
-    """One direction of a channel between stages of two ranks.
-
-    Attributes:
-        tag: the number of the direction, among all directions.
-        source, target: the stages.
-    """
-
-    tag: int
-    source: int
-    target: int
-
-
 Route = tuple[int, int, int]
 """The number of a channel, and its two stages."""
 
@@ -90,20 +77,21 @@ def ties_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[
     return [(number, a, b) for number, (a, b) in enumerate(ties, start=len(ranks) + len(layout.routes))]
 
 
-def direct(
-    ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]], places: Sequence[Place]
-) -> list[Direction]:
+def direct(routes: Iterable[Route], places: Sequence[Place]) -> list[Route]:
     """The directions in which tensors go from device to device, in the same order on all ranks.
 
     Args:
-        ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
+        routes: the channels, between all ranks.
         places: the place of each stage.
+
+    Returns:
+        For each direction its tag, and the stages at its begin and end.
     """
     found = []
-    for number, a, b in [*channels_between(ranks, layout), *ties_between(ranks, layout, ties)]:
+    for number, a, b in routes:
         if _reach(places[a], places[b]):
             forth, back = tags(number)
-            found += [Direction(forth, a, b), Direction(back, b, a)]
+            found += [(forth, a, b), (back, b, a)]
     return found
 
 

@@ -68,11 +68,11 @@ class Ranks(Processes):
         self._numbers = share.numbers
         devices = share.device_of
         places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
-        wires = open_wires(self._rendezvous, ranks, layout, share.ties, devices, places, told[0]["name"])
-        channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
-        self._crossings = Crossings(channels, wires)
+        channels, ties = channels_between(ranks, layout), ties_between(ranks, layout, share.ties)
+        wires = open_wires(self._rendezvous, ranks, [*channels, *ties], devices, places, told[0]["name"])
+        self._crossings = Crossings(crossings_of(groups, ranks, channels, devices, wires), wires)
         self._opening = Opening()
-        tied = crossings_of(groups, ranks, ties_between(ranks, layout, share.ties), devices, wires)
+        tied = crossings_of(groups, ranks, ties, devices, wires)
         self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
         self._closed = False
         with self._sharing():

@@ -19,7 +19,7 @@ this rank: a deadlock. The messages of one direction of one channel are read in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from streams import (
     wait_stream,
 )
 
-from ..skip import SkipLayout
 from ..transport._copy import arrived, recorded
 from ._agreement import agreement
 from ._communicators import communicator_of_two
@@ -44,7 +43,7 @@ from ._errors import UnreachableError
 from ._forms import Dense, Form, flat
 from ._groups import Groups
 from ._messages import Peer
-from ._places import Direction, Place, direct
+from ._places import Place, Route, direct
 from ._rendezvous import Rendezvous
 from ._watch import Watch
 
@@ -149,8 +148,7 @@ class Wires:
 def open_wires(
     meeting: Rendezvous,
     ranks: Sequence[int],
-    layout: SkipLayout,
-    ties: Sequence[tuple[int, int]],
+    routes: Iterable[Route],
     devices: Mapping[int, torch.device],
     places: Sequence[Place],
     name: str,
@@ -159,7 +157,8 @@ def open_wires(
 
     Args:
         meeting: by which ranks learn whether all wires are open.
-        ties: see :func:`direct`.
+        ranks: the rank of each stage.
+        routes: the channels between all ranks.
         devices: those of the stages of this rank.
         places: those of all stages.
         name: a name that is the same on all ranks, and different in each call.
@@ -169,20 +168,20 @@ def open_wires(
     """
     groups = meeting.groups
     found, watch = {}, Watch(groups)
-    directions = direct(ranks, layout, ties, places)
+    directions = direct(routes, places)
     if directions:
         with agreement(meeting):
             # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
             # other.
-            for each in directions:
-                if groups.me in (ranks[each.source], ranks[each.target]):
-                    backend = str(places[each.source].backend)
-                    found[each.tag] = _opened(each, groups, ranks, devices, watch, backend, f"{name}/{each.tag}")
+            for tag, source, target in directions:
+                if groups.me in (ranks[source], ranks[target]):
+                    backend, ends = str(places[source].backend), (source, target)
+                    found[tag] = _opened(ends, groups, ranks, devices, watch, backend, f"{name}/{tag}")
     return Wires(found, watch)
 
 
 def _opened(
-    direction: Direction,
+    ends: tuple[int, int],
     groups: Groups,
     ranks: Sequence[int],
     devices: Mapping[int, torch.device],
@@ -190,7 +189,7 @@ def _opened(
     backend: str,
     name: str,
 ) -> Wire:
-    _, source, target = direction
+    source, target = ends
     leads_away = ranks[source] == groups.me
     here, there = (source, target) if leads_away else (target, source)
     mine, other = groups.members[groups.me], groups.members[ranks[there]]
