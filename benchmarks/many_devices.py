@@ -37,7 +37,7 @@ MADE_WITH = "Made with torch"
 LAYERS, WIDTH, INNER, HEADS, GROUPS, WORDS = 80, 8192, 28672, 64, 8, 128256
 TOKENS, ROWS = 4096, 5120
 NODES = {8: 1, 64: 8, 512: 64, 4096: 512, 10240: 1280}
-LINKS = {"bandwidth": ["450GB", "400Gbit"], "latency": [5e-6, 1e-5]}
+LINKS = {"bandwidth": ["450GB", "50GB"], "latency": [5e-6, 1e-5]}
 """What a data sheet says of an H100 with NVLink, and one port of 400 Gbit/s for each device."""
 
 

@@ -8,7 +8,7 @@ from json import dumps
 
 from .._plan import Infeasible
 from .._plan import plan as make_plan
-from .._plan._fake import read_fake
+from .._plan._fleet import read_fleet
 from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts
 from ._output import expect_writable, finish
 from ._target import load, model_of, sample_of
@@ -39,8 +39,8 @@ def plan(
         devices: One for each stage.
         fake: Instead of devices, some that are not there, such as 8x80GB or 8xH100; nothing runs, and all figures are
             estimates. 64x8x80GB are 64 nodes of 8 devices, for which replicas and stages are chosen.
-        bandwidth: Of fake devices, what each sends in a second to another node, such as 50GB or 400Gbit; or two: to
-            another device of its node, and to another node.
+        bandwidth: Of fake devices, what each sends in a second to another one, such as 50GB; or two: to another device
+            of its node, and to another node.
         latency: Of the same links, in seconds.
         optimizer: A name such as adam or sgd: what its state takes.
         memory: What each device may hold, once or for each, such as 80GB or 24GiB.
@@ -80,7 +80,7 @@ def _given(devices: tuple[str, ...] | None, fake: str | None) -> tuple[str, ...]
     if fake is None or devices:
         raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
     _expect_units("fake", [fake.rpartition("x")[2]])
-    if read_fake(fake) is None:
+    if read_fleet(fake) is None:
         raise ValueError(f"fake: expected devices such as 8x80GB, 8xH100 or 64x8x80GB, got {fake!r}")
     return fake
 

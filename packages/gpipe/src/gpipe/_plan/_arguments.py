@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from microbatch import Batch, check, scatter
-from streams import add_note
 
 from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
@@ -18,7 +17,7 @@ from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
 from ..schedule._named import expect_name
 
-OptimizerChoice = str | float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerChoice = str | float
 
 STATES = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
@@ -29,9 +28,8 @@ STATES = {
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 """The schedules that are searched; of equally fast ones the first is preferred."""
 
-_UNITS = {"": 1, **{f"{letter}B": 1000**k for k, letter in enumerate(("", "K", "M", "G", "T", "P"))}}
-_UNITS.update({f"{letter}IB": 1024**k for k, letter in enumerate("KMGTP", start=1)})
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kKMGTP]?)(i?)B)?\s*")
+"""A number, and a unit with a capital B: ``b`` may be read as bits."""
 
 
 def expect_rows(sample: Any) -> None:
@@ -75,9 +73,10 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise TypeError(f"{expected}; got {size!r}")
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if isinstance(size, str) and (match is None or match[2].upper() not in _UNITS):
+    if isinstance(size, str) and match is None:
         raise ValueError(f"{expected}; got {size!r}")
-    found = float(match[1]) * _UNITS[match[2].upper()] if match else float(size)
+    power = " KMGTP".find((match[2] or " ").upper()) if match else 0
+    found = float(match[1]) * (1024 if match[3] else 1000) ** power if match else float(size)
     if not 0 < found < float("inf"):
         raise ValueError(f"{expected}; got {size!r}, which is not positive")
     return round(found)
@@ -99,12 +98,19 @@ def _all_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def read_chunks(chunks: Any, rows: int) -> list[int]:
-    """The numbers of micro-batches to look at: those given, or some that divide ``rows`` nearly evenly."""
+def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
+    """The numbers of micro-batches to look at: those given, or some that divide ``rows`` nearly evenly.
+
+    Args:
+        chunks: a number, several, or None.
+        rows: of the mini-batch.
+        least: rows that the largest micro-batch has, unless numbers are given.
+    """
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
-        candidates = {*powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
-        return sorted(m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
+        candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
+        even = (m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
+        return sorted(m for m in even if m == 1 or -(-rows // m) >= least)
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
     numbers = sorted({_number(number) for number in given})
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
@@ -163,7 +169,7 @@ def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> 
     """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer.
 
     Raises:
-        TypeError: it is neither a name, a number of bytes, nor a function of parameters.
+        TypeError: it is neither a name nor a number of bytes.
         ValueError: another name, or a negative number.
     """
     seen: set[int] = set()
@@ -184,33 +190,12 @@ def _state_of(optimizer: OptimizerChoice) -> Callable[[list[nn.Parameter]], int]
             raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}{did_you_mean(optimizer, STATES)}")
         times = STATES[optimizer.lower()]
         return lambda own: times * sum(p.nbytes for p in own)
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
-        if not 0 <= optimizer < float("inf"):
-            raise ValueError(f"optimizer: expected bytes for each parameter, not negative, got {optimizer!r}")
-        each = float(optimizer)
-        return lambda own: round(each * sum(p.numel() for p in own))
-    if not callable(optimizer):
+    if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise TypeError(
-            "optimizer: expected a name such as 'adam', the bytes that it keeps for each parameter, or a function of "
-            f"parameters such as torch.optim.AdamW; got {optimizer!r}"
+            "optimizer: expected a name such as 'adam', or the bytes that its state takes for each parameter, such as "
+            f"8; got {optimizer!r}"
         )
-    return lambda own: _tried(optimizer, own)
-
-
-def _tried(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], own: list[nn.Parameter]) -> int:
-    """The bytes of state after one step, on parameters without data."""
-    if not own:
-        return 0
-    copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in own]
-    for copy in copies:
-        copy.grad = torch.empty_like(copy)
-    try:
-        optimizer = make(copies)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: expected a function that returns one, got {type(optimizer).__name__}")
-        optimizer.step()
-    except Exception as error:
-        add_note(error, "while trying what optimizer= keeps, on parameters without data")
-        raise
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    if not 0 <= optimizer < float("inf"):
+        raise ValueError(f"optimizer: expected bytes for each parameter, not negative, got {optimizer!r}")
+    each = float(optimizer)
+    return lambda own: round(each * sum(p.numel() for p in own))

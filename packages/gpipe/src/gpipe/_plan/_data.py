@@ -13,7 +13,7 @@ from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ._bytes import DeviceBytes
 from ._candidate import schedule_of
-from ._fake import FAKE
+from ._fleet import FAKE
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ class PlanData:
     stages: tuple[StageCost, ...]
     hops: tuple[float, ...]
     replicas: int
-    ranks: tuple[int, ...]
     reduction: float
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()

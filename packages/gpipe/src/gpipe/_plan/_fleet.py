@@ -1,168 +1,212 @@
-"""Many equal devices: how many replicas of a pipe, and how many stages each of them has."""
+"""Devices that are not there: bytes are counted on fake tensors, and seconds estimated by a roofline.
+
+Many of them may have replicas of a pipe; then a :class:`Layout` says how many, of how many stages.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from profiler.text import format_bytes, format_seconds
+from profiler import LayerProfile, Profile
 
+from .._meant import did_you_mean
 from ..timeline._hops import Link
-from ._arguments import read_chunks
-from ._candidate import Candidate, Space, by_seconds
-from ._costs import Measured
-from ._fake import Fake
-from ._search import NEAR, search
+from ._arguments import read_bytes, read_chunks, read_modes
 
-FEW = 5
-"""How many candidates are kept of the layout that is taken, so that a plan also shows the best of other layouts."""
+_FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
+"""The approximate shares of a data sheet's figures that training reaches."""
+
+INSIDE = Link(latency=10e-6, bandwidth=25e9)
+"""Between two devices of a node: about PCI Express 4."""
+
+BETWEEN = Link(latency=10e-6, bandwidth=12.5e9)
+"""From a device to another node: 100 Gbit/s for each."""
+
+FAKE = "fake "
+"""The begin of the names of devices that this machine does not have."""
+
+_KINDS = {
+    "V100": (32 * 10**9, 125e12, 0.9e12),
+    "A100": (80 * 10**9, 312e12, 2.0e12),
+    "H100": (80 * 10**9, 989e12, 3.35e12),
+    "H200": (141 * 10**9, 989e12, 4.8e12),
+}
+_GENERIC = "A100"
+_SPEC = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\S.*?)\s*")
 
 
 @dataclass(frozen=True)
-class FleetLayout:
-    """How devices are shared out among replicas.
+class Fleet:
+    """Some equal devices that are not there.
+
+    Attributes:
+        nodes: how many nodes; None where the devices are the stages of one pipe.
+        count: how many devices, in each node.
+        name: as it was given.
+        memory: bytes of each.
+        flops, bandwidth: operations and bytes a second, by the data sheet.
+        inside, between: links between two devices of a node, and of two nodes.
+    """
+
+    nodes: int | None
+    count: int
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    inside: Link = INSIDE
+    between: Link = BETWEEN
+
+    def links(self, stages: int) -> tuple[Link, ...]:
+        """The link before each stage. Replicas are on devices in a row, so that some of them begin in the middle of a
+        node: a hop counts as one between nodes if it is that in any replica.
+        """
+        aligned = gcd(stages, self.count)
+        alone = self.nodes is None or self.nodes == 1
+        return (Link(), *(self.inside if j % aligned or alone else self.between for j in range(1, stages)))
+
+    @property
+    def ring(self) -> float:
+        """Bytes a second from a device to the one of the next replica."""
+        return (self.between if (self.nodes or 1) > 1 else self.inside).bandwidth
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How devices are shared out among replicas of a pipe, and what is searched of each.
 
     Attributes:
         replicas: pipes that train the same model, each on other rows.
-        stages: of each replica, on a device each.
         rows: of the mini-batch, for each replica.
-        chunks: numbers of micro-batches to look at, of each replica.
+        chunks: numbers of micro-batches to look at.
+        modes: those that each stage may have; there is a device for each stage.
     """
 
     replicas: int
-    stages: int
     rows: int
-    chunks: tuple[int, ...] = ()
+    chunks: Sequence[int]
+    modes: Sequence[tuple[str, ...]]
 
     @property
-    def devices(self) -> int:
-        return self.replicas * self.stages
+    def stages(self) -> int:
+        return len(self.modes)
 
 
-def layouts_of(fake: Fake, layers: int, rows: int, chunks: Any, checkpoint: Any) -> list[FleetLayout]:
-    """The layouts to look at, by their stages: all whose replicas get the same number of rows.
+def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Fleet | None:
+    """The devices that text such as ``"8x80GB"`` or ``"64x8xH100"`` describes; None for other values.
 
-    Raises:
-        ValueError: there is none; says which rows, chunks or modes would do.
-    """
-    if fake.nodes is None:
-        return [FleetLayout(1, min(fake.count, layers), rows, tuple(read_chunks(chunks, rows)))]
-    found = _even(fake.nodes * fake.count, layers, rows)
-    if checkpoint is not None and not isinstance(checkpoint, str):
-        found = _of_stages(found, len(checkpoint))
-    numbers = None if chunks is None else read_chunks(chunks, max(each.rows for each in found))
-    own = [read_chunks(None, each.rows) if numbers is None else numbers for each in found]
-    kept = [replace(each, chunks=tuple(m for m in few if m <= each.rows)) for each, few in zip(found, own, strict=True)]
-    return [each for each in kept if each.chunks]
-
-
-def read_size(fake: Fake, memory: Any) -> Any:
-    """What devices may hold: as given, else what they are said to have.
+    Args:
+        devices: the text.
+        bandwidth, latency: of links, as of :func:`gpipe.plan`.
 
     Raises:
-        ValueError: a size for each, while it is not known how many stages there are.
+        TypeError, ValueError: text that describes no devices, or links that are none, or links of other devices.
+
+    >>> read_fleet("8x80GB").memory, read_fleet("64x8x80GB").nodes
+    (80000000000, 64)
     """
-    if fake.nodes is not None and not isinstance(memory, (str, int, float, type(None))):
-        raise ValueError(f"memory: expected one size for all of {fake.nodes * fake.count} devices, got {memory!r}")
-    return fake.memory if memory is None else memory
+    match = _SPEC.fullmatch(devices) if isinstance(devices, str) else None
+    if match is None:
+        for name, given in (("bandwidth", bandwidth), ("latency", latency)):
+            if given is not None:
+                raise ValueError(f"{name}: goes with devices that are not there, such as '64x8x80GB'; got {devices!r}")
+        return None
+    nodes, count = None if match[1] is None else int(match[1]), int(match[2])
+    if not count or nodes == 0:
+        raise ValueError(f"devices: expected at least one, got {devices!r}")
+    speeds, delays = _two("bandwidth", bandwidth), _two("latency", latency)
+    links = map(_link, (INSIDE, BETWEEN), speeds, delays)
+    return Fleet(nodes, count, *_described(match[3], devices), *links)
 
 
-def _even(devices: int, layers: int, rows: int) -> list[FleetLayout]:
-    pairs = [(devices // stages, stages) for stages in range(1, min(devices, layers) + 1) if devices % stages == 0]
-    found = [FleetLayout(replicas, stages, rows // replicas) for replicas, stages in pairs if rows % replicas == 0]
-    if not found:
-        choices = ", ".join(f"{replicas} (of {stages} stages)" for replicas, stages in pairs)
+def _described(name: str, devices: str) -> tuple[str, int, float, float]:
+    """Of devices that have this name or this memory: name, memory, operations and bytes a second."""
+    if name.upper() in _KINDS:
+        return name.upper(), *_KINDS[name.upper()]
+    _, flops, bandwidth = _KINDS[_GENERIC]
+    try:
+        return name, read_bytes(name), flops, bandwidth
+    except ValueError:
+        known = ", ".join(_KINDS)
         raise ValueError(
-            f"sample: expected rows that go evenly on the replicas; {devices} devices make replicas {choices}, and "
-            f"the mini-batch has {rows} rows"
-        )
-    return found
+            f"devices: expected a number and what they have, such as '8x80GB', or one of {known}, as in '8xH100'; or "
+            f"nodes and the devices of each, as in '64x8x80GB'; got {devices!r}{did_you_mean(name, _KINDS)}"
+        ) from None
 
 
-def _of_stages(found: list[FleetLayout], modes: int) -> list[FleetLayout]:
-    kept = [each for each in found if each.stages == modes]
-    if not kept:
-        known = ", ".join(str(each.stages) for each in found)
-        raise ValueError(
-            f"checkpoint: expected one mode, or one for each stage of a replica, which may be {known}; got {modes}"
-        )
-    return kept
+def _two(name: str, given: Any) -> Sequence[Any]:
+    found = given if isinstance(given, (list, tuple)) else [given]
+    if len(found) not in (1, 2):
+        raise ValueError(f"{name}: expected one for all links, or two: inside a node and between nodes; got {given!r}")
+    return [found[0], found[-1]]
 
 
-def of_several_rows(layouts: Sequence[FleetLayout]) -> list[FleetLayout]:
-    """The same without micro-batches of a single row."""
-    kept = [replace(each, chunks=tuple(m for m in each.chunks if m < each.rows)) for each in layouts]
-    return [each for each in kept if each.chunks]
-
-
-def all_chunks(layouts: Sequence[FleetLayout]) -> list[int]:
-    """Into how many micro-batches all replicas together cut the mini-batch."""
-    return sorted({each.replicas * m for each in layouts for m in each.chunks})
-
-
-def of_replica(measured: Measured, fake: Fake, layout: FleetLayout) -> Measured:
-    """What holds for one replica, with its share of the rows, given what holds for the whole mini-batch."""
-    if fake.nodes is None:
-        return measured
-    return replace(
-        measured,
-        profiles=measured.profiles[:1] * layout.stages,
-        rows=layout.rows,
-        input_bytes=measured.input_bytes // layout.replicas,
-        copied=(False, *(True,) * (layout.stages - 1)),
-        links=_links(fake, layout.stages),
-        replicas=layout.replicas,
-        ring=(fake.between if fake.nodes > 1 else fake.inside).bandwidth,
+def _link(link: Link, bandwidth: Any, latency: Any) -> Link:
+    if isinstance(latency, (str, bool)):
+        raise TypeError(f"latency: expected seconds, such as 5e-6; got {latency!r}")
+    return Link(
+        link.latency if latency is None else latency,
+        link.bandwidth if bandwidth is None else read_bytes(bandwidth, "bandwidth"),
     )
 
 
-def _links(fake: Fake, stages: int) -> tuple[Link, ...]:
-    """The link before each stage. Replicas are on devices in a row, so that some of them begin in the middle of a node:
-    a hop counts as one between nodes if it is that in any replica.
+def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, checkpoint: Any, least: int = 1) -> list[Layout]:
+    """The layouts to look at, by their stages: all that use every device and give replicas the same number of rows.
+
+    Args:
+        fleet: the devices.
+        layers: how many there are.
+        rows: of the mini-batch.
+        chunks, checkpoint: as of :func:`gpipe.plan`.
+        least: rows of a micro-batch.
+
+    Raises:
+        ValueError: there is none.
     """
-    aligned = gcd(stages, fake.count)
-    return (Link(), *(fake.inside if j % aligned or fake.nodes == 1 else fake.between for j in range(1, stages)))
-
-
-def search_all(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
-    """The space with the best way to train, and what was found, the best first: some there, and the best of each other.
-
-    Of those near the fastest, the one of the fewest stages is the best. Nothing is found if nothing fits.
-    """
-    found = [(space, search(space)) for space in spaces]
-    tops = [(space, ways[0]) for space, ways in found if ways]
-    if not tops:
-        return spaces[-1], []
-    fastest = min(each.seconds for _, each in tops)
-    near = [pair for pair in tops if pair[1].seconds <= fastest * (1 + NEAR)]
-    space, best = min(near, key=lambda pair: (len(pair[1].sizes), pair[1].simplicity, pair[1].seconds))
-    here = next(ways for each, ways in found if each is space)
-    if len(spaces) == 1:
-        return space, here
-    others = [*here[1:FEW], *(each for other, each in tops if other is not space)]
-    return space, [best, *by_seconds(others)]
-
-
-def notes_on(fake: Fake, best: Candidate) -> list[str]:
-    """How seconds between nodes and replicas were found, for the reader of the plan."""
-    if fake.nodes is None:
-        return []
-    measured, stages = best.costs.measured, len(best.sizes)
+    devices = fleet.count * (fleet.nodes or 1)
+    if fleet.nodes is None:
+        counts = [min(devices, layers)]
+        replicas = {counts[0]: 1}
+    else:
+        replicas = {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
+        counts = [k for k, times in replicas.items() if rows % times == 0]
+        if not counts:
+            choices = ", ".join(f"{times} (of {k} stages)" for k, times in replicas.items())
+            raise ValueError(
+                f"sample: expected rows that go evenly on the replicas; {devices} devices make replicas {choices}, and "
+                f"the mini-batch has {rows} rows"
+            )
+        if isinstance(checkpoint, (list, tuple)) and len(checkpoint) in counts:
+            counts = [len(checkpoint)]
+    shares = [(k, replicas[k], rows // replicas[k]) for k in counts]
+    given = None if chunks is None else read_chunks(chunks, max(own for _, _, own in shares))
     found = [
-        f"a formula, not measured: links are {_described(fake.inside)} inside a node of {fake.count} devices, and "
-        f"{_described(fake.between)} from a device to another node"
+        Layout(times, own, [m for m in given or read_chunks(None, own, least) if m <= own], read_modes(checkpoint, k))
+        for k, times, own in shares
     ]
-    if measured.replicas > 1:
-        size = format_bytes(max(best.costs.gradient_bytes(best.sizes)))
-        found.append(
-            f"a formula, not measured: {measured.replicas} replicas of {stages} stages add up {size} of gradients on a "
-            f"ring, 2(r - 1)/r · bytes / bandwidth, in {format_seconds(best.costs.reduction(best.sizes))}, after the "
-            "last backward; nothing of it is overlapped"
-        )
-    return found
+    return [each for each in found if each.chunks]
 
 
-def _described(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:.4g} GB/s and {link.latency * 1e6:.3g} µs"
+def estimated(profile: Profile, fleet: Fleet) -> Profile:
+    """A profile that was counted and not run, with the seconds that a device would need at least for its operations
+    and for reading and writing what it keeps.
+    """
+    counted = any(layer.parting_bytes is not None for layer in profile)
+    return replace(
+        profile,
+        layers=tuple(_layer(layer, fleet, whole=counted and layer.parting_bytes is None) for layer in profile.layers),
+        loss=profile.loss and _layer(profile.loss, fleet, whole=False),
+        others=tuple(estimated(other, fleet) for other in profile.others),
+    )
+
+
+def _layer(layer: LayerProfile, fleet: Fleet, *, whole: bool) -> LayerProfile:
+    moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
+    # A backward does twice the operations of a forward: for the inputs, and for the weights.
+    forward = max(layer.flops / 3 / (fleet.flops * _FLOPS_REACHED), moved / (fleet.bandwidth * _BANDWIDTH_REACHED))
+    part = None if whole else forward
+    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=part)

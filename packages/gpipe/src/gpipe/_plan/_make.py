@@ -26,21 +26,20 @@ from ._arguments import (
     optimizer_bytes,
     read_loss,
     read_memory,
-    read_modes,
     read_schedules,
 )
 from ._calibrate import UNSURE, calibrated, train
-from ._candidate import Candidate, Space
+from ._candidate import Candidate, Space, by_seconds
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
-from ._fake import Fake, read_fake
-from ._fleet import FleetLayout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
+from ._fleet import Fleet, Layout, read_fleet
 from ._infeasible import explain
 from ._measure import measure
 from ._outcome import plan_of
 from ._plan import Plan
 from ._rehearse import ACCOUNT, rehearsed
-from ._request import Request, read_layouts, read_profile, rows_of
+from ._request import Request, read_layouts, read_profile
+from ._search import NEAR, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The range of step times around an estimate that was made without running anything."""
@@ -84,8 +83,7 @@ def plan(
             replicas, with equal shares of the rows, and the number of stages of each replica.
         target: the target of the loss, for ``sample``.
         loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
-        optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a
-            function of parameters such as ``torch.optim.AdamW``, which is tried on parameters without data.
+        optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
         memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default
             the memory of a GPU, and no limit on a CPU.
         chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage, which are
@@ -96,8 +94,7 @@ def plan(
             needs the memory that training takes. ``plan.predicted.seconds`` is then measured from steps; without, it
             is computed from the times of single layers.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
-            such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
-            inside where there is one node. By default 25 and 12.5 GB/s.
+            such as ``"50GB"``; or two, inside a node and between nodes. By default 25 and 12.5 GB/s.
         latency: of the same links, in seconds; by default 10 µs.
 
     Returns:
@@ -126,40 +123,36 @@ def plan(
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
     refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
-    fake = read_fake(devices, bandwidth, latency)
-    layouts, places = read_layouts(devices, fake, len(layers), rows_of(sample), chunks, checkpoint)
+    fleet = read_fleet(devices, bandwidth, latency)
+    layouts, places = read_layouts(devices, fleet, layers, sample, chunks, checkpoint)
     request = Request(
         layers=layers,
         sample=sample,
         target=target,
         loss_fn=loss_fn,
-        fake=fake,
+        fleet=fleet,
         layouts=layouts,
         places=places,
-        memory=read_memory(read_size(fake, memory) if fake else memory, places),
-        modes={each.stages: read_modes(checkpoint, each.stages) for each in layouts},
+        memory=read_memory(fleet.memory if fleet and memory is None else memory, places),
         pieces=checkpoint is None,
         schedules=read_schedules(schedule),
-        optimizer=optimizer,
-        optimizer_bytes=optimizer_bytes(optimizer, layers),
+        optimizer=optimizer_bytes(optimizer, layers),
         profile=read_profile(profile, layers),
-        chunks_given=chunks is not None,
-        calibrate=calibrate and fake is None,
     )
-    if not fake and (request.profile is None or calibrate):
+    if not fleet and (request.profile is None or calibrate):
         expect_data(layers, "plan")
-    return _planned(request)
+    return _planned(request, calibrate=calibrate and fleet is None)
 
 
-def _planned(request: Request) -> Plan:
+def _planned(request: Request, *, calibrate: bool) -> Plan:
     """Measure, search, and try the best candidates."""
-    measured, layouts = _measured(request)
-    space, found = _search(request, _spaces(request, measured, layouts))
+    measured = measure(request)
+    space, found = _search(request, [_space(request, *each) for each in zip(request.layouts, measured, strict=True)])
     if not found:
         raise explain(space, request.names)
-    fake, spread = request.fake, GUESSED if request.fake else UNSURE
-    notes = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
-    if request.calibrate:
+    fleet, spread = request.fleet, GUESSED if request.fleet else UNSURE
+    notes = [_guessed(fleet, space.measured)] if fleet else [_how(space.measured)]
+    if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss_fn
             try_out = partial(train, copy.deepcopy(request.layers), *given)
@@ -178,7 +171,7 @@ REHEARSALS = 6
 def _search(request: Request, spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
     """The space with the best way, and the ways found, of which the first fits by a rehearsal; none if nothing fits."""
     for _ in range(REHEARSALS):
-        space, found = search_all(spaces)
+        space, found = _best_of(spaces)
         if not found:
             break
         best = _rehearsed(request, found[0])
@@ -203,45 +196,45 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
     return rehearsed(request.layers, x, y, request.loss_fn, way)
 
 
-def _spaces(request: Request, measured: Measured, layouts: Sequence[FleetLayout]) -> list[Space]:
-    """What is searched for each layout."""
-    return [
-        Space(
-            of_replica(measured, request.fake, each) if request.fake else measured,
-            each.chunks,
-            request.schedules,
-            request.modes[each.stages],
-            request.memory[: each.stages],
-            pieces=request.pieces,
-        )
-        for each in layouts
-    ]
+FEW = 5
+"""How many candidates are kept of the layout that is taken, so that a plan also shows the best of other layouts."""
 
 
-def _measured(request: Request) -> tuple[Measured, list[FleetLayout]]:
-    """The costs, and the layouts that they are for."""
-    layouts = request.layouts
-    try:
-        return measure(request, all_chunks(layouts)), layouts
-    except ValueError:
-        # Batch norm, for one, refuses a micro-batch of a single row.
-        rest = of_several_rows(layouts)
-        if request.chunks_given or request.profile is not None or not rest or rest == layouts:
-            raise
-    return measure(request, all_chunks(rest)), rest
+def _best_of(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
+    """The space with the best way to train, and what was found, the best first: some there, and the best of each other.
+
+    Of those near the fastest, the one of the fewest stages is the best. Nothing is found if nothing fits.
+    """
+    found = [(space, ways) for space in spaces if (ways := search(space))]
+    if not found:
+        return spaces[-1], []
+    fastest = min(ways[0].seconds for _, ways in found)
+    near = [pair for pair in found if pair[1][0].seconds <= fastest * (1 + NEAR)]
+    space, ways = min(near, key=lambda pair: len(pair[0].modes))
+    others = [each[0] for other, each in found if other is not space]
+    return space, [ways[0], *by_seconds([*ways[1:FEW], *others])] if others else ways
 
 
-def _guessed(fake: Fake) -> str:
+def _space(request: Request, layout: Layout, measured: Measured) -> Space:
+    """What is searched for a layout."""
+    memory = request.memory[: layout.stages]
+    return Space(measured, layout.chunks, request.schedules, layout.modes, memory, pieces=request.pieces)
+
+
+def _guessed(fleet: Fleet, measured: Measured) -> str:
+    links = " and ".join(f"{each.bandwidth / 1e9:.4g} GB/s" for each in (fleet.inside, fleet.between))
+    replicas = f", and an average over {measured.replicas} replicas on a ring that nothing overlaps"
     return (
-        f"an estimate: nothing ran. Bytes are counted; seconds are those of {fake.flops / 1e12:.0f} TFLOP/s and "
-        f"{fake.bandwidth / 1e12:.2f} TB/s, of which training reaches a part"
+        f"an estimate: nothing ran. Bytes are counted; seconds are those of {fleet.flops / 1e12:.0f} TFLOP/s and "
+        f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of {links} inside a node and "
+        f"between nodes{replicas if measured.replicas > 1 else ''}"
     )
 
 
-def _how(measured: Measured, layers: int) -> str:
+def _how(measured: Measured) -> str:
     first = measured.profiles[0]
     rows = ", ".join(str(each.rows) for each in (*first.others, first))
     return (
-        f"{layers} layers measured on {first.device} at {rows} rows; the engine adds "
+        f"{measured.layers} layers measured on {first.device} at {rows} rows; the engine adds "
         f"{measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
     )

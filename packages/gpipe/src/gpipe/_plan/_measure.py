@@ -18,43 +18,50 @@ from .._gpipe import GPipe
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
 from ._costs import Measured, SharedParameter
-from ._fake import Fake, estimated
-from ._request import Request, rows_of
+from ._fleet import Fleet, estimated
+from ._request import Request
 
 SECONDS = 0.6
 """For each size of micro-batch that layers are profiled at."""
 
 
-def measure(request: Request, chunks: Sequence[int]) -> Measured:
-    """Everything that is measured, on devices like those of the plan; for others bytes are counted, seconds estimated.
-
-    Args:
-        request: what is planned.
-        chunks: the numbers of micro-batches that will be looked at, in order.
+def measure(request: Request) -> list[Measured]:
+    """What is known for each layout: measured on devices like those of the plan; for others bytes are counted, seconds
+    estimated.
     """
-    rows, tensors, places, fake = rows_of(request.sample), list(Batch(request.sample)), request.places, request.fake
-    stages = request.layouts[0].devices  # of all replicas together
-    sizes = _sizes(rows, chunks, stages)
+    rows, tensors, places, fleet = request.rows, list(Batch(request.sample)), request.places, request.fleet
+    one = request.layouts[0]
+    chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
+    sizes = _sizes(rows, chunks, one.stages * one.replicas)
+    size = sum(tensor.nbytes for tensor in tensors)
     common: dict[str, Any] = {
-        "optimizer": tuple(request.optimizer_bytes),
-        "rows": rows,
-        "input_bytes": sum(tensor.nbytes for tensor in tensors),
+        "optimizer": tuple(request.optimizer),
         "needs_gradient": any(tensor.requires_grad for tensor in tensors),
         "ties": ties_of(request.layers),
     }
-    if fake:
-        return Measured(
-            profiles=(_counted(request, fake, sizes),) * stages,
-            input_moves=True,
-            copied=(False, *(True,) * (stages - 1)),
-            links=(Link(), *(fake.inside,) * (stages - 1)),
-            **common,
-        )
+    if fleet:
+        profile = _counted(request, fleet, sizes)
+        return [
+            Measured(
+                profiles=(profile,) * each.stages,
+                rows=each.rows,
+                input_bytes=size // each.replicas,
+                input_moves=True,
+                copied=(False, *(True,) * (each.stages - 1)),
+                links=fleet.links(each.stages),
+                replicas=each.replicas,
+                ring=fleet.ring,
+                **common,
+            )
+            for each in request.layouts
+        ]
     profiles = {each.type: each for each in reversed(places)}
     known = {kind: request.profile or _profiled(request, place, sizes) for kind, place in profiles.items()}
     action, step = _engine_seconds(places)
-    return Measured(
+    found = Measured(
         profiles=tuple(known[device.type] for device in places),
+        rows=rows,
+        input_bytes=size,
         input_moves=any(tensor.device != places[0] for tensor in tensors) and places[0].type != "cpu",
         copied=(False, *(a != b for a, b in pairwise(map(_place, places)))),
         links=(Link(), *(_link(a, b) for a, b in pairwise(places))),
@@ -63,6 +70,7 @@ def measure(request: Request, chunks: Sequence[int]) -> Measured:
         crowding=_crowding(places),
         **common,
     )
+    return [found]
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
@@ -95,9 +103,9 @@ def _profiled(request: Request, device: torch.device, sizes: Sequence[int]) -> P
         return _profile(request, _place(device), sizes)
 
 
-def _counted(request: Request, fake: Fake, sizes: Sequence[int]) -> Profile:
+def _counted(request: Request, fleet: Fleet, sizes: Sequence[int]) -> Profile:
     found = request.profile or _profile(request, torch.device("meta"), sizes)
-    return estimated(found, fake) if any(layer.seconds is None for layer in found) else found
+    return estimated(found, fleet) if any(layer.seconds is None for layer in found) else found
 
 
 def _profile(request: Request, device: torch.device, sizes: Sequence[int]) -> Profile:

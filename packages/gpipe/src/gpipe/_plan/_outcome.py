@@ -55,7 +55,6 @@ def plan_of(
         stages=tuple(stages),
         hops=tuple(hops),
         replicas=replicas,
-        ranks=tuple(range(len(stages))),
         reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         notes=tuple(notes),

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from profiler import documents
+
 from .._gpipe import GPipe
 from .._page import fragment, page
 from .._saving import save
@@ -16,10 +18,10 @@ from ..module._arguments import Device
 from ..module._sequential import as_sequential
 from ..timeline._svg import svg
 from ._data import LayerKey, PlanData, layer_keys
-from ._distribute import Distribution, distribute
-from ._json import dump, load
 from ._table import report
 from ._verify import Verification, verify
+
+_SCHEMA = "gpipe-plan/1"
 
 
 class Plan(PlanData):
@@ -46,7 +48,6 @@ class Plan(PlanData):
         stages: the cost of each stage, for :attr:`timeline`.
         hops: for each stage the seconds of a transfer from the stage before.
         replicas: the number of pipes that train the same model, each on a part of the rows; 1 without data parallelism.
-        ranks: for each stage the rank of its process, or the number of its device, within a replica.
         is_estimate: whether this machine does not have the devices, so that nothing was measured.
         reduction: the seconds of a step in which the replicas average their gradients; 0.0 for one replica.
     """
@@ -134,16 +135,19 @@ class Plan(PlanData):
             raise ValueError("loss_fn: the plan was made without one; give it, as in verify(x, y, loss_fn=...)")
         return verify(self, pipe, x, y, loss_fn)
 
-    def distribute(self) -> Distribution:
-        """The arguments for running the plan in processes, one for each rank of each replica.
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """Replicas, and the ranks of each, as for ``init_device_mesh("cuda", plan.mesh_shape)``."""
+        return self.replicas, len(self.sizes)
 
-        ``Rank`` is :class:`gpipe.distributed.Rank`: ``Rank(model, **found.rank_arguments, group=...)``, then
-        ``rank.step(x[place.rows], y[place.rows], **found.step_arguments)`` with ``place = found.place(rank)``.
+    @property
+    def rank_arguments(self) -> dict[str, Any]:
+        """The arguments of :class:`gpipe.distributed.Rank` besides the model and the groups: ``**plan.rank_arguments``.
 
-        Returns:
-            The arguments, which are the same in all processes, and the place of each process.
+        Each rank of a replica has one stage, and each replica an equal share of the rows.
         """
-        return distribute(self)
+        ranks = list(range(len(self.sizes)))
+        return {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` turns into an equal plan.
@@ -151,7 +155,7 @@ class Plan(PlanData):
         Returns:
             JSON.
         """
-        return dump(self)
+        return documents.dump(self, _SCHEMA)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -169,7 +173,14 @@ class Plan(PlanData):
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected what Plan.to_json wrote, got {type(text).__name__}")
-        return load(Plan, text)
+        plan = documents.load(Plan, text, "plan", _SCHEMA)
+        stages = {name: len(getattr(plan, name)) for name in ("sizes", "devices", "memory", "modes", "stages", "hops")}
+        if len(set(stages.values())) > 1 or sum(plan.sizes) != len(plan.layers):
+            raise ValueError(
+                f"plan: expected sizes that sum up to {len(plan.layers)} layers, and as many of everything else as "
+                f"stages, got sizes={list(plan.sizes)} and numbers {stages}"
+            )
+        return plan
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, in the format that the ending of ``path`` selects.
