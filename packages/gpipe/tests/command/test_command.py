@@ -140,7 +140,7 @@ def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], fo
 
 def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     given = ["plan", "some_models:clean", "--sample", "16,8", "--fake", "2x2x1GB", "--latency", "0", "0"]
-    assert run([*given, "--bandwidth", "100GB", "400Gbit", "--html", "plan.html"]) == 0
+    assert run([*given, "--bandwidth", "100GB", "50GB", "--html", "plan.html"]) == 0
     told = capsys.readouterr().out
     assert "an estimate that was not measured" in told
     assert "100 GB/s and 0 µs inside a node of 2 devices, and 50 GB/s and 0 µs from" in told
