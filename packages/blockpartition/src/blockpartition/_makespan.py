@@ -30,6 +30,7 @@ def least_makespan(
         The blocks, a lower bound for all others, and the times of the slowest block between which it holds.
     """
     microbatches = problem.microbatches or 1
+    # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
     low, high, value = slowest(best), problem.endless, makespan(best, microbatches)
     floor, thresholds = value, [high]
     while low < high:

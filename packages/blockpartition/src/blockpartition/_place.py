@@ -137,9 +137,11 @@ def _explained(problem: Problem) -> Infeasible:
 def _least_scale(problem: Problem) -> Fraction | None:
     """The least factor on all capacities: the same search, with memory as time and room as speed."""
     slots = [slot for modes in problem.slots for slot in modes]
+    # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
     unit, nothing = lcm(*(slot.room for slot in slots if slot.room)), [0] * (problem.n + 1)
     endless = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
 
+    # Without room only blocks without needs fit, whatever the factor.
     def swapped(slot: ModeSlot) -> ModeSlot:
         weight = unit // slot.room if slot.room else endless
         return ModeSlot(slot.mode, Measure([weight * x for x in slot.need.prefix]), Measure(nothing), 0)

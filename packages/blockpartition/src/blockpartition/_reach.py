@@ -54,10 +54,12 @@ class ReachableEnds:
             for layer in alone[bisect_left(alone, first) : bisect_left(alone, last)]:
                 yield first + 1, layer
                 first = layer + 1
+            # Behind the interval the block begins at its last start, until there is a nearer one.
             stop = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last], until)
             furthest = time.last_end(last, self.limit)
             if furthest < stop:
                 self._within(time.prefix[furthest + 1] - time.prefix[last])
+            # Up to here a block keeps the limit whatever its cut takes; from there on each end is looked at.
             sure = min(time.last_end(last, self.limit - time.most_leave), stop)
             yield first + 1, max(last, sure)
             for end in range(max(last, sure) + 1, min(furthest, stop) + 1):
@@ -91,6 +93,7 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
         return None
     blocks = _trace(reach)
     low, high = -(-problem.work[-1] // problem.speeds[-1]), slowest(blocks)
+    # `low` is a bound that may do, `high` one that does: with a time of a block each, so the search ends exactly.
     while low < high:
         reach = ReachableEnds(problem, (low + high) // 2)
         if reach.complete:

@@ -46,6 +46,7 @@ def read_problem(
     options = [known[id(stage)] for stage in devices]
     factors = in_flight_factors(in_flight, len(devices), count)
 
+    # The least units in which all times, and all amounts of memory, are integers.
     every = list(chain(*options))
     rooms = [option.room for option in every if option.room is not None]
     unit = lcm(paid.scale, *{(option.pace / work.scale).denominator for option in every})
@@ -75,10 +76,12 @@ def read_problem(
         once, times = memory_unit // held.scale, int(memory_unit * share / kept.scale)
         return Measure([once * x + times * y for x, y in zip(held_before, kept_before, strict=True)])
 
+    # Where any amount fits, nothing is needed, so a room of 0 is enough.
     def slot(option: Terms, factor: int) -> ModeSlot:
         share = None if option.room is None else factor * option.saved + option.transient
         return ModeSlot(option.name, time(option.pace), need(share), int(memory_unit * (option.room or 0)))
 
+    # Bounds count each stage in its fastest mode. Times multiplied by `tick` make all speeds integers.
     paces = [min(option.pace for option in modes) for modes in options]
     tick = lcm(*{pace.numerator for pace in paces})
     speeds = list(accumulate((int(tick / pace) for pace in paces), initial=0))

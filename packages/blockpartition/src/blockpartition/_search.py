@@ -54,6 +54,7 @@ def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
 
 def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     heights, before, limit, over = [], 0, bound, prefix[-1] + 1
+    # One look at every layer, so nothing is called inside.
     for height in prefix:
         if height > limit:
             heights.append(before)

@@ -123,6 +123,7 @@ def _check_thresholds(placement: Placement, problem: Problem, m: int, value: Fra
     """Between each two neighbouring times of the slowest block nothing finishes before `value`."""
     witness = enumerate(listed(placement.witness, "witness"))
     thresholds = [ratio(threshold, f"witness[{i}]") * problem.unit for i, threshold in witness]
+    # A slowest block between the two takes at least `low`, and all its blocks less than `high`.
     for low, high in pairwise([Fraction(0), *thresholds, Fraction(problem.endless)]):
         least = _least_latency(problem, ceil(high) - 1)  # times are integers
         if least is not None and least + (m - 1) * low < value:
@@ -135,6 +136,7 @@ def _least_latency(problem: Problem, limit: int) -> int | None:
     for modes in problem.slots:
         table: dict[int, int] = {}
         for slot in modes:
+            # The time of a block is a part of its end and a part of its start.
             known = {start: latency - slot.time.prefix[start] for start, latency in before.items()}
             for end in range(1, problem.n + 1):
                 starts = range(max(slot.first_start(end, limit), problem.last_pin[end]), end)
