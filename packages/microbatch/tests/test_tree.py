@@ -5,7 +5,7 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import given
 
-from microbatch._paths import Place, children, leaf_paths
+from microbatch._paths import LeafPath, children, leaf_paths
 
 from .strategies import Output, Pair, Problem, problems
 
@@ -32,7 +32,7 @@ def test_each_leaf_has_a_path_that_leads_to_it(problem: Problem) -> None:
 
 @given(problems())
 def test_the_text_of_a_place_is_its_path(problem: Problem) -> None:
-    texts = [str(Place(problem.value, i, "value")) for i in range(len(problem.leaves))]
+    texts = [str(LeafPath(problem.value, i, "value")) for i in range(len(problem.leaves))]
     assert texts == list(leaf_paths(problem.value, "value"))
 
 

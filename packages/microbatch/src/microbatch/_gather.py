@@ -8,7 +8,7 @@ from torch.utils._pytree import TreeSpec
 
 from ._batch import Batch
 from ._join import joined
-from ._paths import Place, children, describe
+from ._paths import LeafPath, children, describe
 from ._rules import ROWS
 from ._spec import ruled
 from ._tree import flatten, is_tensors, unflatten
@@ -56,14 +56,14 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     values = [batch.value for batch in batches]
     first = values[0]
     if spec is None and all(isinstance(value, Tensor) for value in values):
-        return joined(values, ROWS, batches, Place(first, 0, "output"))
+        return joined(values, ROWS, batches, LeafPath(first, 0, "output"))
     if spec is None and is_tensors(first) and all(is_tensors(value) and len(value) == len(first) for value in values):
         columns = enumerate(zip(*values, strict=True))
-        return tuple([joined(column, ROWS, batches, Place(first, i, "output")) for i, column in columns])
+        return tuple([joined(column, ROWS, batches, LeafPath(first, i, "output")) for i, column in columns])
     first, leaves, rules, tree = ruled(first, spec, "output")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(*rows, strict=True))
-    return unflatten([joined(column, rules[i], batches, Place(first, i, "output")) for i, column in columns], tree)
+    return unflatten([joined(column, rules[i], batches, LeafPath(first, i, "output")) for i, column in columns], tree)
 
 
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:

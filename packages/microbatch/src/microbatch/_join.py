@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._paths import Place
+from ._paths import LeafPath
 from ._rows import expect_rows
 from ._rules import ROWS, Mean, Rule, Split, Sum
 
 
-def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Place) -> Any:
+def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: LeafPath) -> Any:
     """One leaf of all `batches`, by its rule. Gradients flow back into each part."""
     if isinstance(rule, Split):
         return _rows_joined(parts, rule, batches, place)
@@ -27,7 +27,7 @@ def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Pl
     return parts[0]
 
 
-def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Place) -> Tensor:
+def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: LeafPath) -> Tensor:
     first, dim = parts[0], rule.dim
     _expect_alike(parts, place)
     if not -first.dim() <= dim < first.dim():
@@ -80,7 +80,7 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(tuple(tensors), dim)
 
 
-def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: Place) -> Any:
+def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: LeafPath) -> Any:
     """The sum of `parts`, or their mean weighted by rows."""
     first = parts[0]
     if isinstance(first, Tensor):
@@ -99,7 +99,7 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
     return sum(parts[1:], start=parts[0])
 
 
-def _weights(batches: Sequence[Batch], place: Place) -> list[float]:
+def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
     """The share of each micro-batch in all rows."""
     for i, batch in enumerate(batches):
         if not batch.rows:
@@ -111,7 +111,7 @@ def _weights(batches: Sequence[Batch], place: Place) -> list[float]:
     return [batch.rows[0] / max(1, whole) for batch in batches]  # without any rows, each mean is NaN, and so is theirs
 
 
-def _expect_alike(parts: Sequence[Any], place: Place) -> None:
+def _expect_alike(parts: Sequence[Any], place: LeafPath) -> None:
     """TypeError or ValueError unless all are tensors of one dtype and as many dimensions."""
     first = parts[0]
     for i, part in enumerate(parts):
@@ -124,7 +124,7 @@ def _expect_alike(parts: Sequence[Any], place: Place) -> None:
             raise _unlike(first, part, i, place)
 
 
-def _unlike(first: Tensor, part: Tensor, i: int, place: Place) -> ValueError:
+def _unlike(first: Tensor, part: Tensor, i: int, place: LeafPath) -> ValueError:
     return ValueError(
         f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in rows only"
     )

@@ -8,10 +8,10 @@ import torch.utils._pytree as pytree
 from ._plain import branches, is_plain
 
 
-class Place(NamedTuple):
+class LeafPath(NamedTuple):
     """Leaf number `leaf` of `tree`. `str()` computes its path, which only messages need.
 
-    >>> str(Place({'x': 1, 'y': (2, 3)}, 2, 'input'))
+    >>> str(LeafPath({'x': 1, 'y': (2, 3)}, 2, 'input'))
     "input['y'][1]"
     """
 

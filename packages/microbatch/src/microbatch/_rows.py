@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ._batch import Batch
-from ._paths import Place
+from ._paths import LeafPath
 
 
-def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: Place) -> None:
+def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: LeafPath) -> None:
     """Raise ValueError if dimension 0 of the parts does not follow the rows of their micro-batches.
 
     It may be k times the rows, with the same k for all parts: tokens that were flattened into one dimension are valid.

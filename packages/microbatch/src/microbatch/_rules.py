@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Nothing:
+class NoValue:
     """The value of a rule without a value, since None is a value too."""
 
 
 def _is_constant(value: Any) -> bool:
-    return value is Nothing or isinstance(value, bool | int | float | complex | str | bytes | None)
+    return value is NoValue or isinstance(value, bool | int | float | complex | str | bytes | None)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -32,17 +32,17 @@ class Split:
     dim: int
     value: Any = field(compare=False)
 
-    def __init__(self, value: Any = Nothing, dim: int | None = None) -> None:
+    def __init__(self, value: Any = NoValue, dim: int | None = None) -> None:
         if dim is None:
-            value, dim = (Nothing, value) if _is_constant(value) else (value, 0)
-            dim = 0 if dim is Nothing else dim
+            value, dim = (NoValue, value) if _is_constant(value) else (value, 0)
+            dim = 0 if dim is NoValue else dim
         if type(dim) is not int:
             raise TypeError(f"dim of Split is {dim!r}; expected an integer, as in Split(1) or Split(x, dim=1)")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "dim", dim)
 
     def __repr__(self) -> str:
-        return f"Split({self.dim})" if self.value is Nothing else f"Split({self.value!r}, dim={self.dim})"
+        return f"Split({self.dim})" if self.value is NoValue else f"Split({self.value!r}, dim={self.dim})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,10 +53,10 @@ class Replicate:
     in all micro-batches, and the first is taken.
     """
 
-    value: Any = field(default=Nothing, compare=False)
+    value: Any = field(default=NoValue, compare=False)
 
     def __repr__(self) -> str:
-        return "Replicate()" if self.value is Nothing else f"Replicate({self.value!r})"
+        return "Replicate()" if self.value is NoValue else f"Replicate({self.value!r})"
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,4 @@ ROWS = Split(0)
 
 def wraps(leaf: Any) -> bool:
     """Whether `leaf` is a rule with a value in it."""
-    return isinstance(leaf, Split | Replicate) and leaf.value is not Nothing
+    return isinstance(leaf, Split | Replicate) and leaf.value is not NoValue

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._batch import Batch
 from ._cut import Chunks, Cut, Sizes, copies, counted, dealt, views
-from ._paths import Place
+from ._paths import LeafPath
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
 from ._tree import is_flat, is_tensors, leaves_of, unflatten
@@ -104,7 +104,7 @@ Replicate() around it, or in the spec, hands it whole to every micro-batch
 def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
     number = counted(chunks)
     if spec is None and isinstance(value, Tensor):
-        sizes, parts = _column(value, ROWS, number, cut, Place(value, 0, "input"))
+        sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, "input"))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and value and is_tensors(value):
         return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, number, cut)]
@@ -117,7 +117,7 @@ def _rows(
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
     columns = {
-        i: _column(leaf, rule, chunks, cut, Place(value, i, "input"))
+        i: _column(leaf, rule, chunks, cut, LeafPath(value, i, "input"))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
         if isinstance(rule, Split)
     }
@@ -137,10 +137,12 @@ def _rows(
 
 def _story(value: Any, index: int, sizes: Sizes) -> str:
     shape = tuple(leaves_of(value)[index].shape)
-    return f"{len(sizes)} micro-batches of {Place(value, index, 'input')} with shape {shape}"
+    return f"{len(sizes)} micro-batches of {LeafPath(value, index, 'input')} with shape {shape}"
 
 
-def _column(tensor: Tensor, rule: Split, chunks: int | Sizes, cut: Cut, place: Place) -> tuple[Sizes, Sequence[Tensor]]:
+def _column(
+    tensor: Tensor, rule: Split, chunks: int | Sizes, cut: Cut, place: LeafPath
+) -> tuple[Sizes, Sequence[Tensor]]:
     """One leaf of every micro-batch, and its number of rows in each."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec
 
-from ._paths import Place, children, describe
+from ._paths import LeafPath, children, describe
 from ._rules import ROWS, Mean, Replicate, Rule, Split, Sum, wraps
 from ._tree import flatten, leaves_of, unflatten
 
@@ -63,12 +63,12 @@ def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     if not any(map(wraps, leaves)):
         return value, spec
     asked = enumerate(zip(leaves, _broadcast(value, spec, "input"), strict=True))
-    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, Place(value, i, "input"))]
+    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, "input"))]
     # A rule may be around a value that has rules in it.
     return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told))
 
 
-def _inner_rules(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
+def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
     """The rules of the leaves in a leaf, which may be a value with a rule of its own."""
     if not wraps(leaf):
         return [rule]
@@ -95,8 +95,8 @@ def cut_rules(value: Any, spec: Any) -> Ruled:
     for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
             raise TypeError(
-                f"the spec says {rule!r} for {Place(found.value, i, 'input')}, which puts outputs together; an input "
-                "needs Split(dim) or Replicate()"
+                f"the spec says {rule!r} for {LeafPath(found.value, i, 'input')}, which puts outputs together; an "
+                "input needs Split(dim) or Replicate()"
             )
     return found
 
@@ -107,10 +107,10 @@ def ruled(value: Any, spec: Any, root: str) -> Ruled:
     asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
     _refuse_packed(value, asked, root)
     pairs = enumerate(zip(leaves, asked, strict=True))
-    return Ruled(value, leaves, [_rule(leaf, rule, Place(value, i, root)) for i, (leaf, rule) in pairs], tree)
+    return Ruled(value, leaves, [_rule(leaf, rule, LeafPath(value, i, root)) for i, (leaf, rule) in pairs], tree)
 
 
-def _rule(leaf: Any, rule: Rule, place: Place) -> Rule:
+def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
     if isinstance(leaf, Tensor):
         return ROWS if rule is None else rule
     if isinstance(rule, Replicate):
@@ -158,7 +158,7 @@ def _refuse_packed(tree: Any, rules: list[Rule], path: str) -> None:
         count = len(leaves_of(node)) if isinstance(node, PackedSequence) else 1
         if isinstance(node, PackedSequence) and not all(isinstance(rule, Replicate) for rule in rules[at : at + count]):
             raise TypeError(
-                f"{Place(tree, at, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
+                f"{LeafPath(tree, at, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
                 "or Replicate() it in the spec"
             )
         at += count

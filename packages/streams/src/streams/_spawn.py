@@ -65,10 +65,10 @@ def spawn_workers(
     devices = list(devices)
     for j, device in enumerate(devices):
         check(device, f"devices[{j}]")
-    return _Workers([normalise(device) for device in devices], shared, context)
+    return _WorkerBlock([normalise(device) for device in devices], shared, context)
 
 
-class _Workers(AbstractContextManager[Queues]):
+class _WorkerBlock(AbstractContextManager[Queues]):
     """The context manager. Not a generator, which the garbage collector could close, and so wait, on any thread."""
 
     def __init__(self, devices: Sequence[Device], shared: bool, context: Context | None) -> None:
