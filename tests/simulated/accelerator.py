@@ -8,6 +8,7 @@ race shows whenever it could happen, and not only when it does.
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -78,6 +79,7 @@ def no_races() -> Iterator[None]:
 @contextmanager
 def limited(k: int, size: int) -> Iterator[None]:
     """Inside, device ``k`` has ``size`` bytes beside those in use."""
+    gc.collect()  # so that nothing is freed inside that was garbage before
     library().limit(k, library().used(k) + size)
     try:
         yield
