@@ -125,6 +125,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)
     agreed: list[str] = []
+    # What is wrong in a layer is wrong in the loss and in a pipe too, and would be reported three times.
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
     if not broken(findings):

@@ -35,6 +35,7 @@ def examine(task: LayerTask) -> tuple[list[Finding], Dims, Sequence[Any]]:
         findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
     except Exception as error:
         findings.append(task.failure(*failing, error))
+    # The next layer gets micro-batches all the same: one fault must not hide another.
     if runs is None or runs.cut != task.cut or len(runs.dims) != len(task.gave.tensors()) or broken(findings):
         dims = task.cut.guessed(task.gave.tensors(), task.dims)
         return findings, dims, [task.gave.output.value] * len(task.parts)
@@ -57,6 +58,7 @@ def _remarks(task: LayerTask) -> Iterator[Finding]:
 def _repeats(task: LayerTask, again: LayerTrial) -> Iterator[Finding]:
     """Check that the layer gives the same again in another copy of the model."""
     apart = difference(task.gave.tensors(), again.tensors())
+    # An impure layer may happen to repeat itself, as a clock does within its resolution.
     if task.gave.used.impure:
         yield task.finding("impure", task.gave.used.impure)
     elif apart > task.tolerance:
@@ -67,6 +69,7 @@ def _repeats(task: LayerTask, again: LayerTrial) -> Iterator[Finding]:
 def _run(task: LayerTask, again: LayerTrial) -> Runs:
     """Run the layer on micro-batches, without masks and batch norm."""
     whole, copies = again, (task.again, task.apart)
+    # Masks and statistics of micro-batches differ by design; without them the rest of the layer can be compared.
     if task.gave.used.drew or task.normalises():
         copies = task.calmed(), calm(task.apart, task.given, task.gave.used.drew)
         whole = attempt(copies[0], task.given)
@@ -86,6 +89,7 @@ def _compared(task: LayerTask, runs: Runs) -> Iterator[Finding]:
     """What differs: outputs, random numbers in training, gradients or state. The first of these is reported."""
     if not runs.whole.used.drew:
         apart = max([difference(*pair) for pair in _outputs(task, runs)], default=0.0)
+        # Equal micro-batches may hide groups of rows; exchanging rows finds them.
         by = _mixed(task, runs) if runs.cut != task.cut else 0.0
         if max(apart, by) > task.tolerance:
             yield from _cause(task, runs, apart)
@@ -151,6 +155,7 @@ def _mixed(task: LayerTask, runs: Runs, *, masks: bool = False) -> float:
     chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
     chosen[:2] = torch.tensor([True, False])
     found = [0.0]
+    # Both halves, since rows may depend on earlier ones only.
     for half in (chosen, ~chosen):
         try:
             after = attempt(task.calmed(masks=masks), exchanged(task.given, task.dims, half))

@@ -65,6 +65,7 @@ class Loss:
         The count is the number of rows if the loss function returns a mean without a count.
         """
         losses = [(loss_value(self(part.output, part.target)), part.rows) for part in parts]
+        # A mean over rows becomes a sum before it is added up, as a pipe does it.
         totals = [loss.total * rows if loss.count is None else loss.total for loss, rows in losses]
         mean: Tensor = sum(totals[1:], totals[0]) / sum(
             rows if loss.count is None else loss.count for loss, rows in losses

@@ -50,7 +50,7 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
     """The forward of a copy of ``layers``."""
     signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
     for name, layer in copy.deepcopy(layers).named_children():
-        waiting.update(signal.skips)
+        waiting.update(signal.skips)  # until a layer pops them, which need not be the next
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
         given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
         steps.append(LayerRun(name, given, attempt(layer, given)._replace(roots=(), leaves=())))
@@ -70,6 +70,7 @@ def examine_all(
         real: the micro-batches of the pipe.
         tolerance: the largest relative difference that counts as rounding.
     """
+    # Three copies of the model in all: state that layers share is then that of their own run.
     cut, findings = finest(steps[0].given, dims, real), list[Finding]()
     again, apart = copy.deepcopy(layers), copy.deepcopy(layers)
     values: Sequence[Any] = [steps[0].given.value] * len(cut.rows)

@@ -61,7 +61,7 @@ class Judge(NamedTuple):
         pipe = GPipe(layers, self.balance, devices=devices, chunks=self.chunks, checkpoint=checkpoint)
         loss_fn = None if self.loss.is_own(self.model.output.value) else self.loss
         torch.manual_seed(SEED)
-        with closing(pipe), inline():
+        with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here
             found = pipe.step(self.model.inputs, self.model.target, loss_fn=loss_fn)
         # Names of the layers, since those of a pipe are of the model that was flattened. There may be metrics.
         return _results(layers, found[0] if isinstance(found, tuple) else found)

@@ -80,6 +80,7 @@ def uneven(real: Cut) -> Cut:
     if rows < 9:
         first = min(max(2, (rows - 1) // 2), rows - 1)
         return Cut((*alone, first, rows - first))
+    # About 2/7, 1/3 and the rest, made odd where they would have a common divisor.
     first, second = rows * 2 // 7, rows // 3
     odd = math.gcd(first, second, rows) > 1
     return Cut((*alone, first + odd, second, rows - first - second - odd))

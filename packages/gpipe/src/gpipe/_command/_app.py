@@ -26,6 +26,7 @@ def run(arguments: Sequence[str]) -> int:
         The exit status: 0 if all is well, 1 if a check found something or no plan fits, 2 if what was asked for cannot
         be used, 130 after an interrupt.
     """
+    # cyclopts would print a box and exit by itself; here every error is one line, and the status is ours.
     try:
         return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:

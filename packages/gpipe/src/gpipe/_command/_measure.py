@@ -113,7 +113,7 @@ def timeline(
     layers = as_sequential(model_of(target), mini_batch)
     sizes = balance_by_parameters(len(devices), layers) if balance is None else balance
     with closing(GPipe(layers, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)) as pipe:
-        for _ in range(2):
+        for _ in range(2):  # the first step opens threads and warms up kernels
             with record() as recorded:
                 pipe.step(mini_batch, loss_fn=mean_square, schedule=schedule)
     finish(recorded, (lambda: trace(recorded)) if json else None, html, recorded.save)

@@ -35,7 +35,7 @@ def load(path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     if not (module and name):
         raise ValueError(f"{what}: expected package.module:name, got {path!r}")
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # where `python -m` looks, and a console script does not
         sys.path.insert(0, os.getcwd())
     return operator.attrgetter(name)(importlib.import_module(module))
 

@@ -53,6 +53,7 @@ def balance_by_time(
     names = checked_names(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
     sample = replicated(sample, "sample")
+    # Stages compute at the same time, each with its share of the threads: layers scale differently with them.
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return balanced(seconds, partitions, names, pin, forbid)

@@ -17,7 +17,7 @@ def balanced(
 ) -> list[int]:
     """The layers of each partition, so that the most expensive one costs the least; ``names`` are those of layers."""
     pinned, forbidden = _positions(pin, names, "pin"), _positions(forbid, names, "forbid")
-    if not pinned and not forbidden:
+    if not pinned and not forbidden:  # then the more even one of the optima is known too
         return list(partition(cost, partitions).sizes)
     return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
 

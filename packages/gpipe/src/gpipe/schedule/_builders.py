@@ -259,6 +259,7 @@ def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
     Returns:
         The forwards, and the rest.
     """
+    # Autograd asks for the backward later than for the forward: each half is a schedule of its own.
     forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
     rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
     return Schedule(forwards), Schedule(rests)

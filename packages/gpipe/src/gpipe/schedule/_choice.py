@@ -90,6 +90,7 @@ def choose(
         return Choice("1f1b")
     split = worth_splitting(seconds, may_split)
     expected = {name: _makespan(name, microbatches, placement, checkpoint_stop, split, seconds) for name in _BY_MEMORY}
+    # They are listed by what they hold: of those that are about as fast, the first needs the least memory.
     bound = min(expected.values()) * (1 + TIE)
     name = next(name for name in _BY_MEMORY if expected[name] <= bound)
     return Choice(name, split if name == "zero_bubble" else (), expected)

@@ -49,6 +49,7 @@ def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
             yield j, (kind, i)
             continue
         yield j, (_I, i)
+        # Worker r has sent its last gradient r steps before the first worker has: weights left until then fill the time.
         weights.append((j, (_W, i)))
         if len(weights) > worker:
             yield weights.popleft()
@@ -59,6 +60,7 @@ def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:
     """``ahead`` forwards, then forward and backward in turn; the stage changes after each group of k micro-batches."""
     forwards = _in_groups(microbatches, workers, own, _F)
     yield from islice(forwards, max(0, ahead))
+    # A forward before each backward: the last stage, with none ahead, begins with one.
     for backward in _in_groups(microbatches, workers, own[::-1], _B):
         forward = next(forwards, None)
         if forward is not None:

@@ -38,6 +38,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
         return not sources or not done.isdisjoint(sources)
 
     while heads := [queue[-1] for queue in upcoming if queue]:
+        # A step whose source is in no program has its input already: so the backwards alone are a schedule too.
         ready = {step.stage: step for step in heads if is_ready(step)}
         begun = [ready[next(j for j in own if j in ready)] for own in owns if not ready.keys().isdisjoint(own)]
         if not begun:

@@ -79,6 +79,7 @@ def lanes(
     processes can make its own alone.
     """
     own = _own_placement(name, placement)
+    # A pipe of one rank in a thousand must not make the steps of the others.
     if own == list(placement):
         return _made(name, microbatches, own, checkpoint_stop, split)
     return named(name, microbatches, placement, checkpoint_stop, split).on(placement)

@@ -93,8 +93,9 @@ def _run(
     mail, clocks = _Mail(microbatches, hops), [0.0] * len(lanes)
     workers = [_worker(lane, mail, seconds, spans, clocks, number) for number, lane in enumerate(lanes)]
     before: list[tuple[int, tuple[Kind, int]]] = []
+    # Any order of turns gives the same times: a step starts at the maximum of two sums, whoever computes them first.
     while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
-        if blocked == before:
+        if blocked == before:  # a whole round without a step
             raise deadlock(Step(j, Action(*action)) for j, action in blocked)
         before = blocked
     return max(clocks, default=0.0)

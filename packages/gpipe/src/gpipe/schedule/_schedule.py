@@ -35,6 +35,7 @@ class Schedule(tuple[Program, ...]):
         return schedule
 
     def __eq__(self, other: object) -> bool:
+        # The tuple alone does not say in which order a worker takes turns between its stages.
         return isinstance(other, tuple) and tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
 
     def __ne__(self, other: object) -> bool:

@@ -30,6 +30,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
     if len(schedule) != len(placement):
         raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")
     for j, program in enumerate(schedule):
+        # The order of micro-batches is free, and deadlocks are found by the replay: what is left is a word for each.
         done: dict[int, list[Action]] = {i: [] for i in range(microbatches)}
         for action in program:
             i = action.microbatch

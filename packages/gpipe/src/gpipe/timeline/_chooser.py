@@ -115,6 +115,7 @@ class Chooser:
         self._stages = stages
         # By what cells may take longer in, or shorter; in another situation they are measured anew.
         self._measured: defaultdict[Situation, MeasuredCells] = defaultdict(MeasuredCells)
+        # Of all steps so far, since a choice replays three schedules: too long for each step.
         self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}
         self._pending: list[StepPlan] = []
         self.last: Choice | None = None
@@ -169,7 +170,7 @@ class Chooser:
             assert plan.recorder is not None
             assert plan.measured is not None
             plan.measured.add(plan.recorder.timeline.events)
-        if pending:
+        if pending:  # they were made with fewer measurements
             self._choices.clear()
 
     def standing(self) -> Standing:

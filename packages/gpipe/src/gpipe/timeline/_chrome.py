@@ -24,6 +24,7 @@ Entry = dict[str, Any]
 
 def trace(timeline: Timeline, title: str = "") -> str:
     """The text of the file."""
+    # Perfetto shows a process as a group of lanes: a device with its workers, and its bytes above them.
     devices = sorted({event.device for event in timeline.events})
     entries = [
         *_names(timeline, devices, title),

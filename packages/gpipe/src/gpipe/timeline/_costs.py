@@ -107,6 +107,7 @@ def stage_costs(
     scale = 1.0 if chunks is None else profile.chunks / chunks
     stages = [profile.layers[first:end] for first, end in pairwise(accumulate(balance, initial=0))]
     inputs = [input_bytes, *(round(layers[-1].output_bytes * scale) for layers in stages[:-1])]
+    # Elsewhere the input is the output that the stage before keeps, and counts there.
     copied = profile.device.startswith("cuda")
     return [
         _stage_cost(layers, scale, boundary, boundary if copied and j else 0)

@@ -86,6 +86,7 @@ class RunRecorder:
         with setting(observed=look), nullcontext() if tracker is None else tracker.pushed():
             run.do(action)
         end = self._clock.now(stage.device)
+        # Gradients of parameters outlive the run: they are no activations.
         held = None if tracker is None else tracker.alive(without=_gradients(stage.module))
 
         def event() -> Event:

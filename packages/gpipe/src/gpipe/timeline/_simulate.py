@@ -140,6 +140,7 @@ def _steps(
     if microbatches is not None:
         raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
     whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+    # A walk says which worker it was written for; programs alone get a worker each.
     own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
     place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
     _expect_one_each(len(whole), costs=costs, placement=place)
@@ -157,6 +158,7 @@ def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
 
 def _boundary(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
     """The bytes that each stage gets from another worker; None if the stage before is on its own."""
+    # Between stages of one worker nothing is copied: the output is the input.
     apart = [False, *(before != own for before, own in pairwise(placement))]
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
 

@@ -116,6 +116,7 @@ def _cell(event: Event, begin: float, shade: float, scale: Scale, top: float) ->
         f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin, scale.unit))}</title></rect>'
     )
     name = f"{event.kind.letter}{event.microbatch}"
+    # A letter is about 0.65 of the type's size wide; type below 6.5 pixels cannot be read.
     size = min(10.0, (width - 2) / (0.65 * len(name)))
     if size >= 6.5:
         yield (
@@ -147,6 +148,7 @@ def _axis(scale: Scale, y: float) -> Iterator[str]:
     factor, unit = time_unit(scale.span) if scale.unit == SECONDS and scale.span else (1.0, scale.unit)
     span = scale.span / factor
     step = next((step * 10.0**e for e in range(-9, 30) for step in (1, 2, 5) if span <= step * 10.0**e * 10), 1.0)
+    # A span such as 0.30000000000000004 must not lose its last tick.
     last = math.floor(span / step + 1e-9)
     for tick in range(last + 1):
         label = f"{tick * step:.10g}" + (f" {unit}" if tick == last else "")

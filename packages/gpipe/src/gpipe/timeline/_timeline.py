@@ -111,6 +111,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of the workers' time, between the first start and the last end, in which they are idle."""
+        # Each worker counts alike, whatever number of stages it has.
         shares = self.utilisation.values()
         return 1 - sum(shares) / len(shares) if shares else 0.0
 
