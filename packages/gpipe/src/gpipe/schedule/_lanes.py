@@ -49,7 +49,7 @@ def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
             yield j, (kind, i)
             continue
         yield j, (_I, i)
-        # Worker r has sent its last gradient r steps before the first worker has: weights left until then fill the time.
+        # Worker r sends its last gradient r steps before the first worker does: weights left until then fill the time.
         weights.append((j, (_W, i)))
         if len(weights) > worker:
             yield weights.popleft()
