@@ -176,3 +176,11 @@ def test_fields_that_cannot_be_told_are_left_out() -> None:
     found = pipe_of(model, 2, chunks=2)(**batch(4))
     assert found.keys() == {"loss", "logits"}
     torch.testing.assert_close(found["loss"], plain(**batch(4))["loss"])
+
+
+def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:
+    model = model_of()
+    pipe = pipe_of(model, 2, chunks=2)
+    model.head.register_full_backward_hook(lambda module, given, grown: None)
+    with pytest.raises(RuntimeError, match="'head' has backward hooks"):
+        pipe(**batch(4))

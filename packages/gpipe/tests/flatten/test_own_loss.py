@@ -257,6 +257,17 @@ def test_several_means_are_right_where_their_counts_are_in_proportion_and_refuse
     torch.testing.assert_close(pipe(**batch(6, 4, 3))["loss"], plain(**batch(6, 4, 3))["loss"])
 
 
+@pytest.mark.parametrize("losses", [(tokens, by_hand), (rows, tokens)])
+def test_a_loss_that_is_set_later_and_computed_in_another_way_is_refused(losses: tuple[Loss, Loss]) -> None:
+    model = Model(losses[0])
+    pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=2)
+    model.loss = losses[1]
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match=r"another way than when the model was flattened: make a new pipe"):
+            method(**batch(4, 3, 2))
+    torch.testing.assert_close(pipe(**batch(4, 3, 2))["loss"], model(**batch(4, 3, 2))["loss"])
+
+
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])
 def test_it_has_no_reduction(options: dict[str, Any]) -> None:
     pipe, _ = both(tokens)

@@ -65,8 +65,14 @@ class Ending:
         counts = dict.fromkeys(self._calls, 0)
         with ExitStack() as scope:
             for name in self._calls:
+                module = segment.net.get_submodule(name)
+                if module._backward_hooks or module._backward_pre_hooks:  # which look at what no forward hook sees
+                    raise RuntimeError(
+                        f"{name!r} has backward hooks, and the loss of all rows is computed from what it returns; put "
+                        "them on the modules inside, or train by step()"
+                    )
                 hook = partial(self._record, name, tape, found, counts)
-                scope.callback(segment.net.get_submodule(name).register_forward_hook(hook).remove)
+                scope.callback(module.register_forward_hook(hook).remove)
             segment.run(tape, inputs)
         return found
 

@@ -40,11 +40,19 @@ class OwnLoss:
     Args:
         model: the name of the model's class, for errors.
         kinds: one of :data:`KINDS`, without and with a number of items among the inputs; None: none of them is right.
+        observed: whether a mean or a sum was seen in the trial, without and with a number of items; None for a trial.
         has_ending: whether the pipe itself returns the loss of all rows.
     """
 
-    def __init__(self, model: str, kinds: dict[bool, str | None], *, has_ending: bool) -> None:
-        self._model, self.kinds, self._has_ending = model, kinds, has_ending
+    def __init__(
+        self,
+        model: str,
+        kinds: dict[bool, str | None],
+        observed: dict[bool, bool] | None = None,
+        *,
+        has_ending: bool = True,
+    ) -> None:
+        self._model, self.kinds, self._observed, self._has_ending = model, kinds, observed, has_ending
 
     def __deepcopy__(self, memo: object) -> OwnLoss:
         return self
@@ -74,6 +82,8 @@ class OwnLoss:
             raise self._refused(_NEITHER)
         with Reductions() as seen:
             found = output()
+        if self._observed is not None and self._observed[counted] != seen.any():
+            raise self._refused("it is computed in another way than when the model was flattened: make a new pipe")
         if kind == "counts" and seen.counts and seen.sums:
             raise self._refused("a part of it is a mean, and another a sum")
         return part_of(found, kind, seen)

@@ -25,6 +25,8 @@ ITEMS = 7
 
 Kinds = dict[bool, str | None]
 """How a loss is combined, without and with a number of items."""
+Observed = dict[bool, bool]
+"""Whether a mean or a sum was seen, in the same cases."""
 
 
 class Values(NamedTuple):
@@ -81,7 +83,7 @@ class Trial(NamedTuple):
         # What makes no difference needs no trial.
         tried = [known[k] for k in range(len(known)) if all(not known[k][1].equal(loss) for _, loss in known[:k])]
         for kind in KINDS if tried else ():
-            own = OwnLoss(self.model, dict.fromkeys((False, True), kind), has_ending=True)
+            own = OwnLoss(self.model, dict.fromkeys((False, True), kind))
             if all(self._agrees(each, loss, own) for each, loss in tried):
                 return kind
         return None
@@ -92,15 +94,19 @@ class Trial(NamedTuple):
         A loss may leave out what is equal to a constant, such as the number of a padding token, or beyond it. Tried are
         the constants that it compares with.
         """
-        with Reductions() as seen:
-            self._loss(values)
-        constants = sorted({0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))})
+        constants = sorted({0, -100, *(each + off for each in self.seen(values).constants() for off in (-1, 0, 1))})
         yield values
         yield values._replace(returned={key: tensor / 16 for key, tensor in values.returned.items()})
         for k, tensor in enumerate(values.inputs.tensors()):
             is_number = tensor.dtype != torch.bool and not tensor.is_floating_point()
             for filling in (constants if is_number else [0]) if tensor.dim() else ():
                 yield values.filled(k, filling)
+
+    def seen(self, values: Values) -> Reductions:
+        found = Reductions()
+        with found:
+            self._loss(values)
+        return found
 
     def _loss(self, values: Values) -> Tensor | None:
         """The loss of all rows; None if there is none for these values."""
@@ -130,7 +136,7 @@ class Trial(NamedTuple):
 
 def kinds_of(
     model: nn.Module, ending: Ending, segment: Segment, pick: Callable[[Any], Any], inputs: Inputs, returned: Returned
-) -> Kinds:
+) -> tuple[Kinds, Observed]:
     """How losses of ``model`` are combined, tried on random numbers in place of what modules returned, on the CPU.
 
     Both modes of a model must agree, unless it draws random numbers in training.
@@ -152,9 +158,10 @@ def kinds_of(
             for mode in (False, True)
         )
         found = evaluating.kinds()
-        if training.is_random():
-            return found
-        return {counted: kind if found[counted] == kind else None for counted, kind in training.kinds().items()}
+        if not training.is_random():
+            found = {counted: kind if found[counted] == kind else None for counted, kind in training.kinds().items()}
+        cases = {False: values, True: values.with_items()}
+        return found, {counted: evaluating.seen(each).any() for counted, each in cases.items()}
 
 
 def _output(ending: Ending, segment: Segment, pick: Callable[[Any], Any], net: nn.Module, values: Values) -> Any:

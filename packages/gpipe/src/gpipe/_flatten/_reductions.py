@@ -31,6 +31,10 @@ class Reductions(TorchFunctionMode):
         self.sums = 0
         self._compared = []
 
+    def any(self) -> bool:
+        """Whether there was a mean or a sum."""
+        return bool(self.counts) or self.sums > 0
+
     def constants(self) -> set[int]:
         """The whole numbers that the loss compares with."""
         numbers = [each.item() if isinstance(each, Tensor) else each for each in self._compared]

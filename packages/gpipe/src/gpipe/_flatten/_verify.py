@@ -116,10 +116,13 @@ def add_own_loss(
         whole: whether the pipe may return the whole output, with the loss of all rows.
     """
     last: Any = layers[-1]
-    has_ending = whole and returned is not None
-    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(model, ending, last, pick, inputs, returned)
+    has_ending, name = whole and returned is not None, type(model).__name__
     last.ending = ending if has_ending else None
-    last.own_loss = OwnLoss(type(model).__name__, kinds, has_ending=has_ending)
+    if returned is None:
+        last.own_loss = OwnLoss(name, dict.fromkeys((False, True)), has_ending=False)
+    else:
+        found = kinds_of(model, ending, last, pick, inputs, returned)
+        last.own_loss = OwnLoss(name, *found, has_ending=has_ending)
 
 
 def _is_nan(loss: Tensor) -> bool:
