@@ -24,7 +24,7 @@ def accepted(found, problem, objective) -> bool:
 def test_an_accepted_placement_is_optimal(problem, objective, data):
     """Parts of other placements, each right in itself, do not add up to a proof."""
     try:
-        found = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
+        place(problem.costs, problem.stages, **problem.constraints, objective=objective)
     except Infeasible:
         return
     n, k = len(problem.costs), len(problem.stages)
@@ -34,8 +34,7 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
         other = place(problem.costs, problem.stages, **free.constraints, objective=objective)
     except Infeasible:
         return
-    witness = data.draw(st.sampled_from([found.witness, other.witness]))
-    if accepted(replace(other, witness=witness), problem, objective):
+    if accepted(other, problem, objective):
         outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
         m = problem.constraints["microbatches"]
         if objective == "bottleneck":
@@ -45,8 +44,8 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
 
 
 @cases("objective", ["bottleneck", "makespan"])
-def test_the_proof_of_the_best_is_a_proof_for_all_as_good_and_no_others(objective):
-    """Cuts drawn at random, with the witness of the optimum."""
+def test_all_that_are_as_good_as_the_best_are_accepted_and_no_others(objective):
+    """Cuts drawn at random."""
     random, verdicts = Random(2), []
     for i in range(8 * settings.default.max_examples):
         problem = instances.placing(random, 6)
@@ -63,7 +62,7 @@ def test_the_proof_of_the_best_is_a_proof_for_all_as_good_and_no_others(objectiv
             continue
         if not isinstance(best.makespan, float):  # equal floats may stand for unlike sums
             as_good = getattr(other, objective) == getattr(best, objective)
-            assert accepted(replace(other, witness=best.witness), problem, objective) == as_good
+            assert accepted(other, problem, objective) == as_good
             verdicts.append(as_good)
     assert 5 < sum(verdicts) < len(verdicts) - 5
 
@@ -72,7 +71,6 @@ COSTS = [3, 1, 2, 4, 2]
 STAGES = [Stage(1, 10), Stage(2, 8)]
 CONSTRAINTS = {"pin": [], "forbid": [4], "transfer": [1, 1, 2, 1], "microbatches": 3}
 GOOD = place(COSTS, STAGES, **CONSTRAINTS)
-FAST = place(COSTS, STAGES, **CONSTRAINTS, objective="makespan")
 
 
 @given(
@@ -106,11 +104,6 @@ def test_a_pinned_cut_is_missed():
         verify(GOOD, COSTS, STAGES, **{**CONSTRAINTS, "pin": [1]})
 
 
-def test_a_makespan_needs_the_bounds_that_prove_it():
-    with pytest.raises(ValueError, match=r"^the witness does not exclude a slowest block of 0 or a little more$"):
-        verify(replace(FAST, witness=()), COSTS, STAGES, **CONSTRAINTS, objective="makespan")
-
-
 def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
     costs = [(7 * i * i) % 23 + 1 for i in range(20)]
     transfer = [(13 * i * i) % 19 for i in range(20)]
@@ -120,5 +113,7 @@ def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
     verify(found, costs, **call, objective="makespan", gap=0.2)
     with pytest.raises(ValueError, match=r"^gap is .*, more than 0$"):
         verify(found, costs, **call, objective="makespan")
-    with pytest.raises(ValueError, match=r"^the witness does not exclude"):
-        verify(replace(found, gap=0.0), costs, **call, objective="makespan")
+    worse = place(costs, **call, pin=[17, 18, 19])
+    for gap in (0.0, 0.2):
+        with pytest.raises(ValueError, match=r"^blocks that finish earlier are possible"):
+            verify(replace(worse, gap=gap), costs, **call, objective="makespan", gap=0.2)

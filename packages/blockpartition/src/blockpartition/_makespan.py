@@ -16,34 +16,28 @@ from ._problem import ModeSlot, PlacedBlock, Problem, makespan, slowest
 from ._reach import ReachableEnds, positions
 
 
-def least_makespan(
-    problem: Problem, best: list[PlacedBlock], gap: Fraction
-) -> tuple[list[PlacedBlock], int, list[int]]:
-    """A placement whose makespan is at most 1 + gap times the least.
+def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> tuple[list[PlacedBlock], int]:
+    """Blocks whose makespan is at most 1 + gap times the least, and a lower bound for all others.
 
     Args:
         problem: the problem.
         best: the blocks with the least bottleneck.
         gap: how far from the least makespan is good enough.
-
-    Returns:
-        The blocks, a lower bound for all others, and the times of the slowest block between which it holds.
     """
-    microbatches = problem.microbatches or 1
     # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
-    low, high, value = slowest(best), problem.endless, makespan(best, microbatches)
-    floor, thresholds = value, [high]
+    m = problem.microbatches or 1
+    low, high, value = slowest(best), problem.endless, makespan(best, m)
+    floor = value
     while low < high:
         blocks = least_latency(problem, high - 1)
         latency = makespan(blocks, 1)
-        best = min(best, blocks, key=lambda found: makespan(found, microbatches))
-        value = makespan(best, microbatches)
+        best = min(best, blocks, key=lambda found: makespan(found, m))
+        value = makespan(best, m)
         # With a slowest block that takes as long as this one, or so long that the gap is kept, none is better.
-        enough = ceil((value / (1 + gap) - latency) / max(1, microbatches - 1))
+        enough = ceil((value / (1 + gap) - latency) / max(1, m - 1))
         high = max(low, min(slowest(blocks), enough))
-        thresholds.append(high)
-        floor = min(floor, latency + (microbatches - 1) * high)
-    return best, min(floor, value), thresholds[::-1]
+        floor = min(floor, latency + (m - 1) * high)
+    return best, min(floor, value)
 
 
 Arrivals = dict[int, tuple[int, PlacedBlock | None]]

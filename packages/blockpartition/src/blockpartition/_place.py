@@ -85,15 +85,14 @@ def place(
     if fastest is None:
         raise _explained(problem)
     if objective == "bottleneck":
-        return described(problem, fastest, (), 0.0)
-    blocks, floor, thresholds = least_makespan(problem, fastest, slack)
+        return described(problem, fastest, 0.0)
+    blocks, floor = least_makespan(problem, fastest, slack)
     proven = Fraction(makespan(blocks, problem.microbatches or 1), floor) - 1 if floor else Fraction(0)
     # Rounded up, so that it promises no more than is proven, but no more than was asked for, which is proven too.
-    proof = tuple(Fraction(threshold, problem.unit) for threshold in thresholds)
-    return described(problem, blocks, proof, min(ceiling(proven, rounded=True), gap))
+    return described(problem, blocks, min(ceiling(proven, rounded=True), gap))
 
 
-def described(problem: Problem, blocks: list[PlacedBlock], witness: tuple[Any, ...], gap: Number) -> Placement:
+def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Placement:
     """The placement of these blocks."""
     sums, m = list(accumulate(problem.costs.units, initial=0)), problem.microbatches
     ends = [0, *(problem.positions[block.end] for block in blocks)]
@@ -104,7 +103,7 @@ def described(problem: Problem, blocks: list[PlacedBlock], witness: tuple[Any, .
         bottleneck=problem.time(slowest(blocks)),
         lower_bound=problem.time(problem.lower_bound),
         imbalance=number(slowest(blocks) * speed, work, rounded=True) if work else 1.0,
-        witness=witness,
+        witness=(),
         gap=gap,
         times=tuple(problem.time(block.time) for block in blocks),
         makespan=None if m is None else problem.time(makespan(blocks, m)),

@@ -66,8 +66,7 @@ class Placement(Partition):
     times: the time of each block: load / speed, with the cost of the cut after it.
     modes: the name of the mode of each block; None on a stage without modes.
     makespan: the time at which the last micro-batch is done; None if `microbatches` was not given.
-    witness: for the makespan, the times of the slowest block between which no placement finishes earlier; see `verify`.
-        For the bottleneck none is needed.
+    witness: empty; `verify` computes what better blocks could be.
     """
 
     times: tuple[Number, ...] = ()

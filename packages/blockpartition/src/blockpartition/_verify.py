@@ -83,16 +83,13 @@ def _check_partition(partition: Partition, sizes: list[int], costs: Iterable[Any
 
 
 def _check_placement(placement: Placement, sizes: list[int], problem: Problem, objective: str, gap: Fraction) -> None:
-    blocks = _blocks(placement, sizes, problem)
+    blocks, m = _blocks(placement, sizes, problem), problem.microbatches or 1
     stated = ratio(placement.gap, "gap")
-    _check_fields(placement, described(problem, blocks, placement.witness, placement.gap))
+    _check_fields(placement, described(problem, blocks, placement.gap))
+    if stated > (gap if objective == "makespan" else 0):
+        raise ValueError(f"gap is {placement.gap}, more than {gap}")
     if objective == "makespan":
-        if stated > gap:
-            raise ValueError(f"gap is {placement.gap}, more than {gap}")
-        m = problem.microbatches or 1
-        return _check_thresholds(placement, problem, m, makespan(blocks, m) / (1 + stated))
-    if stated or listed(placement.witness, "witness"):
-        raise ValueError("a placement with the least bottleneck has no gap and no witness")
+        return _check_makespan(problem, m, makespan(blocks, m) / (1 + stated))
     if _least_latency(problem, slowest(blocks) - 1) is not None:
         raise ValueError("faster blocks are possible on these stages")
     return None
@@ -119,15 +116,14 @@ def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[Pl
     return blocks
 
 
-def _check_thresholds(placement: Placement, problem: Problem, m: int, value: Fraction) -> None:
-    """Between each two neighbouring times of the slowest block nothing finishes before `value`."""
-    witness = enumerate(listed(placement.witness, "witness"))
-    thresholds = [ratio(threshold, f"witness[{i}]") * problem.unit for i, threshold in witness]
-    # A slowest block between the two takes at least `low`, and all its blocks less than `high`.
-    for low, high in pairwise([Fraction(0), *thresholds, Fraction(problem.endless)]):
-        least = _least_latency(problem, ceil(high) - 1)  # times are integers
-        if least is not None and least + (m - 1) * low < value:
-            raise ValueError(f"the witness does not exclude a slowest block of {problem.time(low)} or a little more")
+def _check_makespan(problem: Problem, m: int, value: Fraction) -> None:
+    """ValueError if blocks exist that finish before `value`."""
+    limit = problem.endless
+    while (least := _least_latency(problem, limit - 1)) is not None:
+        if least + (m - 1) * (limit - 1) < value:  # the blocks with the least latency do
+            raise ValueError("blocks that finish earlier are possible on these stages")
+        # With a slowest block below the limit that takes this long or longer, none finishes before.
+        limit = ceil((value - least) / (m - 1)) if m > 1 else 0
 
 
 def _least_latency(problem: Problem, limit: int) -> int | None:
