@@ -45,6 +45,12 @@ class Groups(NamedTuple):
     timeout: timedelta
     store: Any
 
+    def again(self, name: str) -> Groups:
+        """The same members, with connections of their own under this name. All members call this together."""
+        store = _torch.PrefixStore(name, self.store)
+        gloo = dist.ProcessGroupGloo(store, self.me, len(self.members), timeout=self.timeout)
+        return self._replace(gloo=gloo, store=store)
+
     def is_closed(self, member: int) -> bool:
         """Whether the connection to ``member`` is: then gloo refuses to receive. No message with this tag is sent."""
         if member == self.me:
@@ -92,7 +98,7 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
-        gloo = dist.ProcessGroupGloo(_torch.PrefixStore("gloo", store), me, len(members), timeout=timeout)
+        return Groups(members, me, None, timeout, store).again("messages")
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
         if not missing:
@@ -101,7 +107,6 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
             f"{named(missing)} ended, or did not come here within {timeout.total_seconds():g} s; all processes of the "
             "group make a Rank, save, load and average gradients together"
         ) from error
-    return Groups(members, me, gloo, timeout, store)
 
 
 def _count(group: dist.ProcessGroup, member: int, more: int) -> int:

@@ -28,7 +28,8 @@ class Watch:
     theirs.
 
     Args:
-        groups: the ranks, and the connections between them. Transfers may make no progress for their timeout.
+        groups: the ranks, with connections on which nothing is sent: those of messages must stay as they are when a
+            rank ends its transfers. Transfers may make no progress for their timeout.
 
     Attributes:
         lost: the member whose transfer took too long, or whose process has ended; None if there is none.

@@ -167,8 +167,8 @@ def open_wires(
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
     groups = meeting.groups
-    found, watch = {}, Watch(groups)
     directions = direct(routes, places)
+    found, watch = {}, Watch(groups.again("present") if directions else groups)
     if directions:
         with agreement(meeting):
             # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
