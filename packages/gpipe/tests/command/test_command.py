@@ -143,11 +143,11 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     assert run([*given, "--bandwidth", "100GB", "50GB", "--html", "plan.html"]) == 0
     told = capsys.readouterr().out
     assert "an estimate that was not measured" in told
-    assert "100 GB/s and 0 µs inside a node of 2 devices, and 50 GB/s and 0 µs from" in told
+    assert "links of 100 GB/s and 50 GB/s inside a node and between nodes" in told
     assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
     assert run([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["replicas"] * len(found["ranks"]) == 4
+    assert found["replicas"] * len(found["sizes"]) == 4
 
 
 @pytest.mark.parametrize(

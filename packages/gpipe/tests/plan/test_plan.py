@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import Infeasible, Plan, inline, plan
-from gpipe._plan._costs import busy
 from profiler import profile
 
 from ..layers import Call, assert_same, linears, rows
 from ..plans import ROWS, profile_of
-from ..plans import layer as made_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,19 +61,6 @@ def example() -> Plan:
 def found() -> Plan:
     """A plan in which one of two layers of a stage is recomputed."""
     return made(memory=3000, chunks=8, schedule="1f1b")
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always", None])
-def test_a_micro_batch_takes_in_the_report_what_it_takes_in_the_timeline(found: Plan, checkpoint: str | None):
-    """With a loss, which is computed again where the last stage is; or with flags."""
-    known = named_like(profile_of(LAYERS))
-    slow = made_up("loss", 5e-3, 10, 0, 1, rows=ROWS)
-    known = replace(known, loss=slow, others=tuple(replace(each, loss=slow) for each in known.others))
-    if checkpoint is not None:
-        found = made(profile=known, chunks=8, schedule="1f1b", checkpoint=checkpoint)
-    for j, (stage, mode) in enumerate(zip(found.stages, found.modes, strict=True)):
-        seconds = [event.seconds for event in found.timeline.events if event.stage == j]
-        assert busy(stage, mode) == pytest.approx(sum(seconds) / found.chunks)
 
 
 @pytest.mark.parametrize("calibrate", [False, True])

@@ -9,7 +9,7 @@ engine knows (which memory is shared, when a gradient is dropped): :mod:`gpipe._
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -45,12 +45,12 @@ class DeviceBytes:
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return sum(self.by_kind.values())
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
 
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 class Moment(NamedTuple):
@@ -207,10 +207,6 @@ class StageBytes:
         """The bytes at the fullest of some moments."""
         every = [self._empty, *map(self._during, found)]
         return DeviceBytes(*max(every, key=sum))
-
-    def total(self, found: Iterable[Moment]) -> int:
-        """Their total."""
-        return max(map(sum, [self._empty, *map(self._during, found)]))
 
     @property
     def _empty(self) -> tuple[int, ...]:

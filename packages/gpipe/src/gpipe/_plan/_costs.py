@@ -31,11 +31,6 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
-def busy(stage: StageCost, mode: StageMode) -> float:
-    """The seconds that a stage takes for a micro-batch, of which layers with flags are recomputed in the backward."""
-    return stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if scheduled(mode) != "never" else 0.0)
-
-
 class SharedParameter(NamedTuple):
     """A parameter that several layers have. A profile counts it for the first of them.
 
@@ -266,30 +261,23 @@ class Costs:
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
-        """What each device holds at its fullest moment; the arguments are those of :meth:`bytes_of`, for all stages."""
-        return tuple(self.bytes_of(j, sizes, mode, schedule, split) for j, mode in enumerate(modes))
-
-    def bytes_of(
-        self, j: int, sizes: Sequence[int], mode: StageMode, schedule: str, split: Sequence[int] = ()
-    ) -> DeviceBytes:
-        """What the device of one stage holds at its fullest moment, however the others are checkpointed.
+        """What each device holds at its fullest moment.
 
         Args:
-            j: the number of the stage.
             sizes: the layers of each stage.
-            mode: how stage j is checkpointed.
+            modes: how each is checkpointed.
             schedule: its name.
             split: the stages whose backward is split.
         """
-        found = self.bytes_between(j, *bounds(sizes)[j], mode, drains=schedule == "fill_drain")
-        return found.at_peak(moments(schedule, scheduled(mode), self.chunks, len(sizes), j, j in split))
+        stages = enumerate(zip(bounds(sizes), modes, strict=True))
+        return tuple(self.stage_bytes(j, *own, mode, schedule, j in split) for j, (own, mode) in stages)
 
-    def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> int:
-        """The total of the same, for stage j with the layers from ``first`` to ``end``."""
-        found = self.bytes_between(j, first, end, mode, drains=schedule == "fill_drain")
-        return found.total(moments(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits))
+    def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
+        """The same for stage j with the layers from ``first`` to ``end``, however the others are checkpointed."""
+        found = self._account(j, first, end, mode, drains=schedule == "fill_drain")
+        return found.at_peak(moments(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits))
 
-    def bytes_between(self, j: int, first: int, end: int, mode: StageMode, *, drains: bool) -> StageBytes:
+    def _account(self, j: int, first: int, end: int, mode: StageMode, *, drains: bool) -> StageBytes:
         """The account of stage j, if it has the layers from ``first`` to ``end``."""
         measured, is_last = self.measured, end == self.measured.layers
         copied, apart = measured.copied[j], is_last or measured.copied[j + 1]

@@ -31,7 +31,7 @@ from ._arguments import (
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space, by_seconds
 from ._costs import Measured
-from ._data import Expected, Remembered, layer_keys
+from ._data import Expected
 from ._fleet import Fleet, Layout, read_fleet
 from ._infeasible import explain
 from ._measure import measure
@@ -160,8 +160,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"
         notes.append(note)
-    here = Remembered(loss_fn=request.loss_fn, sample=request.sample)
-    return plan_of(found, space, layer_keys(request.layers), request.names, spread, [*notes, found[0].note], here)
+    return plan_of(found, space, request, spread, notes)
 
 
 REHEARSALS = 6

@@ -96,7 +96,7 @@ class Options:
         costs, schedule = self.costs, self.schedule
         cost = costs.stage_cost(j, first, end, mode)
         splits = schedule == "zero_bubble" and costs.splits(j, first, end, cost)
-        need = costs.stage_bytes(j, first, end, mode, schedule, splits) if self.space.memory[j] is not None else 0
+        need = costs.stage_bytes(j, first, end, mode, schedule, splits).total if self.space.memory[j] is not None else 0
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again
         return StageOption(mode, splits, cost, busy, self.space.share(j, need))

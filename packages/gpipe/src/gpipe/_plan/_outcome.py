@@ -5,45 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..timeline import simulate
-from ._candidate import Candidate, Space, schedule_of
-from ._data import Alternative, Expected, LayerKey, Prediction, Remembered
+from ._candidate import Candidate, Space
+from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
 from ._plan import Plan
+from ._request import Request
 from ._search import NEAR
 
 SHOWN = 8
 """The number of alternatives that a plan keeps."""
 
 
-def plan_of(
-    found: Sequence[Candidate],
-    space: Space,
-    layers: tuple[LayerKey, ...],
-    names: Sequence[str],
-    spread: Expected,
-    notes: Sequence[str],
-    here: Remembered,
-) -> Plan:
+def plan_of(found: Sequence[Candidate], space: Space, request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
     """The first of those ``found`` as a plan, and the others as alternatives.
 
     Args:
         found: the best first.
         space: what was searched.
-        layers: their keys.
-        names: of the devices; more than there are stages will do.
+        request: what was asked for.
         spread: how steps are around a replayed one, as factors.
         notes: how the figures came about.
-        here: what the plan remembers of the model.
     """
     best, others = found[0], found[1:]
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
-    schedule = schedule_of(best.schedule, best.chunks, best.modes, best.split)
-    bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
+    bubble = simulate(best.program(best.chunks), stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     replicas = space.measured.replicas
     rows = space.measured.rows * replicas
     return Plan(
-        layers=layers,
-        devices=tuple(names[: len(stages)]),
+        layers=layer_keys(request.layers),
+        devices=tuple(request.names[: len(stages)]),
         memory=tuple(space.memory),
         rows=rows,
         sizes=best.sizes,
@@ -57,8 +47,8 @@ def plan_of(
         replicas=replicas,
         reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
-        notes=tuple(notes),
-        _here=here,
+        notes=(*notes, best.note),
+        _here=Remembered(loss_fn=request.loss_fn, sample=request.sample),
     )
 
 
