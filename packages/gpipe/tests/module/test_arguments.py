@@ -102,10 +102,9 @@ class TestChunks:
 
 
 class TestCheckpoint:
-    @pytest.mark.parametrize(("given", "advice"), [(True, "'always'"), (False, "'never'"), ("Always", "mean 'always'")])
-    def test_the_message_says_what_to_write(self, given: Any, advice: str) -> None:
-        with pytest.raises(ValueError, match=f"checkpoint is not one of .*{advice}"):
-            piped(linears(), [3], checkpoint=given)
+    def test_the_message_says_what_to_write(self) -> None:
+        with pytest.raises(ValueError, match=r"checkpoint is not one of .*mean 'always'"):
+            piped(linears(), [3], checkpoint="Always")
 
 
 class TestBalance:

@@ -149,10 +149,10 @@ class TestRefused:
             (
                 Several,
                 {"x": X, "labels": Y},
-                r"Several\.forward\(x, mask=None, scale=1\.0, \*, shift=None\); step\(\) ",
+                r"Several\.forward\(x, mask=None, scale=1\.0, \*, shift=None\); the arguments of step\(\) ",
             ),
-            (Several, {"x": X, "labels": Y}, r"keywords x, labels for it: got an unexpected keyword argument 'labels'"),
-            (Several, {"mask": Y}, r"keywords mask for it: missing a required argument: 'x'"),
+            (Several, {"x": X, "labels": Y}, r"do not fit: got an unexpected keyword argument 'labels'"),
+            (Several, {"mask": Y}, r"do not fit: missing a required argument: 'x'"),
             (
                 Anything,
                 {"x": X, "y": Y, "losss_fn": 3},
@@ -169,7 +169,7 @@ class TestRefused:
 
     def test_what_is_said_twice(self) -> None:
         pipe = piped(model(Several()), [2, 2], chunks=2)
-        with pytest.raises(TypeError, match=r"keywords mask for it: some in its input too; pass them once"):
+        with pytest.raises(TypeError, match=r"some keywords are in its input too; pass them once"):
             pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
 
 

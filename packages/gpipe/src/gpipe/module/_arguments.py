@@ -42,7 +42,8 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     """``mode`` as a str, one of :data:`CHECKPOINT_MODES`."""
     text = str(mode)
     if text not in CHECKPOINT_MODES:
-        raise ValueError(f"{name} is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {text!r}{_meant(mode, text)}")
+        modes = ", ".join(map(repr, CHECKPOINT_MODES))
+        raise ValueError(f"{name} is not one of {modes}: {text!r}{did_you_mean(text, CHECKPOINT_MODES)}")
     return text
 
 
@@ -54,14 +55,6 @@ def checked_modes(checkpoint: Modes, partitions: int) -> Modes:
             f"{len(checkpoint)}: {checkpoint!r}"
         )
     return checkpoint
-
-
-def _meant(mode: Any, name: str) -> str:
-    if isinstance(mode, bool):
-        return f"; instead of {mode} write checkpoint={'always' if mode else 'never'!r}"
-    if isinstance(mode, (list, tuple)):
-        return "; a flag for each layer is for GPipe and gpipe.distributed.Rank"
-    return did_you_mean(name, CHECKPOINT_MODES)
 
 
 def checked_flag(name: str, flag: Any) -> bool:

@@ -8,27 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from microbatch import Batch, Split, Versions, check, is_flat, map_tensors, scatter_views, unwrap
+from microbatch import Batch, Split, Versions, check, map_tensors, scatter_views, unwrap
 
 from ..engine._autograd import reattach
 from ..values._leaves import Arguments
-from ._whole import expect_no_rows, replicated
+from ._whole import replicated
 
 
 class Checked(NamedTuple):
     """A value that can be cut.
 
     Attributes:
-        given: the value as it was passed, with rules around its parts.
-        bare: the value without rules.
+        bare: the value as it was passed, without rules around its parts.
         spec: a spec with these rules.
-        root: the name of the value, for messages.
     """
 
-    given: Any
     bare: Any
     spec: Any
-    root: str
 
 
 def checked(value: Any, spec: Any, root: str = "input") -> Checked:
@@ -41,13 +37,14 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
         TypeError, ValueError: ``value`` cannot be cut; the message says why.
     """
     if isinstance(value, Tensor) and spec is None:
-        return Checked(value, value, None, root)
+        return Checked(value, None)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
         spec = Arguments((), dict(spec))
-    free = spec is None or isinstance(spec, Split)
-    bare, spec = unwrap(replicated(value, root) if free else value, spec)
+    if spec is None or isinstance(spec, Split):
+        value = replicated(value, root, 0 if spec is None else spec.dim)
+    bare, spec = unwrap(value, spec)
     check(bare, spec)
-    return Checked(value if free else None, bare, spec, root)
+    return Checked(bare, spec)
 
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
@@ -55,8 +52,6 @@ def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch],
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     views, versions = scatter_views(there, chunks, value.spec)
-    if not is_flat(value.given):
-        expect_no_rows(value.given, views, value.root)
     return reattach(there, views, value.spec), versions
 
 

@@ -75,8 +75,8 @@ def called_with(layer: nn.Module, call: Call) -> Any:
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():
         raise TypeError(
-            f"the first layer is {type(model_of(layer) or layer).__name__}.forward{_bare(signature)}; {call.method}() "
-            f"was given {_described(inputs)} for it: {problem or 'some in its input too; pass them once'}"
+            f"the first layer is {type(model_of(layer) or layer).__name__}.forward{_bare(signature)}; the arguments of "
+            f"{call.method}() do not fit: {problem or 'some keywords are in its input too; pass them once'}"
         )
     return inputs
 
@@ -105,9 +105,3 @@ def _bare(signature: Signature) -> Signature:
     """Without annotations, which may be long."""
     parameters = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
     return signature.replace(parameters=parameters, return_annotation=Signature.empty)
-
-
-def _described(inputs: Arguments) -> str:
-    positional = f"{len(inputs.args)} positional" if inputs.args else ""
-    named = f"keywords {', '.join(inputs.kwargs)}" if inputs.kwargs else ""
-    return " and ".join(filter(None, (positional, named))) or "nothing"

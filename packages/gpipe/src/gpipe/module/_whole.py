@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from microbatch import Batch, Replicate, Split, flatten, is_flat, leaf_paths, unflatten
+from microbatch import Replicate, Split, flatten, is_flat, leaf_paths, unflatten
 
 from ..values._constants import is_constant
 from ..values._leaves import Arguments
@@ -15,19 +15,32 @@ from ..values._leaves import Arguments
 _WAY_OUT = "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole"
 
 
-def replicated(value: Any, root: str) -> Any:
+def replicated(value: Any, root: str, dim: int = 0) -> Any:
     """``value`` with ``Replicate()`` around constants, such as numbers and strings.
 
     A value without tensors does not change; :func:`microbatch.check` refuses it.
 
+    Args:
+        value: a mini-batch, or a part of it.
+        root: its name, for messages.
+        dim: the dimension of the rows.
+
     Raises:
-        TypeError: another leaf is no tensor either. Its rows, if it has any, would not be cut.
+        TypeError: another leaf is no tensor either, or a list of constants has as many entries as the mini-batch has
+            rows. Its rows would not be cut.
     """
     if is_flat(value):
         return value
     leaves, tree = flatten(value)
     if not any(isinstance(leaf, Tensor | Split) for leaf in leaves):
         return value
+    totals = {_rows(leaf, dim) for leaf in leaves} - {0, 1}
+    for found in _lists(value):
+        if len(found) in totals:
+            raise TypeError(
+                f"{root} has a {type(found).__name__} of {len(found)}, as many as the mini-batch has rows, but cannot "
+                f"be cut into micro-batches: {found!s:.60}; {_WAY_OUT}"
+            )
     for k, leaf in enumerate(leaves):
         if leaf is not None and not isinstance(leaf, Tensor | Split | Replicate):
             if not is_constant(leaf):
@@ -37,17 +50,10 @@ def replicated(value: Any, root: str) -> Any:
     return unflatten(leaves, tree)
 
 
-def expect_no_rows(value: Any, batches: Sequence[Batch], root: str) -> None:
-    """Raise TypeError if a list of constants in ``value`` has as many entries as the mini-batch has rows."""
-    if len(batches) < 2:
-        return
-    totals = {sum(column) for column in zip(*[batch.rows for batch in batches], strict=True)} - {1}
-    for found in _lists(value):
-        if len(found) in totals:
-            raise TypeError(
-                f"{root} has a {type(found).__name__} of {len(found)}, as many as the mini-batch has rows, but cannot "
-                f"be cut into micro-batches: {found!s:.60}; {_WAY_OUT}"
-            )
+def _rows(leaf: Any, dim: int) -> int:
+    """The rows of a tensor; 0 for anything else."""
+    tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Split) else (leaf, dim)
+    return tensor.shape[dim] if isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim() else 0
 
 
 def _lists(value: Any) -> Iterator[Sequence[Any]]:
