@@ -49,14 +49,17 @@ def plan(
         html: Save the plan there, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
+    if (fake is None) == (devices is None):
+        raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
     _expect_units("memory", memory or ())
+    _expect_units("fake", [] if fake is None else [fake.rpartition("x")[2]])
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     try:
         found = make_plan(
             model,
             mini_batch,
-            _given(devices, fake),
+            devices if fake is None else fake,
             target=goal,
             loss_fn=None if loss is None else load(loss, "loss"),
             optimizer=optimizer,
@@ -72,17 +75,6 @@ def plan(
         return 1
     finish(found, found.to_json if json else None, html, found.save)
     return 0
-
-
-def _given(devices: tuple[str, ...] | None, fake: str | None) -> tuple[str, ...] | str:
-    if fake is None and devices:
-        return devices
-    if fake is None or devices:
-        raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
-    _expect_units("fake", [fake.rpartition("x")[2]])
-    if read_fleet(fake) is None:
-        raise ValueError(f"fake: expected devices such as 8x80GB, 8xH100 or 64x8x80GB, got {fake!r}")
-    return fake
 
 
 def _expect_units(name: str, sizes: Sequence[str]) -> None:

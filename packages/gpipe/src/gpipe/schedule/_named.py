@@ -10,7 +10,7 @@ from ._actions import Action, Step
 from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split_one_by_one
 from ._modes import Stops, stop_of_each
 from ._replay import Lane
-from ._schedule import Schedule
+from ._schedule import Schedule, programs_of
 from ._v_shaped import dualpipev_steps, v_placement, zbv_steps
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
@@ -60,10 +60,7 @@ def named(
     """
     own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
     walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in own)
-    programs: list[list[Action]] = [[] for _ in placement]
-    for step in (step for steps in walk for step in steps):
-        programs[step.stage].append(step.action)
-    return Schedule(programs, walk)
+    return Schedule(programs_of(walk, len(placement)), walk)
 
 
 def lanes(

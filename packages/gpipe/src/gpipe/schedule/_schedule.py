@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 
 from ._actions import Action, Kind, Program, Step, Walk
 from ._merge import merge
@@ -72,7 +74,7 @@ class Schedule(tuple[Program, ...]):
             for worker, (number, words) in enumerate([line for line in lines if line[1]])
         )
         stages = 1 + max((step.stage for steps in walk for step in steps), default=-1)
-        return cls(([s.action for steps in walk for s in steps if s.stage == j] for j in range(stages)), walk)
+        return cls(programs_of(walk, stages), walk)
 
     def on(self, placement: Sequence[int]) -> Walk:
         """The steps of each worker, where stage j runs on worker ``placement[j]``.
@@ -113,8 +115,7 @@ class Schedule(tuple[Program, ...]):
             tuple(each for step in line for each in _recomputing(step, present, stops[step.stage]))
             for line in self._lines
         )
-        programs = [[step.action for line in lines for step in line if step.stage == j] for j in range(len(self))]
-        return Schedule(programs, None if self.walk is None else lines)
+        return Schedule(programs_of(lines, len(self)), None if self.walk is None else lines)
 
     @property
     def _lines(self) -> Walk:
@@ -153,14 +154,22 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
 def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
     """``walk``, or None if the programs determine it."""
     walk = tuple(steps for steps in walk if steps)
-    for j, program in enumerate(programs):
-        lines = [[step.action for step in steps if step.stage == j] for steps in walk]
-        lines = [line for line in lines if line]
-        if len(lines) > 1:
-            raise ValueError(f"the steps of stage {j} are on {len(lines)} workers; write them on one line")
-        if [action for line in lines for action in line] != list(program):
+    on = Counter(j for steps in walk for j in {step.stage for step in steps})
+    if shared := [j for j, lines in on.items() if lines > 1]:
+        raise ValueError(f"the steps of stage {shared[0]} are on {on[shared[0]]} workers; write them on one line")
+    found = programs_of(walk, 1 + max(on, default=-1))
+    for j, (one, other) in enumerate(zip_longest(found, programs, fillvalue=())):
+        if one != other:
             raise ValueError(f"the walk and the programs have other steps of stage {j}, or in another order")
     return None if all(step.stage == steps[0].stage for steps in walk for step in steps) else walk
+
+
+def programs_of(walk: Walk, stages: int) -> list[Program]:
+    """The actions of each stage, in the order of ``walk``."""
+    found: list[list[Action]] = [[] for _ in range(stages)]
+    for stage, action in chain.from_iterable(walk):
+        found[stage].append(action)
+    return [*map(tuple, found)]
 
 
 def _places(walk: Walk) -> dict[int, int]:
