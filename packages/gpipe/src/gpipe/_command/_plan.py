@@ -8,7 +8,6 @@ from json import dumps
 
 from .._plan import Infeasible
 from .._plan import plan as make_plan
-from .._plan._fleet import read_fleet
 from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts
 from ._output import expect_writable, finish
 from ._target import load, model_of, sample_of
@@ -49,8 +48,9 @@ def plan(
         html: Save the plan there, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
-    if (fake is None) == (devices is None):
-        raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
+    given = devices if fake is None else fake
+    if given is None or (devices is not None and fake is not None):
+        raise ValueError(f"devices: give either --devices or --fake, got {'both' if given else 'neither'}")
     _expect_units("memory", memory or ())
     _expect_units("fake", [] if fake is None else [fake.rpartition("x")[2]])
     model, mini_batch = model_of(target), sample_of(sample)
@@ -59,7 +59,7 @@ def plan(
         found = make_plan(
             model,
             mini_batch,
-            devices if fake is None else fake,
+            given,
             target=goal,
             loss_fn=None if loss is None else load(loss, "loss"),
             optimizer=optimizer,
