@@ -64,13 +64,12 @@ def plan(
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
-    Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
-    number of chunks and each schedule, the balance and the modes that fit are chosen together, by replays of the
-    schedule and an account of bytes. Among those within 1 % of the fastest, the one with the fewest chunks is
-    preferred, then 1F1B, then the fastest. One step of it is run by the engine on tensors without data, which tells its
-    bytes; if they do not fit, the search goes on with bytes corrected by that. Then up to five candidates that are
-    expected to be about as fast, with a copy of the model, are trained in turns for a few steps, and the plan is the
-    simplest of those within 2 % of the fastest.
+    Layers are profiled one by one at a few sizes of micro-batches. For each number of chunks and each schedule, the
+    balance and the modes that fit are chosen together, by replays of the schedule and an account of bytes. Among those
+    within 1 % of the fastest, the one with the fewest chunks is preferred, then 1F1B, then the fastest. One step of it
+    is run by the engine on tensors without data, which tells its bytes; if they do not fit, the search goes on with
+    bytes corrected by that. Then up to five candidates that are expected to be about as fast, with a copy of the model,
+    are trained in turns for a few steps, and the plan is the simplest of those within 2 % of the fastest.
 
     Not searched: schedules with several stages on a device (interleaved, V-shaped), and devices in another order.
 

@@ -14,7 +14,6 @@ from torch import nn
 from microbatch import Batch
 from profiler import Profile, profile
 
-from .._gpipe import GPipe
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
 from ._costs import Measured, SharedParameter
@@ -23,6 +22,9 @@ from ._request import Request
 
 SECONDS = 0.6
 """For each size of micro-batch that layers are profiled at."""
+
+ACTION, STEP = 60e-6, 5e-4
+"""Seconds that the engine adds to each action and each step on a CPU (``docs/benchmarks/engine.md``)."""
 
 
 def measure(request: Request) -> list[Measured]:
@@ -57,7 +59,8 @@ def measure(request: Request) -> list[Measured]:
         ]
     profiles = {each.type: each for each in reversed(places)}
     known = {kind: request.profile or _profiled(request, place, sizes) for kind, place in profiles.items()}
-    action, step = _engine_seconds(places)
+    # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
+    action, step = (ACTION, STEP) if all(place.type == "cpu" for place in places) else (0.0, 0.0)
     found = Measured(
         profiles=tuple(known[device.type] for device in places),
         rows=rows,
@@ -126,40 +129,7 @@ def _place(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-_FEW, _MANY, _STEPS = 2, 34, 5
-
-
-def _engine_seconds(devices: Sequence[torch.device]) -> tuple[float, float]:
-    """What the engine adds to an action and to a step: the processor's time in steps of stages that do nothing.
-
-    Nothing on accelerators, whose work is queued ahead of them. Not the time on the clock, because whatever else the
-    machine does would count many times: each hand-over waits for a core.
-    """
-    if any(device.type != "cpu" for device in devices):
-        return 0.0, 0.0
-    stages = [nn.Identity() for _ in devices]
-    pipe = GPipe(nn.Sequential(*stages), [1] * len(stages), devices=devices, checkpoint="never")
-    try:
-        few, many = (_step_seconds(pipe, chunks) for chunks in (_FEW, _MANY))
-    finally:
-        pipe.close()
-    action = max(0.0, (many - few) / (2 * len(stages) * (_MANY - _FEW)))
-    return action, max(0.0, few - 2 * len(stages) * _FEW * action)
-
-
-def _step_seconds(pipe: GPipe, chunks: int) -> float:
-    pipe.chunks = chunks
-    x = torch.zeros(chunks, 1, requires_grad=True)
-    found = []
-    for _ in range(_STEPS + 1):
-        begin = time.process_time()
-        pipe.step(x, loss_fn=_total)
-        found.append(time.process_time() - begin)
-    return min(found[1:])
-
-
-def _total(output: torch.Tensor, _: Any) -> torch.Tensor:
-    return output.sum()
+_COPIES = 5
 
 
 def _link(a: torch.device, b: torch.device) -> Link:
@@ -174,7 +144,7 @@ def _link(a: torch.device, b: torch.device) -> Link:
 def _copy_seconds(a: torch.device, b: torch.device, size: int) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=a)
     found = []
-    for _ in range(_STEPS):
+    for _ in range(_COPIES):
         synchronize((a, b))
         begin = time.perf_counter()
         source.to(b)
