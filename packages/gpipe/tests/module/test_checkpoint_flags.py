@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import GPipe, record
-from gpipe.module._arguments import checked_checkpoint
 from gpipe.schedule import SCHEDULES
 
 from ..layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
@@ -301,9 +300,3 @@ def test_a_compiled_partition_is_refused():
         pipe.partitions[0].compile(backend="eager")
         with pytest.raises(RuntimeError, match="partition 0 is compiled as a whole"):
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-
-
-def test_elsewhere_modes_are_wanted():
-    """As by :func:`gpipe.distributed.export`."""
-    with pytest.raises(ValueError, match=r"checkpoint\[0\] is not one of 'always'"):
-        checked_checkpoint([[True], "never"])

@@ -75,7 +75,7 @@ class Ranks(Processes):
         tied = crossings_of(groups, ranks, ties, devices, wires)
         self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
         self._closed = False
-        with self._sharing():
+        with self._reaching():
             self._twins.spread_values()
 
     def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
@@ -89,37 +89,29 @@ class Ranks(Processes):
         return self._twins.of_others()
 
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        with self._sharing():
+        with self._reaching():
             found = self._twins.summed(run.parts(), self._numbers)
         return list(found), list(found.values())
 
     @contextmanager
-    def _sharing(self) -> Iterator[None]:
-        """A context for the exchange of shared tensors.
-
-        Ranks do not meet at its end. If it fails, some may have received what they wait for, and others may wait for
-        this rank, so that no run begins any more.
-        """
-        try:
-            with self._reaching():
-                yield
-        except BaseException as error:
-            if self._twins.are_there and not isinstance(error, LostRankError):
-                failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
-                why = "weights that ranks share may differ now, so start the processes again, from the last checkpoint"
-                self._rendezvous.leave(LostRankError(f"{failed}; {why}"))
-                self._crossings.end()
-            raise
-
-    @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for messages outside of a run: if a rank is lost, the others hear of it where they wait for us."""
+        """A context for messages outside of a run, where ranks do not meet.
+
+        If it fails, others may wait for this rank, and some may have received what they waited for. So no run begins
+        any more, and the others hear why, where they wait for this rank now or in the next run.
+        """
         try:
             yield
         except UnreachableError as error:
             lost = self._rendezvous.leave_without(error.member)
             self._crossings.end()
             raise lost from None
+        except BaseException as error:
+            if self._twins.are_there:  # the weights that ranks share may differ now
+                failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
+                self._rendezvous.leave(LostRankError(f"{failed}; start the processes again, from the last checkpoint"))
+                self._crossings.end()
+            raise
 
     def close(self) -> None:
         """Close the connections to other ranks, by dropping all references to them. No run begins any more."""

@@ -31,13 +31,6 @@ def checked_chunks(chunks: Any) -> int:
     return number
 
 
-def checked_checkpoint(checkpoint: Any) -> str | list[str]:
-    """``checkpoint`` as one of :data:`CHECKPOINT_MODES`, or a list of these."""
-    if isinstance(checkpoint, (list, tuple)):
-        return [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
-    return checked_mode(checkpoint, "checkpoint")
-
-
 def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     """``mode`` as a str, one of :data:`CHECKPOINT_MODES`."""
     text = str(mode)
