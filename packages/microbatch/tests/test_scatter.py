@@ -151,16 +151,6 @@ def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any, kind: Any
         cut({"x": kind((4,))}, 2)
 
 
-@pytest.mark.parametrize("kind", [Opaque, Unfinished])
-def test_a_subclass_that_cannot_be_joined_is_refused_by_name(kind: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^output is {kind.__name__} \(4,\) .*, which torch cannot concatenate: ."):
-        gather([Batch(kind((4,))), Batch(kind((4,)))])
-    with pytest.raises(
-        TypeError, match="which torch cannot concatenate"
-    ):  # they differ in rows only, on the last dimension
-        gather([Batch(kind((2, 3))), Batch(kind((2, 4)))], Split(-1))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
 @pytest.mark.parametrize(

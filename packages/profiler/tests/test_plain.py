@@ -3,7 +3,6 @@
 from collections import UserDict
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,10 +57,6 @@ def model_and_sample(kind: str, depth: int, rows: int) -> tuple[nn.Sequential, o
     return nn.Sequential(*layers, Join(kind)), KINDS[kind][0](torch.randn(rows, 3), torch.randn(rows, 3))
 
 
-def loss(output, target):
-    return sum(((output - part) ** 2).sum() for part in KINDS[target[0]][1](target[1]))
-
-
 @given(st.sampled_from(sorted(KINDS.keys() - {"tuple"})), st.integers(1, 3), st.integers(4, 8), st.booleans())
 def test_they_cost_what_tuples_cost(kind, depth, rows, fake):
     def found(kind: str) -> Profile:
@@ -70,17 +65,3 @@ def test_they_cost_what_tuples_cost(kind, depth, rows, fake):
     ours, theirs = found(kind), found("tuple")
     for by in BYTES:
         assert ours.costs(by) == theirs.costs(by), by
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_target_may_be_one(kind):
-    """Its tensors are the loss's, on its device, and no state of it."""
-    model, sample = model_and_sample(kind, 1, 6)
-    target = KINDS[kind][0](torch.randn(6, 3), torch.randn(6, 3))
-    found = profile(
-        model, sample, device="cpu", timeout=1e-6, loss_fn=lambda y, t: loss(y, (kind, t)), target=target, chunks=2
-    )
-    assert found.loss is not None
-    assert found.loss.buffer_bytes == 0
-    assert found.loss.flops == 0
-    assert found.loss.output_bytes == 4

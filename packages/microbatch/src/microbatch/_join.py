@@ -29,32 +29,17 @@ def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Le
 
 def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: LeafPath) -> Tensor:
     first, dim = parts[0], rule.dim
-    _expect_alike(parts, place)
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
             f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
             "each sample, or declare in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
             "Replicate() if it is the same for all"
         )
-    if rule is ROWS:
+    # First the rows: that parts are unlike may only mean that their rows are elsewhere.
+    if rule is ROWS and all(isinstance(part, Tensor) and part.dim() == first.dim() for part in parts):
         expect_rows(parts, batches, place)
-    if len(parts) == 1:
-        return first  # type: ignore[no-any-return]
-    try:
-        return concatenate(parts, dim)
-    except (RuntimeError, TypeError) as error:
-        for i, part in enumerate(parts):
-            if _but_rows(part, dim) != _but_rows(first, dim):
-                raise _unlike(first, part, i, place) from None
-        if first.is_quantized or type(first) is not Tensor:  # torch cannot concatenate every kind of tensor
-            raise TypeError(f"{place} is {_kind(first)}, which torch cannot concatenate: {error}") from error
-        raise
-
-
-def _but_rows(tensor: Tensor, dim: int) -> tuple[object, ...]:
-    shape = list(tensor.shape)
-    del shape[dim]
-    return tensor.device, tensor.layout, shape
+    _expect_alike(parts, place, dim % first.dim())
+    return first if len(parts) == 1 else concatenate(parts, dim)
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -85,9 +70,6 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
     first = parts[0]
     if isinstance(first, Tensor):
         _expect_alike(parts, place)
-        for i, part in enumerate(parts):
-            if part.shape != first.shape or part.device != first.device:
-                raise _unlike(first, part, i, place)
         if isinstance(rule, Mean) and not (first.is_floating_point() or first.is_complex()):
             raise TypeError(
                 f"{place} is of dtype {first.dtype}, which has no Mean(); make it floating point, or Sum() it"
@@ -111,23 +93,26 @@ def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
     return [batch.rows[0] / max(1, whole) for batch in batches]  # without any rows, each mean is NaN, and so is theirs
 
 
-def _expect_alike(parts: Sequence[Any], place: LeafPath) -> None:
-    """TypeError or ValueError unless all are tensors of one dtype and as many dimensions."""
+def _expect_alike(parts: Sequence[Any], place: LeafPath, dim: int | None = None) -> None:
+    """TypeError or ValueError unless all are tensors that differ at most in the size of dimension `dim`."""
     first = parts[0]
     for i, part in enumerate(parts):
         if not isinstance(part, Tensor):
             raise TypeError(
                 f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
             )
-        # torch.cat would promote the first and skip the second without an error.
-        if part.dtype is not first.dtype or part.dim() != first.dim():
-            raise _unlike(first, part, i, place)
+        # torch.cat would promote dtypes, and skip empty tensors of another shape, without an error.
+        if _form(part, dim) != _form(first, dim):
+            raise ValueError(
+                f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in "
+                "rows only"
+            )
 
 
-def _unlike(first: Tensor, part: Tensor, i: int, place: LeafPath) -> ValueError:
-    return ValueError(
-        f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in rows only"
-    )
+def _form(tensor: Tensor, dim: int | None) -> tuple[object, ...]:
+    shape = tuple(tensor.shape)
+    but = shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
+    return but, tensor.dim(), tensor.dtype, tensor.device, tensor.layout
 
 
 def _kind(tensor: Tensor) -> str:
