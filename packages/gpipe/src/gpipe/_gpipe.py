@@ -258,7 +258,7 @@ class GPipe(Stepping):
     def rebalance(self, balance: Iterable[int]) -> None:
         """Move layers between the partitions, between two training steps. Devices, chunks and modes do not change.
 
-        Flags of ``checkpoint`` follow their layers, also to a partition that had a mode.
+        Flags of ``checkpoint`` are for one balance, and refuse another.
 
         Parameters remain the same objects, so the optimizer can go on. If they move to another device,
         ``optimizer.load_state_dict(optimizer.state_dict())`` moves the optimizer's state. Waits for a run of another
@@ -270,7 +270,8 @@ class GPipe(Stepping):
         Raises:
             TypeError: ``balance`` is not a list of int.
             BalanceError: a ValueError; ``balance`` does not fit the layers or the partitions.
-            ValueError: partitions would share a module that cannot be copied, or a device cannot hold its partition.
+            ValueError: ``checkpoint`` has flags, partitions would share a module that cannot be copied, or a device
+                cannot hold its partition.
             RuntimeError: a layer of the pipe calls it.
 
         On any error the pipe is unchanged.

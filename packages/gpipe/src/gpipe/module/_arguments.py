@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from streams import current_stream, has_streams, new_stream, record_event, wait_
 from .._meant import did_you_mean
 from ..schedule import CHECKPOINT_MODES
 
-Modes = TypeVar("Modes", bound=str | Sequence[object])
 Device = torch.device | int | str
 
 
@@ -38,16 +37,6 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
         modes = ", ".join(map(repr, CHECKPOINT_MODES))
         raise ValueError(f"{name} is not one of {modes}: {text!r}{did_you_mean(text, CHECKPOINT_MODES)}")
     return text
-
-
-def checked_modes(checkpoint: Modes, partitions: int) -> Modes:
-    """``checkpoint``, if it is one mode, or as many as ``partitions``."""
-    if not isinstance(checkpoint, str) and len(checkpoint) != partitions:
-        raise ValueError(
-            f"checkpoint must be one mode, or a list of one for each of the {partitions} partitions; got "
-            f"{len(checkpoint)}: {checkpoint!r}"
-        )
-    return checkpoint
 
 
 def checked_flag(name: str, flag: Any) -> bool:

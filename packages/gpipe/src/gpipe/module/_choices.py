@@ -11,7 +11,7 @@ from torch import nn
 from ..engine._stage import Stage, stages_of
 from ..schedule._flags import as_lists, expect_flags, runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
-from ._arguments import checked_mode, checked_modes
+from ._arguments import checked_mode
 
 Choice = str | list[bool]
 """How a partition is checkpointed: by a mode, or by a flag for each layer."""
@@ -36,9 +36,13 @@ def _checked(choice: Any, name: str) -> Choice:
 
 def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
     """``choices``; ValueError unless they are for partitions of these sizes."""
-    checked_modes(choices, len(sizes))
     if isinstance(choices, str):
         return choices
+    if len(choices) != len(sizes):
+        raise ValueError(
+            f"checkpoint must be one mode, or a list of one for each of the {len(sizes)} partitions; got "
+            f"{len(choices)}: {choices!r}"
+        )
     for j, (choice, size) in enumerate(zip(choices, sizes, strict=True)):
         if not isinstance(choice, str) and len(choice) != size:
             raise ValueError(
