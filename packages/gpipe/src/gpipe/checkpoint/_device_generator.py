@@ -22,11 +22,6 @@ class DeviceGenerator:
         self._module = module_of(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
-    def rewind(self) -> None:
-        """Set the generator to that state."""
-        if self._state is not None:
-            self._module.set_rng_state(self._state, self._device)
-
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """A context in which the generator starts from that state; afterwards its state is as before."""
@@ -34,7 +29,7 @@ class DeviceGenerator:
             yield
             return
         now: Tensor = self._module.get_rng_state(self._device)
-        self.rewind()
+        self._module.set_rng_state(self._state, self._device)
         try:
             yield
         finally:

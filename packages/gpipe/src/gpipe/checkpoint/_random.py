@@ -56,6 +56,7 @@ class RunRNG:
 
     Attributes:
         drew: whether a layer has drawn any.
+        seeds: those that the process's generator had before forwards and backwards.
     """
 
     def __init__(self, agreed: int | None = None) -> None:
@@ -66,13 +67,13 @@ class RunRNG:
         self._around = current.rng
         self._in_backward = current.step is not None and in_backward()
         self._states: list[Tensor] = []
-        self._seeds: set[int] = set()
+        self.seeds: set[int] = set()
         self.begin()
 
     def begin(self) -> None:
         """Before forwards or backwards, while no layer computes: note the state of the process's generator."""
         self._states.append(PROCESS.get_state())
-        self._seeds.add(PROCESS.initial_seed())
+        self.seeds.add(PROCESS.initial_seed())
 
     def settle(self) -> None:
         """After forwards or backwards, while no layer computes: give the process's generator the state it should have.
@@ -111,10 +112,6 @@ class RunRNG:
             PROCESS.set_state(self._states[-1])
         return seed
 
-    def knows_seed(self) -> bool:
-        """Whether the process's generator has the seed that it had before the run."""
-        return PROCESS.initial_seed() in self._seeds
-
     def is_seeded_again(self) -> bool:
         """Whether the process's generator has been seeded since the run began, be it with the seed that it had."""
         # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
@@ -122,7 +119,7 @@ class RunRNG:
         if any(torch.equal(now, state) for state in reversed(self._states)):
             return False
         seed = PROCESS.initial_seed()
-        return seed not in self._seeds or torch.equal(now, torch.Generator().manual_seed(seed).get_state())
+        return seed not in self.seeds or torch.equal(now, torch.Generator().manual_seed(seed).get_state())
 
 
 class CellRNG:
@@ -176,7 +173,7 @@ class CellRNG:
 
     def draw(self) -> torch.Generator:
         """The generator for an operation that draws on the CPU."""
-        if not self._run.knows_seed():
+        if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
         return self.generator
 

@@ -146,7 +146,8 @@ class Pipeline:
             self.workers.section.claim(run.parameters)
             order = partial(walk_of, schedule, *run.size)
             walk = order(self.processes.me)  # raises before anything has changed if the schedule does not fit
-            before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
+            # A failure leaves no parts of gradients where there were none.
+            empty = [parameter for parameter in run.parameters if parameter.grad is None]
             adds = False
             try:
                 with self.processes.together(run):
@@ -161,7 +162,7 @@ class Pipeline:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
                 run.deferred.give_back()
-                before.restore(error, adds or run.adds)
+                _restore(run, empty, error, adds or run.adds)
                 raise
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
@@ -234,24 +235,17 @@ def _expect_unwatched(parameters: Sequence[Tensor]) -> None:
         )
 
 
-class _Gradients:
-    """The parameters that have no gradient before a training step."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._empty = [parameter for parameter in parameters if parameter.grad is None]
-
-    def restore(self, error: BaseException, adds: bool) -> None:
-        """After a failure: set ``.grad`` of these back to None; if the step ``adds`` to others, say so in a note."""
-        for parameter in self._empty:
-            parameter.grad = None
-        others = len({*self._parameters}) - len({*self._empty})  # stages may share parameters
-        if others and adds:
-            add_note(
-                error,
-                f"the .grad of {others} parameters held gradients before this step, and now may also hold those of "
-                "some of its micro-batches; call zero_grad() before the next step",
-            )
+def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
+    """After a failure: set ``.grad`` of ``empty`` back to None; if ``run`` added to that of others, note this."""
+    for parameter in empty:
+        parameter.grad = None
+    others = len({*run.parameters}) - len({*empty})  # stages may share parameters
+    if others and adds:
+        add_note(
+            error,
+            f"the .grad of {others} parameters held gradients before this step, and now may also hold those of some of "
+            "its micro-batches; call zero_grad() before the next step",
+        )
 
 
 def _entering(batches: Sequence[Batch]) -> list[Activation]:
