@@ -310,7 +310,7 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
         loss = nn.Sequential(make(), Call(torch.sum))
         torch.manual_seed(5)
         torch.rand(3)
-        with pytest.raises(RuntimeError, match=says):
+        with pytest.raises(RuntimeError, match=rf"{says}|loss_fn uses torch.utils.checkpoint"):
             pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
 
 

@@ -373,9 +373,12 @@ def test_equal_or_refused(layer: Callable[[int], nn.Module], start: int, **optio
 @pytest.mark.parametrize("layer", WORKING)
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("way", [None, "1f1b"])
-def test_what_shows_in_small_buffers_works(layer: Callable[[int], nn.Module], mode: str, way: str | None) -> None:
+def test_what_shows_in_small_buffers_works(
+    layer: Callable[[int], nn.Module], mode: str, way: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     for start, inline in [(3, False), (0, False), (4, True)]:
         assert live(layer(start), mode=mode, way=way, inline=inline, early=True, chunks=3, runs=3) == 3
+    assert not [message for message in caplog.messages if "its graph is kept" in message]
 
 
 @pytest.mark.parametrize("layer", KEEPING)
