@@ -48,6 +48,9 @@ def check_makespan(problem: Placing, gap=0) -> None:
 @given(placings())
 @example(Placing([1, 5, 1], [Stage(1, 5), Stage(1, 2)], {}))
 @example(Placing([3, 1, 3], [Stage(1, 9), Stage(1, 2), Stage(1, 9)], {}))
+@example(
+    Placing([0, 7, 8, 1], [Stage(3), Stage(1), Stage(3)], {})
+)  # 7 is too much for the second, unless all may take 7
 def test_no_placement_is_faster(problem):
     check_bottleneck(problem)
 

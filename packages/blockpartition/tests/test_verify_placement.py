@@ -43,6 +43,18 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
             assert oracle.agrees(other.makespan, min(outcome.makespan(m) for outcome in outcomes))
 
 
+@given(placings(max_layers=6))
+def test_what_does_not_fit_is_refused(problem):
+    """However fast it would be."""
+    roomy = [replace(stage, capacity=None) for stage in problem.stages]
+    try:
+        found = place(problem.costs, roomy, **problem.constraints)
+    except Infeasible:
+        return
+    if accepted(found, problem, "bottleneck"):
+        assert place(problem.costs, problem.stages, **problem.constraints).bottleneck == found.bottleneck
+
+
 @cases("objective", ["bottleneck", "makespan"])
 def test_all_that_are_as_good_as_the_best_are_accepted_and_no_others(objective):
     """Cuts drawn at random."""
