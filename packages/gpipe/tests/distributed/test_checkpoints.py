@@ -394,7 +394,7 @@ WRONG = {
     "more": Wrong(lambda model: nn.Sequential(*model, nn.Linear(3, 3)), r"the model has no 6\.bias, 6\.weight"),
     "another shape": Wrong(
         lambda model: nn.Sequential(*model[:5], nn.Linear(4, 2).double()),
-        r"of another shape there: 5\.bias \(2, here 3\), 5\.weight \(2×4, here 3×4\)",
+        r"of another shape there: 5\.bias \(torch\.Size\(\[2\]\), here torch\.Size\(\[3\]\)\), 5\.weight",
     ),
 }
 

@@ -151,27 +151,17 @@ def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
 
 
-@pytest.mark.parametrize("schedule", [*LOOPED, "1f1b", "zero_bubble"])
-def test_stages_in_turn(worlds, schedule: str):
-    worlds(2).run(_expect_in_turn, schedule)
+@pytest.mark.parametrize("chunks", [2, 4, 6])
+@pytest.mark.parametrize("schedule", [*V_SHAPED, *LOOPED, "zero_bubble"])
+def test_stages_in_turn_or_in_a_v(worlds, schedule: str, chunks: int):
+    worlds(2).run(_expect_placed, schedule, chunks)
 
 
-def _expect_in_turn(schedule: str) -> None:
-    rank = Rank(network(), [2, 2, 2, 2], chunks=4)
-    assert rank.ranks == [0, 1, 0, 1]
-    assert rank.stages == [dist.get_rank(), dist.get_rank() + 2]
-    _expect_trained_alike(rank, schedule)
-
-
-@pytest.mark.parametrize("schedule", V_SHAPED)
-@pytest.mark.parametrize("chunks", [2, 6])
-def test_stages_in_a_v(worlds, schedule: str, chunks: int):
-    worlds(2).run(_expect_in_a_v, schedule, chunks)
-
-
-def _expect_in_a_v(schedule: str, chunks: int) -> None:
-    rank = Rank(network(), [2, 2, 2, 2], chunks=chunks, ranks=[0, 1, 1, 0])
-    assert rank.stages == [[0, 3], [1, 2]][dist.get_rank()]
+def _expect_placed(schedule: str, chunks: int = 4) -> None:
+    ranks = [0, 1, 1, 0] if schedule in V_SHAPED else None
+    rank = Rank(network(), [2, 2, 2, 2], chunks=chunks, ranks=ranks)
+    assert rank.ranks == (ranks or [0, 1, 0, 1])
+    assert rank.stages == [j for j, own in enumerate(rank.ranks) if own == dist.get_rank()]
     _expect_trained_alike(rank, schedule)
 
 
@@ -230,7 +220,7 @@ def test_ranks_that_disagree_are_told(worlds, change: dict[str, Any], message: s
         assert not succeeded
         assert "ValueError: the ranks disagree" in text
         assert re.search(message, text)
-    worlds(2).run(_expect_in_turn, "1f1b")
+    worlds(2).run(_expect_placed, "1f1b")
 
 
 def _disagree(change: dict[str, Any]) -> None:

@@ -187,27 +187,6 @@ def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | No
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_while_others_gather_is_named() -> None:
-    with world(SIZE, timeout=60.0) as opened:
-        answers = opened.answers(_lose_while_others_gather, 3, limit=100.0)
-    for k in range(3):
-        assert answers[k] == (True, "rank 3 has ended")
-
-
-def _lose_while_others_gather(who: int) -> str:
-    mesh = _mesh()
-    rank = _rank(mesh)
-    _shard(rank, mesh, "layers")
-    _expect_right(rank, mesh, sharded=True)
-    if dist.get_rank() == who:
-        fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
-        fails.phase, fails.error = "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(LostRankError) as caught:
-        _step(rank, mesh)
-    return str(caught.value).partition(",")[0]
-
-
-@pytest.mark.long
 def test_a_replica_that_is_killed_before_gradients_are_reduced_ends_all() -> None:
     """After the step, also replicas that do not compute with it at that moment."""
     with world(SIZE, timeout=60.0) as opened:

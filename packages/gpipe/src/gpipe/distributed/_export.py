@@ -119,13 +119,8 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
     every = tuple(range(len(ranks)))  # split where the schedule splits any backward: torch's runtime does not measure
     chosen = Choice(schedule.lower(), every) if isinstance(schedule, str) else schedule
     walk = walk_of(chosen, chunks, (0,) * len(ranks), tuple(ranks))
-    last = [
-        i
-        for step in walk[ranks[-1]]
-        if step.stage == len(ranks) - 1
-        for kind, i in [step.action]
-        if kind == Kind.FORWARD
-    ]
+    steps = [step.action for step in walk[ranks[-1]] if step.stage == len(ranks) - 1]
+    last = [action.microbatch for action in steps if action.kind == Kind.FORWARD]
     if last != sorted(last):
         raise ValueError(
             f"schedule: the last stage takes micro-batches in the order {last}, but torch's pipelining runtime takes "

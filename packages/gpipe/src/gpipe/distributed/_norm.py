@@ -54,6 +54,5 @@ def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], sq
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients of ``parameters`` down if the ``norm`` of all is larger than ``max_norm``."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    sparse = [parameter for parameter in trained if parameter.grad.is_sparse]  # type: ignore[union-attr]
-    clip_grads_with_norm_([p for p in trained if not any(p is each for each in sparse)], max_norm, norm)
-    clip_grads_with_norm_(sparse, max_norm, norm, foreach=False)
+    has_sparse = any(parameter.grad.is_sparse for parameter in trained)  # type: ignore[union-attr]
+    clip_grads_with_norm_(trained, max_norm, norm, foreach=False if has_sparse else None)

@@ -6,7 +6,7 @@ have to tell each other goes through their meetings, so that an error of one is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,16 @@ class Stored:
         complaints = [
             *_listed("it has no", [name for name in names if name not in found]),
             *_listed("the model has no", [name for name in found if name not in names]),
-            *_listed("of another shape there:", [*self._other_shapes(own)]),
+            *_listed("of another shape there:", self._other_shapes(own)),
         ]
         if complaints:
             raise ValueError(f"the checkpoint in {str(self._folder)!r} is of another model: {'; '.join(complaints)}")
 
-    def _other_shapes(self, own: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in own.items():
-            stored = getattr(self._entries.get(f"model.{name}"), "size", None)
-            shape = value.shape if isinstance(value, Tensor) else None
-            if f"model.{name}" in self._entries and stored != shape:
-                yield f"{name} ({_shape(stored)}, here {_shape(shape)})"
+    def _other_shapes(self, own: Mapping[str, Any]) -> list[str]:
+        here = {f"model.{name}": getattr(value, "shape", None) for name, value in own.items()}
+        there = {key: getattr(entry, "size", None) for key, entry in self._entries.items()}
+        known = [key for key in here if key in there and here[key] != there[key]]
+        return [f"{key.removeprefix('model.')} ({there[key]}, here {here[key]})" for key in known]
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a state like ``own``, in new memory."""
@@ -143,10 +142,6 @@ def _is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
-
-
-def _shape(size: Collection[int] | None) -> str:
-    return "no tensor" if size is None else "×".join(map(str, size)) or "a scalar"
 
 
 def _listed(word: str, items: Collection[str]) -> list[str]:
