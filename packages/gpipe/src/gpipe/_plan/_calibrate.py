@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,26 +40,12 @@ _APART = 0.05
 """How far the median of another pipe's steps may be from those that were tried; its memory lies elsewhere."""
 
 
-class Calibrated(NamedTuple):
-    """What is known after some steps of training.
-
-    Attributes:
-        found: the ways to train, the best first; those that were tried with the seconds that they took.
-        spread: the factors on those seconds for the quickest, the median and the slowest step.
-        note: for the reader of the plan.
-    """
-
-    found: list[Candidate]
-    spread: Expected
-    note: str
-
-
 def calibrated(
     space: Space,
     found: Sequence[Candidate],
     try_out: Callable[[Candidate], list[float]],
     rehearse: Callable[[Candidate], Candidate],
-) -> Calibrated:
+) -> tuple[list[Candidate], Expected, str]:
     """What some steps tell of the best ways to train.
 
     Args:
@@ -67,6 +53,10 @@ def calibrated(
         found: there, the best first, which fits by a rehearsal.
         try_out: trains a way for :data:`STEPS` steps; returns their seconds.
         rehearse: returns a way with the bytes of a rehearsal.
+
+    Returns:
+        The ways, the best first, where those that were tried have the seconds that they took; the factors on those
+        seconds for the quickest, the median and the slowest step; and a note for the reader of the plan.
     """
     affordable = int(_SECONDS / (2 * STEPS * median(try_out(found[0]))))
     near = finalists(space, found)[: max(2, min(_MOST, affordable))]
@@ -82,7 +72,7 @@ def calibrated(
     chosen = tried.pop(ways[best].key)
     left = [replace(each, seconds=off * each.seconds) for each in found if each.key not in {way.key for way in ways}]
     low, high = min(trials[best]) / medians[best], max(trials[best]) / medians[best]
-    return Calibrated(
+    return (
         [chosen, *by_seconds([*tried.values(), *left])],
         Expected((1 - _APART) * low, 1.0, (1 + _APART) * high),
         f"calibrated by steps of a copy: {len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of "
