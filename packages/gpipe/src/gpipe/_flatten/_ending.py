@@ -130,7 +130,7 @@ class Ending:
         if isinstance(output, Tensor):
             return output.to(home)
         fields = {name: value for name, value in output.items() if name in self.fields}
-        if "loss" in fields:
+        if isinstance(fields.get("loss"), Tensor):
             fields["loss"] = fields["loss"].to(home)
         whole = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole

@@ -172,10 +172,12 @@ def _local(net: nn.Module, training: bool) -> nn.Module:
     """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data."""
 
     def moved(tensor: Tensor) -> Tensor:
-        local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
-        return local.float() if local.is_floating_point() else local
+        local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+        local = local.float() if local.is_floating_point() else local.clone()
+        return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
 
-    return copy.deepcopy(net)._apply(moved).train(training)  # type: ignore[no-untyped-call,no-any-return]
+    held = [t for module in net.modules() for own in (module._parameters, module._buffers) for t in own.values()]
+    return copy.deepcopy(net, {id(tensor): moved(tensor) for tensor in held if tensor is not None}).train(training)
 
 
 def _more(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:
