@@ -119,6 +119,11 @@ class TestWhatHasRows:
                 call(pipe)
             assert not pipe[0].seen
 
+    def test_as_many_entries_as_rows_on_another_dimension(self) -> None:
+        for x, spec in ((Split(rows(7).T, dim=1), None), (rows(7).T, Split(1))):
+            with pytest.raises(TypeError, match=r"^input has a list of 7, as many as the mini-batch has rows"):
+                noting(in_spec=spec)(x, list("abcdefg"))
+
     @pytest.mark.parametrize("make", [list, tuple, deque, lambda leaves: Pair(*leaves)])
     def test_containers_of_tensors_may_have_as_many_parts(self, make: Callable[[list[Tensor]], Any]) -> None:
         pipe = noting()

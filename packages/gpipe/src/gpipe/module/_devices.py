@@ -67,12 +67,14 @@ def untouched_on_failure(root: nn.Module) -> Iterator[None]:
         for each, before in entries:
             each.clear()
             each.update(before)
-        for tensor, data, grad in tensors:
+        for tensor, data, _ in tensors:
             if tensor.device != data.device:
                 give_data(tensor, data)
-                tensor.grad = grad
         for gradient, data in gradients:
             gradient.data = data
+        for tensor, _, grad in tensors:  # last: torch checks that both are on one device
+            if grad is not None:
+                tensor.grad = grad
         raise
 
 
