@@ -260,3 +260,14 @@ def test_sizes_as_text(text: str | float, size: int):
 def test_no_sizes(wrong: str | int):
     with pytest.raises(ValueError, match=r"memory: expected bytes, such as 8_000_000_000, '80GB' .*; got"):
         read_bytes(wrong)
+
+
+def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
+    """Of layers that work in place, the account leaves a twentieth out."""
+    model, x = nn.Sequential(*[PIECES["in place"]() for _ in range(4)]), torch.randn(ROWS, WIDTH)
+    given = {"loss_fn": lambda output: squares(output, None), "chunks": 4, "schedule": "1f1b", "calibrate": False}
+    free = plan(model, x, ["cpu"] * 2, checkpoint="never", **given)
+    room = int(0.98 * max(need.total for need in free.predicted.bytes))
+    found = plan(model, x, ["cpu"] * 2, memory=room, **given)
+    assert "one step of the engine" in found.notes[-1]
+    assert all(need.total <= room for need in found.predicted.bytes)

@@ -18,6 +18,7 @@ from ..plans import everything, measured_of, measurements, space_of
 
 EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
 UNEVEN = measured_of([(seconds, 10, 10, 10) for seconds in (1e-3, 2e-3, 2e-3, 5e-3, 5e-3)], 2)
+FALLING = measured_of([(seconds, 10, 10, 10) for seconds in (2e-3, 2e-3, 2e-3, 1e-3, 1e-3)], 3)
 
 few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 problems = measurements(most_layers=5)
@@ -28,6 +29,7 @@ rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
 @settings(few, max_examples=15)
 @given(problems, rooms)
 @example(UNEVEN, 1.1)
+@example(FALLING, None)
 def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, room: float | None):
     space = space_of(measured, pieces=True)
     every = list(everything(space))
