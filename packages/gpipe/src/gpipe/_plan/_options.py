@@ -53,7 +53,7 @@ class Options:
         self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
     def of(self, j: int, first: int, end: int) -> list[StageOption]:
-        """Those with which stage j fits with these layers, the fastest first."""
+        """Those with which stage j fits with these layers, without those that others are better than; fastest first."""
         return self._fitting(j, first, end, few=False)
 
     def some(self, j: int, first: int, end: int) -> list[StageOption]:
@@ -70,7 +70,7 @@ class Options:
             # Where parameters alone do not fit, which is quick to see, no mode does.
             alone = self.space.share(j, self._fixed[end] - self._fixed[first])
             every = self._every(j, first, end, few=few) if alone <= 1 else ()
-            self._found[key] = sorted((each for each in every if each.share <= 1), key=lambda each: each.busy)
+            self._found[key] = _undominated([each for each in every if each.share <= 1], self.costs.chunks)
         return self._found[key]
 
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
@@ -112,3 +112,21 @@ def _patterns(layers: int, few: bool) -> list[tuple[bool, ...]]:
         runs += [(covered, covered) for _, covered in runs]  # one run
         found = [tuple(k < covered and k % (length + 1) < length for k in range(layers)) for length, covered in runs]
     return [flags for flags in dict.fromkeys(found) if any(flags) and not all(flags)]
+
+
+def _undominated(found: list[StageOption], chunks: int) -> list[StageOption]:
+    # Of many options few are left, so that the replays that a search may do go to different ones.
+    kept: list[StageOption] = []
+    for each in sorted(found, key=lambda option: option.busy):
+        figures = _figures(each, chunks)
+        if not any(all(a <= b for a, b in zip(_figures(better, chunks), figures, strict=True)) for better in kept):
+            kept.append(each)
+    return kept
+
+
+def _figures(option: StageOption, chunks: int) -> tuple[float, ...]:
+    """None of which is larger in an option that is better in any schedule."""
+    cost, again = option.cost, stops_of([option.mode], chunks)[0]
+    whole = cost.seconds(Kind.BACKWARD) if not option.splits else 0.0
+    parts = (cost.seconds(Kind.BACKWARD_INPUT), cost.seconds(Kind.BACKWARD_WEIGHT)) if option.splits else (0.0, 0.0)
+    return cost.forward, whole, *parts, again * cost.seconds(Kind.RECOMPUTE), float(again)
