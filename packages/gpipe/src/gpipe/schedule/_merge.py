@@ -26,7 +26,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
 
     >>> from gpipe.schedule import fill_drain
     >>> print(*merge(fill_drain(2, 2), (0, 0))[0])
-    F0@0 F0@1 F1@0 F1@1 B1@1 B1@0 B0@1 B0@0
+    F0@0 F0@1 F1@0 F1@1 B1@1 B0@1 B1@0 B0@0
     """
     upcoming = [[Step(j, action) for action in reversed(program)] for j, program in enumerate(programs)]
     present, done = set(chain.from_iterable(upcoming)), set[Step]()
