@@ -133,7 +133,7 @@ def test_equal_or_refused(name: str) -> None:
     for way in (step, call):
         try:
             loss = way(pipe, inputs)
-        except (AttributeError, NotImplementedError, TypeError, ValueError) as refusal:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
             pytest.xfail(f"refused by {way.__name__}: {refusal!s:.300}")
         expect_close(loss, expected)
         found = gradients(model)

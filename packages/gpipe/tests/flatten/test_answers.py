@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,3 +53,20 @@ def test_a_sequential_model_answers_nothing() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
     with pytest.raises(AttributeError, match="append"):
         pipe.append(nn.Linear(2, 2))
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.inner = copy.deepcopy(self.inner)
+        return self.inner(hidden)
+
+
+def test_a_forward_that_replaces_its_modules_is_refused() -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Replacing() for _ in range(2))
+    with pytest.raises(ValueError, match=r"cannot be divided: its forward makes the module 'blocks\.\d\.inner' anew"):
+        GPipe(model, devices=["cpu"] * 2, sample=torch.zeros(1, 2))

@@ -190,6 +190,11 @@ def _expect_kept(model: nn.Module, layers: Flattened, before: _Attributes) -> No
     asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
     divided, now = {twin.source for twin in layers.twins}, _attributes(model)
     for path, module in model.named_modules():
+        if module not in before:
+            raise ValueError(
+                f"{type(model).__name__} cannot be divided: its forward makes the module {path!r} anew; make it when "
+                "the model is built"
+            )
         for name, value in now[module].items():
             then = before[module].get(name, _NEW)
             is_number = isinstance(value, Number) and isinstance(then, Number)
