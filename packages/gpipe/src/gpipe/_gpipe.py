@@ -110,7 +110,7 @@ class GPipe(Stepping):
             the model, or does not set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
-    On any error no layer has moved. Values stay that ``init`` has given to tensors with data.
+    On any error no layer has moved; values that ``init`` has given to tensors with data remain.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
 

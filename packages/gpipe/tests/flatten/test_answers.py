@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -70,3 +72,14 @@ def test_a_forward_that_replaces_its_modules_is_refused() -> None:
     model.blocks = nn.ModuleList(Replacing() for _ in range(2))
     with pytest.raises(ValueError, match=r"cannot be divided: its forward makes the module 'blocks\.\d\.inner' anew"):
         GPipe(model, devices=["cpu"] * 2, sample=torch.zeros(1, 2))
+
+
+def test_a_model_that_was_called_by_position_is_freed() -> None:
+    model = Model()
+    pipe = GPipe(model, devices=["cpu"] * 2, sample=torch.zeros(1, 2))
+    pipe(torch.zeros(2, 2))
+    pipe.close()
+    alive = weakref.ref(model)
+    del model, pipe
+    gc.collect()
+    assert alive() is None

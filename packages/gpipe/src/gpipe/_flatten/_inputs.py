@@ -14,14 +14,19 @@ from microbatch import Arguments
 from ._tree import Tree, flattened
 
 
-@lru_cache(maxsize=64)
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the positional arguments of ``function``, which every run needs again."""
+    """The names of the positional arguments of ``function``."""
+    if inspect.ismethod(function):  # without its object: a model would live as long as the cache
+        return _names_of_method(function.__func__)[1:]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # it has no signature
         return ()
     return tuple(each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD)
+
+
+# Every run needs them again.
+_names_of_method = lru_cache(maxsize=64)(_names)
 
 
 class Inputs(NamedTuple):

@@ -11,9 +11,6 @@ StageMode = str | tuple[bool, ...]
 StageCheckpoint = str | Sequence[bool]
 """The same, as callers write it."""
 
-Checkpoint = str | Sequence[StageCheckpoint]
-"""The argument ``checkpoint`` of :class:`gpipe.GPipe`: a mode for all stages, or one entry for each."""
-
 
 def expect_flags(flags: Iterable[object], name: str) -> None:
     """Raise TypeError for an entry of ``flags`` that is neither True nor False; ``name`` is that of the argument."""
