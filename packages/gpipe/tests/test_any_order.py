@@ -330,14 +330,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.pipe.zero_grad()
         self.plain.zero_grad()
 
-    @rule(seed=numbers)
-    def rebalance(self, seed: int) -> None:
-        balance = replace(self.recipe, balance_seed=seed, stages=len(self.pipe.devices)).balance(len(self.plain))
-        flags = any(isinstance(each, list) for each in self.pipe.checkpoint)
-        if flags and balance != self.pipe.balance:  # they are for as many layers as there were
-            self.pipe.checkpoint = "always"
-        self.pipe.rebalance(balance)
-
     @rule(modes=st.lists(st.sampled_from(MODES) | st.lists(st.booleans(), min_size=1, max_size=5), min_size=1))
     def checkpoint(self, modes: list[Any]) -> None:
         sizes = self.pipe.balance
@@ -365,13 +357,6 @@ class AnyOrder(RuleBasedStateMachine):
         for model in (self.pipe, self.plain):
             layer = model[k % len(model)]
             HOOKS[kind](layer, next((each for each in layer.parameters() if each.requires_grad), None))
-
-    @rule(k=numbers)
-    def replace_layer(self, k: int) -> None:
-        k %= len(self.plain)
-        if is_square(self.plain[k]):
-            layer = OnMain(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
-            self.plain[k], self.pipe[k] = copy.deepcopy(layer), layer
 
     @rule(seed=numbers, stages=st.integers(1, 4))
     def save_and_load(self, seed: int, stages: int) -> None:

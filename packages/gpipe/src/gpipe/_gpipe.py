@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ from .module._arguments import (
     checked_flag,
     checked_sizes,
 )
-from .module._choices import Choices, blocks_of, checked_choices, copied, expect_fitting, laid_out, rebalanced
+from .module._choices import Choices, blocks_of, checked_choices, copied, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import (
     buffers_in_place,
@@ -43,7 +42,7 @@ from .module._devices import (
 )
 from .module._init import means_of
 from .module._keywords import as_value
-from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
+from .module._partition import BalanceError, divide, recommend_auto_balance
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
@@ -197,7 +196,7 @@ class GPipe(Stepping):
             self.__dict__["_checkpoint"] = choices
             return
         with self._workers.section.entered():
-            self._lay_out(expect_fitting(choices, self._balance))  # the balance may have changed while this waited
+            self._lay_out(choices)
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -255,36 +254,6 @@ class GPipe(Stepping):
         with self._workers.section.entered():
             self._workers.close()
 
-    def rebalance(self, balance: Iterable[int]) -> None:
-        """Move layers between the partitions, between two training steps. Devices, chunks and modes do not change.
-
-        Flags of ``checkpoint`` are for one balance, and refuse another.
-
-        Parameters remain the same objects, so the optimizer can go on. If they move to another device,
-        ``optimizer.load_state_dict(optimizer.state_dict())`` moves the optimizer's state. Waits for a run of another
-        thread to end. A forward before this call has no backward any more if it was checkpointed and its layers moved.
-
-        Args:
-            balance: the number of layers of each partition. The number of partitions cannot change.
-
-        Raises:
-            TypeError: ``balance`` is not a list of int.
-            BalanceError: a ValueError; ``balance`` does not fit the layers or the partitions.
-            ValueError: ``checkpoint`` has flags, partitions would share a module that cannot be copied, or a device
-                cannot hold its partition.
-            RuntimeError: a layer of the pipe calls it.
-
-        On any error the pipe is unchanged.
-
-        >>> pipe = GPipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), [2, 1], devices=["cpu", "cpu"])
-        >>> pipe.rebalance([1, 2])
-        >>> pipe.balance
-        [1, 2]
-        """
-        sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
-        with self._workers.section.entered():
-            self._divide(self._whole(), sizes)
-
     def __len__(self) -> int:
         return len(self._layers())
 
@@ -295,17 +264,15 @@ class GPipe(Stepping):
         return self._whole()[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        """Replace a layer; the new one is moved to the device of its partition."""
-        self._change(list(self._layers())[index], layer)
+        raise TypeError(f"layer {index} of a pipe cannot be replaced{_NEW_PIPE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module. A layer may be replaced; attributes that describe the partitions cannot be set."""
-        if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", {}):
-            self._change(name, value)
-        elif name in ("balance", "devices", "partitions"):
-            raise AttributeError(f"{name} of a pipe cannot be set; pipe.rebalance(balance) moves its layers{_NEW_PIPE}")
-        else:
-            super().__setattr__(name, value)
+        """As for any module, except for layers and for attributes that describe the partitions."""
+        if name in self.__dict__.get("_modules", {}):
+            raise TypeError(f"layer {name!r} of a pipe cannot be replaced{_NEW_PIPE}")
+        if name in ("balance", "devices", "partitions"):
+            raise AttributeError(f"{name} of a pipe cannot be set{_NEW_PIPE}")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """As for any module. What a pipe does not have, such as ``config``, the model that was flattened answers."""
@@ -386,11 +353,6 @@ class GPipe(Stepping):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # A shallow copy has containers of its own, which change with it.
-        partitions = [copy.copy(partition) for partition in self._partitions]
-        for module in (self, *partitions) if self._model is None else partitions:
-            module._modules = dict(module._modules)
-        self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self._prepare()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -416,17 +378,17 @@ class GPipe(Stepping):
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self._lay_out(self._checkpoint)
+        first = next(iter(self._layers().values()), None)
+        object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 
     def _follow_model(self, inputs: Any) -> None:
-        """Before a run: expect the layers that the stages were made of. Whoever replaces them in another way than by
-        ``pipe[index] = layer`` changes one of two places.
-        """
+        """Before a run: expect the layers that the stages were made of."""
         held = [list(partition._modules.values()) for partition in self._partitions]
         moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
         if moved or held != self._laid_out:
             raise RuntimeError(
                 "the layers of this pipe, or of its partitions, are not those that it was made of: some were added, "
-                f"removed, or replaced past it; replace one by pipe[index] = layer{_NEW_PIPE}"
+                f"removed or replaced{_NEW_PIPE}"
             )
         super()._follow_model(inputs)
 
@@ -435,44 +397,10 @@ class GPipe(Stepping):
 
         On any error nothing has changed.
         """
-        first = next((layer for partition in self._partitions for layer in partition.children()), None)
-        kind = class_for(type(self), GPipe.forward, first)
         stages, layout = laid_out(self._partitions, self._devices, checkpoint)
         pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
         laid_out_layers = [list(partition._modules.values()) for partition in self._partitions]
         self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _laid_out=laid_out_layers)
-        object.__setattr__(self, "__class__", kind)
-
-    def _divide(self, layers: nn.Sequential, balance: list[int]) -> None:
-        """Replace the layers of the partitions. On any error nothing has changed."""
-        with untouched_on_failure(nn.ModuleList([self._partitions, layers])):
-            partitions, balance, _ = divide(layers, balance, self._devices, None)
-            for partition, other in zip(self._partitions, partitions, strict=True):
-                partition._modules = other._modules  # a run may be iterating over the dict of before
-            self._lay_out(rebalanced(self._checkpoint, self._balance, balance))
-        self.__dict__["_balance"] = balance
-
-    def _change(self, name: str, layer: nn.Module | None) -> None:
-        """Replace the layer called ``name`` by ``layer``, in the pipe and its partition."""
-        if self._model is not None:
-            raise TypeError(
-                f"{name!r} of a pipe of a flattened model cannot be replaced, because its layers were made of the "
-                "model; change that, and make a new pipe of it"
-            )
-        if not isinstance(layer, nn.Module):
-            raise TypeError(
-                f"layer {name!r} of a pipe can be replaced by another module only; got {layer!r}{_NEW_PIPE}"
-            )
-        if layer is self._modules[name]:
-            return
-        with untouched_on_failure(layer):
-            if self._deferred:
-                layer = DeferredBatchNorm.convert_deferred_batch_norm(layer, self._chunks)
-            layers: dict[str, Any] = {**self._modules, name: layer}
-            whole = nn.Sequential(OrderedDict(layers))
-            verify_skippables(whole)
-            self._divide(whole, self._balance)
-        self._modules[name] = layer
 
     def _whole(self) -> nn.Sequential:
         layers = OrderedDict(self._layers())
@@ -491,7 +419,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out")
-_NEW_PIPE = "; for other layers make a new pipe: GPipe(nn.Sequential(...), balance=...)"
+_NEW_PIPE = "; make a new pipe of its layers or others: GPipe(pipe[:], balance=...); the same optimizer may go on"
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

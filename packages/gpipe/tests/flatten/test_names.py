@@ -63,8 +63,6 @@ def test_names_and_order_are_those_of_the_model(problem: tuple[dict[str, Any], A
         expect_listed(pipe, model)
         assert [*pipe] == [*layers]
         assert len(pipe) == len(layers)
-        pipe.rebalance([len(layers) - cut, cut])
-        expect_listed(pipe, model)
         with closing(GPipe(pipe[:], [len(layers)], devices=["cpu"])) as again:
             expect_listed(again, model)
         assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in model.state_dict()]

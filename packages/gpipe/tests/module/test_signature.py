@@ -58,15 +58,6 @@ def test_the_signature_is_that_of_the_first_layer(signature: Signature) -> None:
     assert inspect.signature(copy.deepcopy(pipe).forward) == signature
 
 
-@given(signatures(), signatures())
-def test_it_changes_with_the_layer(before: Signature, after: Signature) -> None:
-    pipe = piped(layer_with(before), nn.Linear(1, 1))
-    pipe[1] = nn.Linear(1, 1)
-    assert inspect.signature(pipe.forward) == before
-    pipe[0] = layer_with(after)
-    assert inspect.signature(pipe.forward) == after
-
-
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -254,8 +254,8 @@ class StageRun:
         if "device" in str(error) and (found := _elsewhere(stage)):
             add_note(
                 error,
-                f"{found}: the model was moved after its pipe was made; pipe.rebalance(pipe.balance) moves all layers "
-                "back; to have the model elsewhere too, move a copy of it",
+                f"{found}: the model was moved after its pipe was made; a new pipe, GPipe(pipe[:], pipe.balance, "
+                "devices=pipe.devices), moves all layers back; to have the model elsewhere too, move a copy of it",
             )
         return error
 

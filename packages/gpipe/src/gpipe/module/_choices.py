@@ -57,16 +57,6 @@ def copied(choices: Choices) -> Choices:
     return choices if isinstance(choices, str) else as_lists(choices)
 
 
-def rebalanced(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
-    """``choices`` for partitions of other sizes, ``after``; ValueError if they have flags for those of ``before``."""
-    if flags_of(choices) is not None and list(before) != list(after):
-        raise ValueError(
-            f"checkpoint={choices!r} has flags for partitions of {list(before)} layers; set pipe.checkpoint to modes, "
-            f"rebalance to {list(after)}, and set flags again"
-        )
-    return choices
-
-
 def modes_of(choices: Choices) -> str | list[str]:
     """The modes for schedules: a partition with blocks is not checkpointed as a whole."""
     return choices if isinstance(choices, str) else [*map(scheduled, choices)]

@@ -236,16 +236,6 @@ def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
     return sizes
 
 
-def expect_partitions(balance: list[int], partitions: int) -> list[int]:
-    """``balance``; BalanceError unless it has this number of partitions."""
-    if len(balance) != partitions:
-        raise BalanceError(
-            f"balance: expected {partitions} numbers, one for each partition, got {balance}; for another number of "
-            "partitions make a new pipe: GPipe(pipe[:], balance=..., devices=...)"
-        )
-    return balance
-
-
 Named = tuple[str, nn.Module]
 
 

@@ -1,0 +1,75 @@
+"""The layers of a pipe and of its partitions are the same, and remain those that it was made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe import GPipe
+
+from ..layers import DOUBLE, assert_trains_like, linears, piped, rows
+
+REFUSED: dict[str, Callable[[GPipe], Any]] = {
+    "by its index": lambda pipe: pipe.__setitem__(1, nn.Tanh()),
+    "by its name": lambda pipe: setattr(pipe, "1", nn.Tanh()),
+    "none": lambda pipe: setattr(pipe, "1", None),
+}
+PAST: dict[str, Callable[[GPipe], Any]] = {
+    "a layer more": lambda pipe: setattr(pipe, "new", nn.Tanh()),
+    "another one, by add_module": lambda pipe: pipe._modules.__setitem__("1", nn.Tanh()),
+    "deleted": lambda pipe: delattr(pipe, "1"),
+    "partition, a layer more": lambda pipe: pipe.partitions[1].append(nn.Tanh()),
+    "partition, another one": lambda pipe: pipe.partitions[1].__setitem__(0, nn.Tanh()),
+    "partitions, another one": lambda pipe: pipe.partitions.__setitem__(0, linears()),
+}
+"""What changes the layers of the pipe or of its partitions."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layer_cannot_be_replaced(name: str) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    with pytest.raises(TypeError, match=r"cannot be replaced; make a new pipe .*GPipe\(pipe\[:\]"):
+        REFUSED[name](pipe)
+    assert_trains_like(pipe, linears())
+
+
+@pytest.mark.parametrize("name", PAST)
+@pytest.mark.parametrize("run", [lambda pipe: pipe(rows()), lambda pipe: pipe.step(rows(), loss_fn=torch.sum)])
+def test_layers_changed_past_the_pipe_are_told_of_before_anything_runs(name: str, run: Any) -> None:
+    pipe, called = piped(linears(), [1, 2], chunks=2), []
+    for each in pipe:
+        each.register_forward_hook(lambda *_: called.append(None))
+    PAST[name](pipe)
+    with pytest.raises(RuntimeError, match=r"make a new pipe .*GPipe\(pipe\[:\]"):
+        run(pipe)
+    assert not called
+
+
+def test_a_new_pipe_of_the_layers_goes_on_with_the_optimizer() -> None:
+    model = linears(5)
+    before, plain = piped(model, [1, 4], chunks=2), copy.deepcopy(model)
+    adam = [torch.optim.Adam(each.parameters(), 0.1) for each in (before, plain)]
+    for pipe in (before, GPipe(before[:], [3, 2], devices=["cpu"] * 2, chunks=2), copy.copy(before)):
+        assert_trains_like(pipe, plain)
+        for each in adam:
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
+
+
+def test_a_parameter_of_the_pipe_itself_is_trained_and_saved_as_on_the_plain_model() -> None:
+    """Such as the weights of several losses."""
+    pipe, model = piped(linears(), [1, 2], chunks=2), linears()
+    for each in (pipe, model):
+        each.scale = nn.Parameter(torch.full((1,), 2.0, dtype=DOUBLE))
+        each.register_buffer("seen", torch.zeros(1))
+        (each(rows()).square().sum() * each.scale).backward()
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    grads = [{n: p.grad for n, p in each.named_parameters()} for each in (pipe, model)]
+    torch.testing.assert_close(*grads)
+    assert [name for name, _ in pipe.named_children()] == ["0", "1", "2"]
