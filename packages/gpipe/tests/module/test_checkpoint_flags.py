@@ -176,3 +176,110 @@ def test_it_may_be_set_between_steps_copied_and_pickled():
             each.step(rows(4), rows(4), loss_fn=F.mse_loss)
         F.mse_loss(plain(rows(4)), rows(4)).backward()
         assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "says"),
+    [
+        ([[True], "never"], ValueError, r"checkpoint\[0\].*each of the 2 layers of partition 0; got 1"),
+        ([[True, 1], "never"], TypeError, r"checkpoint\[0\]\[1\] must be True or False"),
+        ([True, "never"], ValueError, r"checkpoint\[0\]"),
+        ([[True, False]], ValueError, "each of the 2 partitions"),
+    ],
+)
+def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
+    with pytest.raises(kind, match=says):
+        piped(linears(3), [2, 1], checkpoint=choice)
+
+
+@each_way
+def test_hooks_of_a_partition_are_called_once_a_forward(inline: bool):
+    """Also hooks that change what it returns."""
+    plain, seen = linears(3), []
+    with closing(piped(plain, [2, 1], chunks=2, checkpoint=[[True, False], "never"])) as pipe, running(inline):
+        pipe.partitions[0].register_forward_hook(lambda *_: seen.append(1))
+        pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        F.mse_loss(plain[2](plain[:2](rows(4)) * 2), rows(4)).backward()
+        assert_same(pipe, plain)
+        assert len(seen) == 2
+
+
+class Counts(nn.Module):
+    """Depends on how often it was called, which nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(None)
+        return (x * len(self.calls)).sin()
+
+
+class SavesMore(Counts):
+    """Gives the same each time, by other operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(None)
+        return x.sin() if len(self.calls) < 2 else x.sin() + (x * x) * 0
+
+
+class Spoils(nn.Module):
+    """Changes what the layer before it has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("layers", "choice", "says"),
+    [
+        ([Counts()], [True, False], "gave another output"),
+        ([SavesMore()], [True, False], "did other operations"),
+        ([nn.Sigmoid(), Spoils()], [True, True, False], "modified by an inplace operation"),
+    ],
+    ids=["other output", "other operations", "in place"],
+)
+def test_what_cannot_be_repeated_is_refused(layers: list[nn.Module], choice: list[bool], says: str, inline: bool):
+    model = nn.Sequential(*copy.deepcopy(layers), nn.Linear(3, 3, dtype=DOUBLE))
+    pipe = GPipe(model, [len(model)], devices=["cpu"], checkpoint=[choice])
+    with closing(pipe), running(inline), pytest.raises(RuntimeError, match=says):
+        pipe.step(rows(4, grad=True), rows(4), loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("number", range(1, 2**5 - 1))
+def test_layers_in_place_at_any_side_of_a_block(number: int):
+    """An input that a block changes is kept as it was."""
+    plain = nn.Sequential(linears(1), nn.ReLU(inplace=True), linears(1), nn.SELU(inplace=True), linears(1)).double()
+    with closing(piped(plain, [5], chunks=2, checkpoint=[[bool(number >> k & 1) for k in range(5)]])) as pipe:
+        for schedule in ("1f1b", "zero_bubble"):
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss, schedule=schedule)
+            F.mse_loss(plain(rows(4)), rows(4)).backward()
+            assert_same(pipe, plain)
+
+
+def test_a_pipe_inside_of_a_checkpointed_layer_is_refused():
+    inner = piped(linears(2), [1, 1], checkpoint="never")
+    pipe = GPipe(nn.Sequential(inner, *linears(2)), [2, 1], devices=["cpu"] * 2, checkpoint=[[True, False], "never"])
+    with closing(inner), closing(pipe), pytest.raises(RuntimeError, match="computes on other threads"):
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+
+
+def test_derivatives_inside_of_a_checkpointed_layer_are_refused():
+    """torch.func cannot save tensors by hooks."""
+    slope = Call(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum())))
+    with closing(piped(nn.Sequential(slope, *linears(2)), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert any("give its partition one mode" in note for note in caught.value.__notes__)
+        pipe.checkpoint = ["always", "never"]
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+
+
+def test_a_compiled_partition_is_refused():
+    with closing(piped(linears(3), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
+        pipe.partitions[0].compile(backend="eager")
+        with pytest.raises(RuntimeError, match="partition 0 is compiled as a whole"):
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
