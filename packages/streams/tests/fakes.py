@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from streams import submit
+from streams import CPUStream, Task
 
 T = TypeVar("T")
 
@@ -80,3 +81,17 @@ def awake(in_queue: Any) -> None:
     """On a Python that counts references by thread, let the worker free what it made: it does so when it is awake."""
     if "free-threading build" in sys.version:
         submit(in_queue, int).result(PATIENCE)
+
+
+def submit(in_queue, call):
+    """A future of what ``call`` gives on the worker of ``in_queue``."""
+    future = Future()
+
+    def compute():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    in_queue.put(Task(CPUStream, compute=compute))
+    return future

@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from streams import Context, DispatchMode, spawn_workers, submit
+from streams import Context, DispatchMode, spawn_workers
 
-from .fakes import PATIENCE, in_thread
+from .fakes import PATIENCE, in_thread, submit
 from .strategies import (
     COLOUR,
     DEVICE_TYPES,
@@ -137,22 +137,6 @@ def test_no_mode_sees_the_change(blocks, others):
         assert LOG == []
 
 
-def leave_behind():
-    """Change the grad mode, and fail before it is changed back."""
-    torch._C._set_grad_enabled(not torch.is_grad_enabled())
-    raise ZeroDivisionError
-
-
-@given(surroundings(3))
-def test_a_grad_mode_left_behind_inside_is_put_right(blocks):
-    with inside(blocks):
-        context = Context.capture()
-    before = state()
-    with pytest.raises(ZeroDivisionError):
-        under(context, leave_behind)
-    assert state() == before
-
-
 @given(surroundings(), surroundings())
 def test_what_fails_half_way_leaves_nothing_changed(blocks, others):
     with inside(blocks):
@@ -163,14 +147,6 @@ def test_what_fails_half_way_leaves_nothing_changed(blocks, others):
         with pytest.raises(AttributeError):
             under(context, lambda: pytest.fail("the block is not entered"))
         assert state() == before
-
-
-def test_the_default_device_set_for_good_goes_along():
-    torch.set_default_device("meta")
-    try:
-        assert in_worker(lambda: torch.empty(1).device.type) == "meta"
-    finally:
-        torch.set_default_device(None)
 
 
 class Casts(DispatchMode):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
-
-from streams import keep_memory
 
 STEPS = """
 import resource, threading, torch
@@ -52,21 +49,3 @@ def test_steps_find_the_memory_of_the_ones_before() -> None:
     if not without:
         pytest.skip("this PyTorch hands no page back even without")
     assert without > 10 * (kept + 1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is called")
-@pytest.mark.parametrize("refused", [-1, -2, -3])
-def test_every_setting_is_asked_for_and_a_refusal_is_said(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
-    asked: list[int] = []
-
-    class Library:
-        def __init__(self, name: None) -> None: ...
-
-        @staticmethod
-        def mallopt(setting: int, value: int) -> int:
-            asked.append(setting)
-            return int(setting != refused)
-
-    monkeypatch.setattr(ctypes, "CDLL", Library)
-    assert keep_memory() is False
-    assert sorted(asked) == [-3, -2, -1]

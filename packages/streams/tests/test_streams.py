@@ -23,7 +23,6 @@ from streams import (
     record_event,
     record_stream,
     spawn_workers,
-    submit,
     use_device,
     use_stream,
     wait_event,
@@ -31,7 +30,7 @@ from streams import (
 )
 
 from .accelerator import KINDS, accelerator
-from .fakes import PATIENCE, FakeDevice, in_thread, take, wait
+from .fakes import PATIENCE, FakeDevice, in_thread, submit, take, wait
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=[f"fake-{kind}" for kind in KINDS])
 GIVERS = [new_stream, current_stream, default_stream]

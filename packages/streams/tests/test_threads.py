@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streams import _threads, limit_threads, pause_helpers
 
-from .fakes import PATIENCE, in_child, in_thread
+from .fakes import PATIENCE, in_thread
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count helper threads")
 NUMBERS = st.integers(1, 4)
@@ -122,14 +122,3 @@ def test_helpers_end_and_come_back():
         return found
 
     assert in_thread(run) == [True] * 6
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_does_not_wait_for_helpers_that_stayed_in_the_parent():
-    def run():
-        limit_threads(2)
-        torch.nn.functional.gelu(torch.ones(500, 500))
-        return in_child(lambda: (pause_helpers(), in_thread(pause_helpers)))
-
-    assert in_thread(run) == "(False, False)"

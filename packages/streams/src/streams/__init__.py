@@ -19,7 +19,6 @@ from ._stream import (
     is_cuda,
     new_stream,
 )
-from ._submit import submit
 from ._task import ExcInfo, InQueue, OutQueue, Task
 from ._threads import limit_threads, pause_helpers
 from ._use import use_device, use_stream
@@ -51,7 +50,6 @@ __all__ = [
     "record_event",
     "record_stream",
     "spawn_workers",
-    "submit",
     "use_device",
     "use_stream",
     "wait_event",

@@ -57,19 +57,6 @@ class Task(Generic[Result]):
             with use_stream(self.stream):
                 self._finalize(result)
 
-    def begin(self) -> bool:
-        """Called by the worker before the task. Returns whether the worker should do it."""
-        return True
-
-    def answer(self, answer: Answer, out_queue: OutQueue) -> None:
-        """Called by the worker, once, after :meth:`compute`.
-
-        Args:
-            answer: the task and its result, or the exception that was raised.
-            out_queue: the out-queue of the worker.
-        """
-        out_queue.put(answer)
-
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 """What ``sys.exc_info()`` returns inside an ``except`` block."""

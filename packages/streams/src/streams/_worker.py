@@ -37,8 +37,7 @@ def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
         with ExitStack() as scope:
             failure = _failure(scope, blocks)
             while (task := in_queue.get()) is not None:
-                if task.begin():
-                    task.answer(failure or _answer(task), out_queue)
+                out_queue.put(failure or _answer(task))
                 del task
     finally:
         out_queue.put((False, None))
