@@ -238,26 +238,6 @@ class TestPipesInside:
         with pytest.raises(RuntimeError, match="loss function"):
             within(20, run)
 
-    def test_two_threads_whose_pipes_call_each_others_pipe_do_not_wait_for_ever(self) -> None:
-        meeting = threading.Barrier(2)
-
-        def cross(other: Callable[[], GPipe]) -> Callable[[Tensor], Any]:
-            first = [True]
-
-            def layer(x: Tensor) -> Any:
-                if first:
-                    first.clear()
-                    meeting.wait(300)  # both pipes are being run now
-                return other()(x)
-
-            return layer
-
-        one = self.calling(cross(lambda: other))
-        other = self.calling(cross(lambda: one))
-        one.chunks = other.chunks = 1
-        with pytest.raises(RuntimeError, match="would wait for"):
-            at_once(lambda: one(rows()), lambda: other(rows()))
-
     @ways
     @pytest.mark.parametrize("checkpoint", ["always", "never"])
     def test_layers_on_two_stages_may_share_a_pipe(

@@ -7,12 +7,12 @@ second part starts from them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from profiler.split import BackwardGraph, Branch
 
@@ -28,35 +28,15 @@ class Weights(NamedTuple):
 
     branch: Branch
     gradients: Gradients
-    hooked: bool
-    """Whether the gradients have passed the hooks of the tensor that they belong to."""
 
     def backward(self, sums: GradientSums | None = None) -> None:
         """Accumulate the gradients of the parameters in ``.grad``, or in ``sums``."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
-        if not flowing:
-            return
-        edges, gradients = zip(*flowing, strict=True)
-        with _replaced(flowing) if self.hooked else nullcontext():
+        if flowing:
+            edges, gradients = zip(*flowing, strict=True)
             accumulate = _engine.accumulate_in if sums is None else sums.accumulate
             accumulate(edges, gradients, self.branch.parameters)
-
-
-@contextmanager
-def _replaced(flowing: Sequence[tuple[GradientEdge, Tensor]]) -> Iterator[None]:
-    """A context in which a node uses the gradients in ``flowing``, whatever hooks of tensors return."""
-    handle = flowing[0][0].node.register_prehook(partial(_put, flowing))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _put(flowing: Sequence[tuple[GradientEdge, Tensor]], gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """``gradients`` of all outputs of a node, with those in ``flowing`` put in their places."""
-    own = {edge.output_nr: gradient for edge, gradient in flowing}
-    return tuple([own.get(number, gradient) for number, gradient in enumerate(gradients)])
 
 
 def backward_inputs(
@@ -74,15 +54,14 @@ def backward_inputs(
     """
     graph = BackwardGraph([get_gradient_edge(output) for output in outputs])
     branches = graph.branches({id(leaf) for leaf in leaves})
-    if branches is None:
+    # A custom Function may overwrite the gradient that it gets, which the second part would then start from.
+    if branches is None or any(map(is_custom, {type(node) for node in graph.nodes})):
         return None
     edges = [edge for branch in branches for edge in branch.edges]
-    # Nodes written in Python, other than those through which tensors enter a stage.
-    custom = any(map(is_custom, {type(node) for node in graph.nodes}))
-    with _copied(edges if custom else ()) as copies, _apart(leaves):
+    with _apart(leaves):
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
-    arrived = iter(copies if custom else found[len(leaves) :])
-    weights = [Weights(branch, [next(arrived) for _ in branch.edges], hooked=custom) for branch in branches]
+    arrived = iter(found[len(leaves) :])
+    weights = [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]
     return own_memory(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
 
 
@@ -100,25 +79,3 @@ def _apart(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _copied(edges: Sequence[GradientEdge]) -> Iterator[Gradients]:
-    """A context for the first part, that copies the gradients at ``edges`` when they arrive. Use them after its end.
-
-    A custom Function may overwrite the gradient that it gets. In an ordinary backward the parameters would have used it
-    by then.
-    """
-    copies: Gradients = []
-    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-
-    def keep(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-        arrived[node] = tuple([None if gradient is None else gradient.clone() for gradient in gradients])
-
-    handles = [node.register_prehook(partial(keep, node)) for node in dict.fromkeys(edge.node for edge in edges)]
-    try:
-        yield copies
-    finally:
-        for handle in handles:
-            handle.remove()  # the second part starts at the same nodes, and must not copy again
-    copies += [arrived[edge.node][edge.output_nr] if edge.node in arrived else None for edge in edges]
