@@ -85,10 +85,3 @@ def test_an_index_out_of_range(value: Any, index: int) -> None:
     with pytest.raises(IndexError, match="out of range"):
         batch[index] = y
     assert identical(batch, [x])
-
-
-def test_only_tensors_replace_tensors() -> None:
-    with pytest.raises(TypeError, match=r"batch\[0\] is set to a int; expected a tensor"):
-        Batch(x)[-1] = 3  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"batch\[1\] is set to a NoneType; expected a tensor"):
-        Batch((x, y))[:] = (x, None)  # type: ignore[list-item]

@@ -138,12 +138,6 @@ def test_what_a_constructor_has_done_is_not_done_again() -> None:
     assert gather([a, b]).words.tolist() == (2 * x).tolist()
 
 
-def test_what_else_a_mapping_carries_does_not_come_along() -> None:
-    (a, _) = scatter(Encoding({"words": x}, encoding=["of", "all", "four", "rows"]), 2)
-    assert a.value.words.shape == (2, 3)
-    assert a.value.encoding is None
-
-
 def test_paths_and_specs_go_by_name() -> None:
     with pytest.raises(TypeError, match=r"^input\[0\]\.mask\['n'\] is of type int"):
         scatter((Sample(x, Encoding({"n": 3})),), 2)

@@ -27,11 +27,6 @@ def test_scatter_counts_the_rows_of_what_it_cuts(problem: Problem) -> None:
         assert len({len(batch.rows) for batch in cut}) == 1
 
 
-def test_each_number_of_rows_counts_once() -> None:
-    found = scatter((torch.ones(2), torch.ones(4), torch.ones(2, 3), Split(torch.ones(1, 6), dim=1)), 2)
-    assert [batch.rows for batch in found] == [(1, 2, 3)] * 2
-
-
 @given(many, st.integers(0, 3))
 def test_so_many_times_the_rows_pass(rows: list[int], times: int) -> None:
     result = gather(batches(rows, lambda n: torch.arange(float(times * n))))

@@ -97,12 +97,6 @@ def test_a_spec_of_something_else(wrong: Any) -> None:
         scatter({"a": x}, 2, {"a": wrong})
 
 
-@pytest.mark.parametrize("dim", [None, 1.0, "1", True])
-def test_the_dimension_is_an_integer(dim: Any) -> None:
-    with pytest.raises(TypeError, match=r"dim of Split is .*; expected an integer"):
-        Split(dim)
-
-
 @pytest.mark.parametrize(
     ("value", "path", "kind"),
     [

@@ -1,11 +1,10 @@
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from microbatch import Batch, gather, scatter_views
 
@@ -43,21 +42,6 @@ def test_after_sync_a_counter_has_moved_where_something_happened_and_nowhere_els
             seen, source, own = now, False, [False] * 4
 
 
-def saved_by_a_layer(chunk: Tensor) -> Tensor:
-    return chunk * torch.ones(2, requires_grad=True)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_changed_source_is_noticed_where_autograd_saved_it(chunks: int) -> None:
-    x = torch.ones(2 * chunks)
-    batches, versions = scatter_views(x, chunks)
-    output = gather([batch.call(saved_by_a_layer) for batch in batches])
-    x.add_(1)
-    versions.sync()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
 def test_an_in_place_layer_on_each_micro_batch_works() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
     x = torch.randn(6, 3)
@@ -83,13 +67,3 @@ def test_a_source_and_its_graph_may_go_before_the_versions() -> None:
     assert torch.UntypedStorage._expired(pointer)
     batches[0].tensor.add_(1)
     versions.sync()
-
-
-def test_a_graph_that_a_micro_batch_got_in_place_may_go_after_sync() -> None:
-    batches, versions = scatter_views(torch.ones(4), 2)
-    saved = torch.ones(2)
-    pointer = saved.untyped_storage()._weak_ref()
-    batches[0].tensor.mul_(torch.ones(2, requires_grad=True)).mul_(saved)
-    versions.sync()
-    del batches, saved
-    assert torch.UntypedStorage._expired(pointer)

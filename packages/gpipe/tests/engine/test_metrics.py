@@ -87,7 +87,7 @@ class TestRefused:
             ([{"a": None}], TypeError, r"metrics\['a'\] of loss_fn is of type NoneType"),
             ([{"a": torch.ones(3)}], ValueError, r"must have the same names .* its shapes are \(3,\)"),
             ([{"a": torch.ones(2)}, {"a": torch.ones(4)}], ValueError, r"its shapes are \(\d,\), \(\d,\)"),
-            ([{"a": 1}, {"b": 1}], ValueError, "instead of a dict with branches"),
+            ([{"a": 1}, {"b": 1}], ValueError, "instead of a dict with the leaves"),
             ([{"a": torch.ones(2)}, {"a": torch.ones(2).int()}], ValueError, "they may differ in rows only"),
             ([None, {"a": 1}], ValueError, "loss_fn returned metrics for some micro-batches only"),
             ([{"a": 1}, None], ValueError, "loss_fn returned metrics for some micro-batches only"),

@@ -9,35 +9,26 @@ from torch import Tensor
 from ._versions import Versions
 
 Sizes = tuple[int, ...]
-Chunks = int | list[int] | tuple[int, ...]
-"""The largest number of micro-batches to make, or the rows of each."""
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 
 
-def counted(chunks: Any) -> int | Sizes:
-    """`chunks` as an int, or as a tuple of sizes.
+def counted(chunks: Any) -> int:
+    """`chunks` as an int.
 
     Raises:
-        TypeError, ValueError: `chunks` is neither an integer of at least 1 nor some sizes of at least 0.
+        TypeError, ValueError: `chunks` is not an integer of at least 1.
     """
-    listed = isinstance(chunks, list | tuple)
     try:
-        numbers = tuple(map(operator.index, chunks if listed else (chunks,)))
+        number = operator.index(chunks)
     except TypeError:
-        numbers = ()
-    if not numbers:
-        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1, or a list of the rows of each")
-    if listed and min(numbers) < 0:
-        raise ValueError(f"chunks is {chunks}; no micro-batch can have fewer than 0 rows")
-    if not listed and numbers[0] < 1:
+        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1") from None
+    if number < 1:
         raise ValueError(f"chunks is {chunks!r}; expected at least 1")
-    return numbers if listed else numbers[0]
+    return number
 
 
-def dealt(rows: int, chunks: int | Sizes) -> Sizes:
+def dealt(rows: int, chunks: int) -> Sizes:
     """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left."""
-    if isinstance(chunks, tuple):
-        return chunks
     if not rows:
         return (0,) * chunks
     size = -(-rows // chunks)

@@ -8,7 +8,7 @@ from torch.utils._pytree import TreeSpec
 
 from ._batch import Batch
 from ._join import joined
-from ._paths import LeafPath, children, describe
+from ._paths import LeafPath, leaf_paths
 from ._rules import ROWS
 from ._spec import ruled
 from ._tree import flatten, is_tensors, unflatten
@@ -70,21 +70,13 @@ def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
     """The leaves of the value of micro-batch i, whose tree must be that of the first."""
     leaves, its = flatten(value)
     if its != tree:
-        raise ValueError(f"micro-batch {i} is unlike micro-batch 0: {_difference(first, value, 'output')}")
+        raise ValueError(
+            f"micro-batch {i} is unlike micro-batch 0: a {type(value).__name__} with the leaves {_listed(value)} "
+            f"instead of a {type(first).__name__} with the leaves {_listed(first)}; "
+            "all must have the same types, keys and constants"
+        )
     return leaves
 
 
-def _difference(first: Any, other: Any, path: str) -> str:
-    """The first place where two trees differ, and how. Empty if they do not."""
-    ours, theirs = children(first), children(other)
-    if flatten(first)[1] == flatten(other)[1]:
-        return ""
-    labels, others = ([label for label, _ in found or ()] for found in (ours, theirs))
-    if type(first) is not type(other) or ours is None or theirs is None or labels != others:
-        return (
-            f"{path} is a {type(other).__name__} with {describe(theirs)} instead of a {type(first).__name__} with "
-            f"{describe(ours)}"
-        )
-    pairs = zip(ours, theirs, strict=True)
-    inside = (_difference(mine, its, path + label) for (label, mine), (_, its) in pairs)
-    return next(filter(None, inside), f"{path} is a {type(other).__name__} with other constants")
+def _listed(value: Any) -> str:
+    return ", ".join(leaf_paths(value, "output")) or "none"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._cut import Chunks, Cut, Sizes, copies, counted, dealt, views
+from ._cut import Cut, Sizes, copies, counted, dealt, views
 from ._paths import LeafPath
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
@@ -15,7 +15,7 @@ from ._tree import is_flat, is_tensors, leaves_of, unflatten
 from ._versions import Versions
 
 
-def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
+def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
     """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse.
 
     Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
@@ -28,7 +28,7 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
     Args:
         value: a tensor, or a tree of tensors and None. `Split(x, dim=1)` and `Replicate(x)` around a part are its
             rules; the micro-batches do not contain them.
-        chunks: the largest number of micro-batches; or the rows of each, as in `[3, 4]`.
+        chunks: the largest number of micro-batches.
         spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
 
     Returns:
@@ -36,19 +36,17 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
 
     Raises:
         TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
-        ValueError: chunks < 1, or sizes whose sum is not the number of rows; there is no tensor to cut, or one without
+        ValueError: chunks < 1; there is no tensor to cut, or one without
             dimensions; tensors give different numbers of micro-batches; `spec` does not fit. The message names the
             path, as in `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
-    >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), [3, 4])]
-    [[0, 1, 2], [3, 4, 5, 6]]
     """
     return _scatter(value, chunks, spec, copies)
 
 
-def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Batch], Versions]:
+def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch], Versions]:
     """Cut `value` into detached views of it, without a copy.
 
     The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
@@ -101,7 +99,7 @@ Replicate() around it, or in the spec, hands it whole to every micro-batch
         cut_rules(value, spec)
 
 
-def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
+def _scatter(value: Any, chunks: int, spec: Any, cut: Cut) -> list[Batch]:
     number = counted(chunks)
     if spec is None and isinstance(value, Tensor):
         sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, "input"))
@@ -113,7 +111,7 @@ def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
 
 
 def _rows(
-    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: int | Sizes, cut: Cut
+    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: int, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
     columns = {
@@ -140,9 +138,7 @@ def _story(value: Any, index: int, sizes: Sizes) -> str:
     return f"{len(sizes)} micro-batches of {LeafPath(value, index, 'input')} with shape {shape}"
 
 
-def _column(
-    tensor: Tensor, rule: Split, chunks: int | Sizes, cut: Cut, place: LeafPath
-) -> tuple[Sizes, Sequence[Tensor]]:
+def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
     """One leaf of every micro-batch, and its number of rows in each."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
@@ -152,13 +148,7 @@ def _column(
             f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
             "or Replicate() it in the spec"
         )
-    rows = tensor.size(rule.dim)
-    sizes = dealt(rows, chunks)
-    if sum(sizes) != rows:
-        raise ValueError(
-            f"chunks={list(sizes)} deals {sum(sizes)} rows, but {place} with shape {tuple(tensor.shape)} has {rows} "
-            f"along dimension {rule.dim}"
-        )
+    sizes = dealt(tensor.size(rule.dim), chunks)
     try:
         return sizes, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator
