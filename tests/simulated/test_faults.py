@@ -241,12 +241,15 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
         TIMELINE,
     ),
     (Fault("a timeline's events have no times", RECORD, EVENT, "event = record_event(stream)"), TIMELINE),
-    (Fault("a timeline does not wait for its events", RECORD, "instant.event.synchronize()", "pass"), TIMELINE),
+    (
+        Fault("a timeline does not wait for its events", RECORD, "            event.synchronize()", "            pass"),
+        TIMELINE,
+    ),
     (
         Fault(
             "a timeline does not wait for the event that its clock begins with",
             RECORD,
-            "            event.synchronize()",
+            "            base.synchronize()",
             "            pass",
         ),
         TIMELINE,

@@ -369,9 +369,10 @@ class GPipe(Stepping):
         stops = self._checkpoint_stops(len(batches))
         # Also because only one thread at a time may learn which layers draw, and so on.
         with self._workers.section.entered():
-            plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
-            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder)
-            self._chooser.learn(plan)
+            size = Size(len(batches), self._pipeline.placement, stops)
+            chosen, recorder = self._chooser.plan(schedule, batches, size)
+            self._pipeline.train(batches, stops, loss, chosen, recorder)
+            self._chooser.learn()
 
     def _prepare(self) -> None:
         """Make what a pipe needs in this process."""

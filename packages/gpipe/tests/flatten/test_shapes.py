@@ -141,7 +141,6 @@ def test_a_profile_of_a_model_without_data_tells_the_bytes_of_stages() -> None:
     assert found.costs("saved_bytes") == expected.costs("saved_bytes")
     blind, timed = (simulate("1f1b", stage_costs(each, [3, 2, 3]), microbatches=6) for each in (found, expected))
     assert blind.peak_bytes == timed.peak_bytes
-    assert (blind.unit, timed.unit) == ("ticks", "s")
 
 
 RUNS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {

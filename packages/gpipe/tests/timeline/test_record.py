@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import count, pairwise
 from types import SimpleNamespace
@@ -30,6 +31,8 @@ from ..schedules import fitting
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
+each_way = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
+Block = Callable[[], AbstractContextManager[Any]]
 
 
 def stepped(pipe: GPipe, schedule: str | Schedule, count: int) -> None:
@@ -134,22 +137,18 @@ class TestClockOfADevice:
             look.got([], False)
             stream.clock += 2
             end = clock.now(self.DEVICE)
-            waits = [clock.seconds(b) - clock.seconds(a) for a, b in look.waits]
-            assert waits == pytest.approx([3, 4])
-            assert clock.seconds(end) - clock.seconds(look.start) == pytest.approx(2)
+            assert [b() - a() for a, b in look.waits] == pytest.approx([3, 4])
+            assert end() - look.start() == pytest.approx(2)
 
-    @pytest.mark.parametrize("inline", [False, True])
-    @pytest.mark.parametrize("mode", MODES)
-    def test_events_of_a_run_are_read_when_the_timeline_is(
-        self, mode: str, inline: bool, monkeypatch: pytest.MonkeyPatch
-    ):
+    @each_way
+    def test_events_of_a_run_are_read_when_the_timeline_is(self, way: Block, monkeypatch: pytest.MonkeyPatch):
         read: list[FakeEvent] = []
         with accelerator("xpu") as fake:
-            pipe = piped(linears(), [1, 2], chunks=2, checkpoint=mode)
+            pipe = piped(linears(), [1, 2], chunks=2, checkpoint="except_last")
             for stage in pipe._pipeline.stages:
                 monkeypatch.setattr(stage, "on_accelerator", True)
             monkeypatch.setattr(Clock, "now", lambda clock, device, now=Clock.now: now(clock, self.DEVICE))
-            with record() as timeline, gpipe.inline() if inline else nullcontext():
+            with record() as timeline, way():
                 pipe(rows(4)).sum().backward()
                 assert not fake.stream(0, 0).drained
             monkeypatch.setattr(FakeEvent, "synchronize", lambda event: read.append(event))
@@ -157,39 +156,24 @@ class TestClockOfADevice:
             assert read
 
 
-class TestOff:
-    def test_it_ends_with_the_block(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with record() as timeline:
-            stepped(pipe, "1f1b", 4)
-        before = timeline.events
-        stepped(pipe, "1f1b", 4)
-        assert timeline.events == before
-        assert len(before) == 8
-
-    def test_backward_after_the_block_belongs_to_its_run(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with record() as timeline:
-            output = pipe(rows(4))
-        output.sum().backward()
-        assert Counter(e.kind for e in timeline.events) == {"forward": 4, "backward": 4}
-
-    def test_other_threads_of_the_caller_are_not_recorded(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with record() as timeline:
-            thread = threading.Thread(target=stepped, args=(pipe, "1f1b", 4))
-            thread.start()
-            thread.join(300)
-        assert len(timeline) == 0
-        assert pipe[0].weight.grad is not None
+def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_else():
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+    with record() as timeline:
+        output = pipe(rows(4))
+        thread = threading.Thread(target=stepped, args=(pipe, "1f1b", 4))
+        thread.start()
+        thread.join(300)
+    assert len(timeline) == 4
+    stepped(pipe, "1f1b", 4)
+    output.sum().backward()
+    assert Counter(e.kind for e in timeline.events) == {"forward": 4, "backward": 4}
 
 
 @pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
-@pytest.mark.parametrize("mode", MODES)
-def test_results_are_the_same(memory: bool, where: type[AbstractContextManager[Any]], mode: str):
-    model, recorded = linears(), piped(linears(), [1, 2], chunks=4, checkpoint=mode)
-    with record(memory=memory), where():
+@each_way
+def test_results_are_the_same(memory: bool, way: Block):
+    model, recorded = linears(), piped(linears(), [1, 2], chunks=4, checkpoint="except_last")
+    with record(memory=memory), way():
         stepped(recorded, "zero_bubble", 7)
     F.mse_loss(model(rows(7)), rows(7)).backward()
     assert_same(recorded, model)
@@ -214,18 +198,17 @@ def test_failed_action_is_not_recorded_and_the_others_are():
 
 
 class TestMemory:
-    @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
-    def test_bytes_of_storages(self, where: type[AbstractContextManager[Any]]) -> None:
+    @each_way
+    def test_bytes_of_storages(self, way: Block) -> None:
         """Exponentials keep their own output, once, which is also what the stage sends on."""
         size, m = 2 * 5 * 8, 3
         model = nn.Sequential(Call(torch.exp), Call(torch.exp))
         pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=m, checkpoint="never")
         x = torch.zeros(2 * m, 5, dtype=torch.float64, requires_grad=True)
-        with record(memory=True) as timeline, where():
+        with record(memory=True) as timeline, way():
             output = pipe(x)
         copied = size  # of the first input, until it is known that the layers leave it as it is
         assert timeline.peak_bytes == {0: m * size + copied, 1: m * size}
-        assert timeline.device_peak_bytes == {"cpu": 2 * m * size + copied}
         assert [e.held_bytes - copied for e in timeline.events if e.stage == 0] == [size, 2 * size, 3 * size]
         assert output.shape == x.shape
         pipe.close()
@@ -258,12 +241,10 @@ class TestMemory:
         assert found[0] == found[1]
 
 
-class TestProfilers:
-    @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-    def test_labels_inline(self, schedule: str) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
-            stepped(pipe, schedule, 4)
-        found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
-        programs = named(schedule, 2, (0, 0), 2, split=[1])  # the input needs no gradient
-        assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
+def test_profilers_see_actions_by_their_names_inline():
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
+        stepped(pipe, "zero_bubble", 4)
+    found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
+    programs = named("zero_bubble", 2, (0, 0), 2, split=[1])  # the input needs no gradient
+    assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)

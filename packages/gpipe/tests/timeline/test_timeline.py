@@ -6,7 +6,6 @@ import math
 import re
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,59 +21,39 @@ def event(stage: int, start: float, end: float, **more: object) -> Event:
     return replace(Event(stage, 0, "forward", "cpu", start, end), **more)
 
 
-class TestFigures:
-    @fewer
-    @given(timelines)
-    def test_a_worker_is_never_busy_for_more_than_all_of_the_time(self, timeline: Timeline) -> None:
-        assert all(0 <= share <= 1 for share in timeline.utilisation.values())
-        assert 0 <= timeline.bubble <= 1
-
-    @fewer
-    @given(timelines)
-    def test_idle_and_busy_are_all_the_time_there_is(self, timeline: Timeline) -> None:
-        shares = timeline.utilisation.values()
-        assert math.isclose(sum(shares) + timeline.bubble * len(shares), len(shares), abs_tol=1e-9)
-
-    @fewer
-    @given(timelines)
-    def test_every_action_is_on_the_lane_of_its_worker(self, timeline: Timeline) -> None:
-        on_lanes = [(worker, each) for worker, lane in timeline.lanes.items() for each in lane]
-        assert sorted(map(repr, on_lanes)) == sorted(
-            repr((timeline.workers.get(each.stage, each.stage), each)) for each in timeline.events
-        )
-
-    @fewer
-    @given(timelines)
-    def test_actions_come_by_their_start(self, timeline: Timeline) -> None:
-        starts = [each.start for each in timeline.events]
-        assert starts == sorted(starts)
-
-    @fewer
-    @given(timelines, st.sampled_from([0.25, 2.0, 1024.0]))
-    def test_shares_do_not_depend_on_the_speed_of_the_clock(self, timeline: Timeline, factor: float) -> None:
-        slower = Timeline(
-            (replace(each, start=each.start * factor, end=each.end * factor) for each in timeline.events),
-            timeline.workers,
-        )
-        assert slower.makespan == timeline.makespan * factor
-        assert slower.utilisation == pytest.approx(timeline.utilisation)
+@fewer
+@given(timelines, st.sampled_from([0.25, 2.0, 1024.0]))
+def test_idle_and_busy_are_all_the_time_there_is(timeline: Timeline, factor: float) -> None:
+    """Whatever the speed of the clock."""
+    shares = timeline.utilisation
+    assert all(0 <= share <= 1 for share in shares.values())
+    assert math.isclose(sum(shares.values()) + timeline.bubble * len(shares), len(shares), abs_tol=1e-9)
+    slower = (replace(each, start=each.start * factor, end=each.end * factor) for each in timeline.events)
+    again = Timeline(slower, timeline.workers)
+    assert again.makespan == timeline.makespan * factor
+    assert again.utilisation == pytest.approx(shares)
 
 
-class TestMemory:
-    @fewer
-    @given(timelines)
-    def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(self, timeline: Timeline) -> None:
-        known = [each for each in timeline.events if each.held_bytes is not None]
-        stages = {each.stage for each in timeline.events}
-        expected = {j: max((e.held_bytes or 0 for e in known if e.stage == j), default=0) for j in stages}
-        assert timeline.peak_bytes == (expected if known else None)
+@fewer
+@given(timelines)
+def test_every_action_is_on_the_lane_of_its_worker_by_its_start(timeline: Timeline) -> None:
+    on_lanes = [(worker, each) for worker, lane in timeline.lanes.items() for each in lane]
+    workers = timeline.workers
+    expected = [(workers.get(each.stage, each.stage), each) for each in timeline.events]
+    assert sorted(map(repr, on_lanes)) == sorted(map(repr, expected))
+    for lane in (timeline.events, *timeline.lanes.values()):
+        assert [each.start for each in lane] == sorted(each.start for each in lane)
 
-    @fewer
-    @given(timelines)
-    def test_stages_together_keep_no_more_than_the_sum_of_their_peaks(self, timeline: Timeline) -> None:
-        peaks = timeline.peak_bytes or {}
-        together = max((size for _, size in timeline.held(*peaks)), default=0)
-        assert max(peaks.values(), default=0) <= together <= sum(peaks.values())
+
+@fewer
+@given(timelines)
+def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(timeline: Timeline) -> None:
+    known = [each for each in timeline.events if each.held_bytes is not None]
+    stages = {each.stage for each in timeline.events}
+    expected = {j: max((e.held_bytes or 0 for e in known if e.stage == j), default=0) for j in stages}
+    assert timeline.peak_bytes == (expected if known else None)
+    together = max((size for _, size in timeline.held(*stages)), default=0)
+    assert max(expected.values(), default=0) <= together <= sum(expected.values())
 
 
 class TestFilling:
@@ -107,15 +86,9 @@ class TestFilling:
 
     def test_a_function_that_raises_loses_nothing(self) -> None:
         patience = iter([False, True])
-
-        def late() -> Event:
-            if not next(patience):
-                raise RuntimeError("the device is gone")
-            return event(1, 1, 2)
-
         timeline = Timeline([event(0, 0, 1)])
-        timeline.add(late)
-        with pytest.raises(RuntimeError, match="the device is gone"):
+        timeline.add(lambda: event(1, 1, 2) if next(patience) else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             _ = timeline.events
         assert timeline.events == (event(0, 0, 1), event(1, 1, 2))
 
@@ -143,11 +116,3 @@ class TestTable:
             "0       0       cpu     1.00 ms      0 s       0 B  1.50 KiB  25.0 %",
             "1       1       cpu     2.00 ms  2.00 ms  2.00 KiB         –  50.0 %",
         ]
-
-
-class TestSaving:
-    @pytest.mark.parametrize(("name", "beside"), [("t.gif", {}), ("t", {}), ("t.json", {"other": Timeline()})])
-    def test_an_ending_that_does_not_fit(self, name: str, beside: dict[str, Timeline], tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg.* or \.(json|html), got"):
-            Timeline().save(tmp_path / name, beside=beside)
-        assert list(tmp_path.iterdir()) == []

@@ -8,33 +8,30 @@ from typing import NamedTuple
 
 
 class Kind(str, Enum):
-    """What an action does. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``.
+    """What an action does. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``."""
 
-    Attributes:
-        letter: the letter of the action in the text of a schedule.
-        label: the name of the action in tables and pictures.
-    """
-
-    letter: str
-    label: str
-
-    FORWARD = "forward", "F", "forward"
-    RECOMPUTE = "recompute", "R", "recompute"
-    BACKWARD = "backward", "B", "backward"
-    BACKWARD_INPUT = "backward_input", "I", "backward for the inputs"
-    BACKWARD_WEIGHT = "backward_weight", "W", "backward for the weights"
-
-    def __new__(cls, value: str, letter: str = "", label: str = "") -> Kind:
-        kind = str.__new__(cls, value)
-        kind._value_, kind.letter, kind.label = value, letter, label
-        return kind
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
 
     # Enum would use the hash of the member's name; a dict would then not find "forward".
     __hash__ = str.__hash__
     __str__ = str.__str__
 
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
+    @property
+    def letter(self) -> str:
+        """The letter of the action in the text of a schedule."""
+        return _LETTERS[self]
+
+    @property
+    def label(self) -> str:
+        """The name of the action in tables and pictures."""
+        return self.replace("_", " ")
+
+
+_LETTERS = dict(zip(Kind, "FRBIW", strict=True))
 
 
 class Action(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from profiler import LayerProfile, Profile
+from profiler import Profile
 
 from ..schedule import Kind
 from ._kept import kept_bytes
@@ -25,7 +25,6 @@ class StageCost:
         boundary_bytes: bytes of the stage's input, and of its gradient, which are sent over the link before the stage.
             A checkpointed micro-batch keeps only these until its recomputation.
         layers: the names of the layers, as text.
-        timed: whether times are in seconds. If nothing was measured they are in ticks, and only bytes are known.
 
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
@@ -39,18 +38,12 @@ class StageCost:
     activation_bytes: int = 0
     boundary_bytes: int = 0
     layers: str = ""
-    timed: bool = True
 
     def __post_init__(self) -> None:
-        for each in fields(self)[:-2]:
-            value = getattr(self, each.name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{each.name}: expected a number that is not negative, got {value!r}")
-        for part in (self.backward_input, self.backward_weight):
-            if None in (self.backward_input, self.backward_weight) and part is not None and part > self.backward:
-                raise ValueError(
-                    f"backward: {self.backward!r} seconds are less than the {part!r} of one of its parts; give both"
-                )
+        bytes_of = {name: getattr(self, name) for name in ("activation_bytes", "boundary_bytes")}
+        for name, value in ({kind.value: self.seconds(kind) for kind in Kind} | bytes_of).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: expected a number that is not negative, got {value!r}")
 
     def seconds(self, kind: Kind) -> float:
         """The time of an action.
@@ -59,19 +52,14 @@ class StageCost:
             kind: the kind of the action.
 
         Returns:
-            Seconds, or ticks.
+            Seconds.
         """
+        given: float | None = getattr(self, kind)
+        if given is not None:
+            return given
         if kind == Kind.RECOMPUTE:
-            return self.forward if self.recompute is None else self.recompute
-        if kind == Kind.BACKWARD_INPUT:
-            return self._part(self.backward_input, self.backward_weight)
-        if kind == Kind.BACKWARD_WEIGHT:
-            return self._part(self.backward_weight, self.backward_input)
-        return self.forward if kind == Kind.FORWARD else self.backward
-
-    def _part(self, own: float | None, other: float | None) -> float:
-        if own is not None:
-            return own
+            return self.forward
+        other = self.backward_weight if kind == Kind.BACKWARD_INPUT else self.backward_input
         return self.backward / 2 if other is None else self.backward - other
 
 
@@ -87,8 +75,8 @@ def stage_costs(
             scaled in proportion.
         input_bytes: bytes of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
-    A profile without seconds, such as that of a model on ``meta``, has only bytes. Each stage then takes one tick for a
-    forward and two for a backward, and timelines show ticks. The peak of a stage depends only on the order of actions.
+    A profile without seconds, such as that of a model on ``meta``, has only bytes. Each stage then counts as one second
+    for a forward and two for a backward. The peak of a stage depends only on the order of actions.
 
     On CUDA a stage keeps a copy of its input too; on a CPU the input is the output that the stage before keeps.
 
@@ -105,23 +93,20 @@ def stage_costs(
     if chunks is not None and chunks < 1:
         raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
     scale = 1.0 if chunks is None else profile.chunks / chunks
-    stages = [profile.layers[first:end] for first, end in pairwise(accumulate(balance, initial=0))]
-    inputs = [input_bytes, *(round(layers[-1].output_bytes * scale) for layers in stages[:-1])]
-    # Elsewhere the input is the output that the stage before keeps, and counts there.
-    copied = profile.device.startswith("cuda")
-    return [
-        _stage_cost(layers, scale, boundary, boundary if copied and j else 0)
-        for j, (layers, boundary) in enumerate(zip(stages, inputs, strict=True))
-    ]
-
-
-def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, copied: int) -> StageCost:
-    timed = all(layer.seconds is not None for layer in layers)
-    return StageCost(
-        forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
-        backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
-        activation_bytes=round(scale * kept_bytes(layers)) + copied,
-        boundary_bytes=boundary,
-        layers=", ".join(layer.name for layer in layers),
-        timed=timed,
-    )
+    timed = all(layer.seconds is not None for layer in profile.layers)
+    costs = list[StageCost]()
+    for first, end in pairwise(accumulate(balance, initial=0)):
+        layers = profile.layers[first:end]
+        boundary = round(profile.layers[first - 1].output_bytes * scale) if first else input_bytes
+        # Elsewhere the input is the output that the stage before keeps, and counts there.
+        copied = boundary if first and profile.device.startswith("cuda") else 0
+        costs.append(
+            StageCost(
+                forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
+                backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
+                activation_bytes=round(scale * kept_bytes(layers)) + copied,
+                boundary_bytes=boundary,
+                layers=", ".join(layer.name for layer in layers),
+            )
+        )
+    return costs

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from ..schedule import Kind
 
-SECONDS, TICKS = "s", "ticks"
-"""Units of time. A tick is the time of a forward, in a simulation of stages of which only bytes are known."""
-
 
 @dataclass(frozen=True)
 class Event:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from profiler import AllocationTracker
 from streams import AbstractStream, current_stream, has_streams, new_stream, record_event
@@ -86,14 +86,14 @@ class RunRecorder:
         with setting(observed=look), nullcontext() if tracker is None else tracker.pushed():
             run.do(action)
         end = self._clock.now(stage.device)
-        # Gradients of parameters outlive the run: they are no activations.
-        held = None if tracker is None else tracker.alive(without=_gradients(stage.module))
+        held = None
+        if tracker is not None:  # gradients of parameters outlive the run: they are no activations
+            held = tracker.alive(without=[p.grad for p in stage.module.parameters() if p.grad is not None])
 
         def event() -> Event:
-            times = self._clock.seconds(look.start), self._clock.seconds(end)
             place = stage.index, action.microbatch, action.kind, str(stage.device)
-            wait = sum((self._clock.seconds(b) - self._clock.seconds(a) for a, b in look.waits), start=0.0)
-            return Event(*place, *times, wait, look.bytes_moved, stage.layers, held)
+            wait = sum((b() - a() for a, b in look.waits), start=0.0)
+            return Event(*place, look.start(), end(), wait, look.bytes_moved, stage.layers, held)
 
         self._own.append(event if stage.on_accelerator else event())
         self._timeline.add(self._own[-1])
@@ -111,8 +111,8 @@ class RunRecorder:
             self._timeline.add(replace(event, start=event.start + begin, end=event.end + begin))
 
 
-def _gradients(module: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+Instant = Callable[[], float]
+"""A time in seconds, known when it is asked for: that of a GPU is waited for."""
 
 
 class Look:
@@ -146,16 +146,6 @@ class WatchedLink(Link[Payload]):
         return payload
 
 
-class DeviceInstant(NamedTuple):
-    """The time at which the work queued on an accelerator so far is done."""
-
-    device: torch.device
-    event: torch.Event
-
-
-Instant = float | DeviceInstant
-
-
 class Clock:
     """Seconds since this object was made, on the CPU and on GPUs."""
 
@@ -163,32 +153,32 @@ class Clock:
         self._begin = time.perf_counter()
         self._bases: dict[torch.device, tuple[torch.Event, float]] = {}
 
-    def now(self, device: torch.device) -> Instant:
-        """The present time; on a GPU the time at which the current stream of ``device`` has done its work."""
-        if not has_streams(device):
-            return time.perf_counter() - self._begin
-        self._know(device)
-        return DeviceInstant(device, _event(current_stream(device)))
-
     def at(self, moment: float) -> float:
         """A time of :func:`time.perf_counter`, by this clock."""
         return moment - self._begin
 
-    def seconds(self, instant: Instant) -> float:
-        """The seconds of ``instant``. Waits for a GPU that has not reached it."""
-        if isinstance(instant, float):
-            return instant
-        instant.event.synchronize()
-        base, at = self._bases[instant.device]
-        return at + float(base.elapsed_time(instant.event)) / 1e3
+    def now(self, device: torch.device) -> Instant:
+        """The present time; on a GPU the time at which the current stream of ``device`` has done its work."""
+        if not has_streams(device):
+            moment = self.at(time.perf_counter())
+            return lambda: moment
+        base, moment = self._base(device)
+        event = _event(current_stream(device))
 
-    def _know(self, device: torch.device) -> None:
-        """Find the time of one event of the device by the CPU's clock."""
+        def seconds() -> float:
+            event.synchronize()
+            return moment + float(base.elapsed_time(event)) / 1e3
+
+        return seconds
+
+    def _base(self, device: torch.device) -> tuple[torch.Event, float]:
+        """An event of the device, and its time by the CPU's clock."""
         if device not in self._bases:
             # On a stream without other work: waiting for the current one would let the device run idle.
-            event = _event(new_stream(device))
-            event.synchronize()
-            self._bases.setdefault(device, (event, time.perf_counter() - self._begin))
+            base = _event(new_stream(device))
+            base.synchronize()
+            self._bases.setdefault(device, (base, self.at(time.perf_counter())))
+        return self._bases[device]
 
 
 def _event(stream: AbstractStream) -> torch.Event:

@@ -16,7 +16,7 @@ from ..schedule._named import lanes, usual_placement
 from ..schedule._replay import Lane
 from ..schedule._replay import makespan as replayed
 from ._costs import StageCost
-from ._events import SECONDS, TICKS, Event
+from ._events import Event
 from ._hops import Transfer, hop_seconds
 from ._timeline import Timeline
 
@@ -77,7 +77,7 @@ def simulate(
         )
         for step, span in replay(walk, _seconds(costs), hop_seconds(transfer, boundary)).items()
     )
-    return Timeline(events, dict(enumerate(place)), _unit(costs))
+    return Timeline(events, dict(enumerate(place)))
 
 
 def makespan(
@@ -113,13 +113,6 @@ def makespan(
 
 def _seconds(costs: Sequence[StageCost]) -> list[dict[Kind, float]]:
     return [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
-
-
-def _unit(costs: Sequence[StageCost]) -> str:
-    timed = {cost.timed for cost in costs}
-    if len(timed) > 1:
-        raise ValueError("costs: expected seconds for all stages or for none, got some from a profile that has none")
-    return TICKS if timed == {False} else SECONDS
 
 
 def _steps(

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from profiler.text import format_bytes, format_share, time_unit
+from profiler.text import format_bytes, format_seconds, format_share, time_unit
 
 from .._page import escaped
 from ..schedule import Kind
-from ._events import SECONDS, Event
-from ._table import duration, heading, kinds_in
+from ._events import Event
+from ._table import heading
 
 if TYPE_CHECKING:
     from ._timeline import Timeline
@@ -47,14 +47,10 @@ _STYLE = """
 
 
 class Scale(NamedTuple):
-    """From times to pixels: all of ``span`` is ``width`` wide."""
+    """From seconds to pixels: all of ``span`` is ``width`` wide."""
 
     span: float
     width: float
-    unit: str
-
-    def x(self, time: float) -> float:
-        return LEFT + self.pixels(time)
 
     def pixels(self, time: float) -> float:
         return time / self.span * self.width if self.span > 0 else 0.0
@@ -62,18 +58,21 @@ class Scale(NamedTuple):
 
 def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     """The timelines, each under its title, one below the other on the same scale."""
-    scale = _scale([timeline for _, timeline in panels])
+    timelines = [timeline for _, timeline in panels]
+    cells = max((len(lane) for timeline in timelines for lane in timeline.lanes.values()), default=0)
+    # Wide enough for the names in the cells, within reason.
+    span = max((timeline.makespan for timeline in timelines), default=0.0)
+    scale = Scale(span, min(1500.0, max(640.0, 24.0 * cells)))
     body, y = list[str](), 8
     for title, timeline in panels:
         body += _panel(title, timeline, scale, y)
         y += TOP + max(1, len(timeline.lanes)) * PITCH
-    kinds = [kind for kind in Kind if any(kind in kinds_in(timeline) for _, timeline in panels)]
-    body += [*_axis(scale, y), *_legend(kinds, y + 28)]
-    width, height = LEFT + scale.width + RIGHT, y + BELOW
+    body += [*_axis(scale, y), *_legend({event.kind for timeline in timelines for event in timeline.events}, y + 28)]
+    width, height = f"{LEFT + scale.width + RIGHT:g}", y + BELOW
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:g}" height="{height}" '
-            f'viewBox="0 0 {width:g} {height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" {size} role="img">',
             f'<style>{_STYLE}</style><rect class="paper" width="100%" height="100%" rx="8"/>',
             *body,
             "</svg>\n",
@@ -81,19 +80,9 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     )
 
 
-def _scale(timelines: Sequence[Timeline]) -> Scale:
-    units = {timeline.unit for timeline in timelines} or {SECONDS}
-    if len(units) > 1:
-        raise ValueError(f"beside: timelines in {' and in '.join(sorted(units))} have no common scale")
-    cells = max((len(lane) for timeline in timelines for lane in timeline.lanes.values()), default=0)
-    # Wide enough for the names in the cells, within reason.
-    width = min(1500.0, max(640.0, 24.0 * cells))
-    return Scale(max((timeline.makespan for timeline in timelines), default=0.0), width, units.pop())
-
-
 def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, f"{title}: {heading(timeline)}" if title else heading(timeline), "gist")
-    busy, begin = timeline.utilisation, timeline.start
+    busy = timeline.utilisation
     for row, (worker, lane) in enumerate(timeline.lanes.items()):
         top = y + TOP + row * PITCH
         stages = sorted({event.stage for event in lane})
@@ -103,17 +92,17 @@ def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[s
         for event in lane:
             # Stages that share a worker are told apart by how pale they are.
             shade = 1 - 0.7 * stages.index(event.stage) / len(stages)
-            yield from _cell(event, begin, shade, scale, top)
+            yield from _cell(event, timeline.start, shade, scale, top)
         yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
 
 
 def _cell(event: Event, begin: float, shade: float, scale: Scale, top: float) -> Iterator[str]:
-    x, width = scale.x(event.start - begin), scale.pixels(event.seconds)
+    x, width = LEFT + scale.pixels(event.start - begin), scale.pixels(event.seconds)
     # A gap after each narrow cell would make a busy worker look idle.
     drawn = width - 1 if width >= 5 else width
     yield (
         f'<rect class="cell" x="{x:.2f}" y="{top}" width="{drawn:.2f}" height="{LANE}" fill="{COLOURS[event.kind]}" '
-        f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin, scale.unit))}</title></rect>'
+        f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin))}</title></rect>'
     )
     name = f"{event.kind.letter}{event.microbatch}"
     # A letter is about 0.65 of the type's size wide; type below 6.5 pixels cannot be read.
@@ -125,42 +114,33 @@ def _cell(event: Event, begin: float, shade: float, scale: Scale, top: float) ->
         )
 
 
-def describe(event: Event, begin: float, unit: str = SECONDS) -> str:
+def describe(event: Event, begin: float) -> str:
     """What people want to know of a cell, line by line."""
-    factor, start_unit = time_unit(event.start - begin) if unit == SECONDS and event.start > begin else (1.0, unit)
-    facts = {
-        "stage": f"{event.stage} ({event.layers})" if event.layers else str(event.stage),
-        "micro-batch": str(event.microbatch),
-        "kind": event.kind.label,
-        "device": event.device,
-        "start": f"{(event.start - begin) / factor:.6g} {start_unit}",
-        "duration": duration(event.seconds, unit),
-        "waited": duration(event.wait, unit),
-        "moved": format_bytes(event.bytes_moved),
-    }
-    if event.held_bytes is not None:
-        facts["kept after"] = format_bytes(event.held_bytes)
-    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+    held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
+    return (
+        f"stage: {event.stage} ({event.layers})\nmicro-batch: {event.microbatch}\nkind: {event.kind.label}\n"
+        f"device: {event.device}\nstart: {format_seconds(event.start - begin)}\n"
+        f"duration: {format_seconds(event.seconds)}\nwaited: {format_seconds(event.wait)}\n"
+        f"moved: {format_bytes(event.bytes_moved)}\nkept after: {held}"
+    )
 
 
 def _axis(scale: Scale, y: float) -> Iterator[str]:
     """Up to ten round times, the last of them with the unit."""
-    factor, unit = time_unit(scale.span) if scale.unit == SECONDS and scale.span else (1.0, scale.unit)
+    factor, unit = time_unit(scale.span) if scale.span else (1.0, "s")
     span = scale.span / factor
     step = next((step * 10.0**e for e in range(-9, 30) for step in (1, 2, 5) if span <= step * 10.0**e * 10), 1.0)
     # A span such as 0.30000000000000004 must not lose its last tick.
     last = math.floor(span / step + 1e-9)
     for tick in range(last + 1):
         label = f"{tick * step:.10g}" + (f" {unit}" if tick == last else "")
-        yield _text(scale.x(tick * step * factor), y + 10, label, "faint")
+        yield _text(LEFT + scale.pixels(tick * step * factor), y + 10, label, "faint")
 
 
-def _legend(kinds: Sequence[Kind], y: float) -> Iterator[str]:
-    x = float(LEFT)
-    for kind in kinds:
-        yield f'<rect x="{x:g}" y="{y}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
-        yield _text(x + 17, y + 10, kind.label)
-        x += 34 + 5.8 * len(kind.label)
+def _legend(kinds: set[Kind], y: float) -> Iterator[str]:
+    for k, kind in enumerate(kind for kind in Kind if kind in kinds):
+        yield f'<rect x="{LEFT + 120 * k}" y="{y}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
+        yield _text(LEFT + 120 * k + 17, y + 10, kind.label)
     yield _text(LEFT, y + 30, "grey: idle; paler: later stages of a worker", "faint")
 
 

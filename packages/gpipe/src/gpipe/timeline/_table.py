@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule import Kind
-from ._events import SECONDS, Event
+from ._events import Event
 
 if TYPE_CHECKING:
     from ._timeline import Timeline
-
-# Narrower than the labels of both parts of a backward.
-_HEADS = {Kind.BACKWARD_INPUT: "inputs", Kind.BACKWARD_WEIGHT: "weights"}
-
-
-def duration(time: float, unit: str) -> str:
-    """``time`` as people read it."""
-    return format_seconds(time) if unit == SECONDS else f"{time:g} {unit}"
 
 
 def heading(timeline: Timeline) -> str:
@@ -28,7 +20,7 @@ def heading(timeline: Timeline) -> str:
         return "no actions"
     return (
         f"{_counted(timeline.stages, 'stage')} × {_counted(timeline.microbatches, 'micro-batch', 'es')} in "
-        f"{duration(timeline.makespan, timeline.unit)}, bubble {format_share(timeline.bubble)}"
+        f"{format_seconds(timeline.makespan)}, bubble {format_share(timeline.bubble)}"
     )
 
 
@@ -44,23 +36,18 @@ def table(timeline: Timeline) -> str:
     return f"{heading(timeline)}\n{align([list(rows[0]), *(list(row.values()) for row in rows)], left=3)}"
 
 
-def kinds_in(timeline: Timeline) -> list[Kind]:
-    """The kinds of action that occur."""
-    present = {event.kind for event in timeline.events}
-    return [kind for kind in Kind if kind in present]
-
-
 def _row(timeline: Timeline, worker: int, lane: Sequence[Event]) -> dict[str, str]:
     """The cells of a line, by the head of their column."""
     stages = sorted({event.stage for event in lane})
     held = timeline.held(*stages)
-    seconds = {kind: sum(event.seconds for event in lane if event.kind == kind) for kind in kinds_in(timeline)}
+    present = {event.kind for event in timeline.events}
+    seconds = {kind: sum(event.seconds for event in lane if event.kind == kind) for kind in Kind if kind in present}
     return {
         "worker": str(worker),
         "stages": ", ".join(map(str, stages)),
         "device": ", ".join(sorted({event.device for event in lane})),
-        **{_HEADS.get(kind, kind.label): duration(own, timeline.unit) for kind, own in seconds.items()},
-        "waiting": duration(sum(event.wait for event in lane), timeline.unit),
+        **{kind.removeprefix("backward_"): format_seconds(own) for kind, own in seconds.items()},
+        "waiting": format_seconds(sum(event.wait for event in lane)),
         "moved": format_bytes(sum(event.bytes_moved for event in lane)),
         "peak": format_bytes(max(size for _, size in held)) if held else "–",
         "busy": format_share(timeline.utilisation[worker]),

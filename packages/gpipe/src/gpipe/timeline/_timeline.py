@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import Any
 
 from .._forks import fork_lock
 from .._page import fragment, page
 from .._saving import save
 from ._chrome import trace
-from ._events import SECONDS, Event
+from ._events import Event
 from ._svg import svg
 from ._table import table
 
@@ -27,7 +26,6 @@ class Timeline:
     Args:
         events: the first actions.
         workers: the worker of each stage; a stage that is not in it has a worker of the same number.
-        unit: the unit of all times, ``"s"``; ``"ticks"`` if no seconds are known.
 
     >>> timeline = Timeline([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
     >>> timeline.makespan, timeline.bubble
@@ -35,13 +33,9 @@ class Timeline:
     """
 
     workers: dict[int, int]
-    unit: str
 
-    def __init__(
-        self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None, unit: str = SECONDS
-    ) -> None:
+    def __init__(self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None) -> None:
         self.workers = dict(workers or {})
-        self.unit = unit
         self._events: tuple[Event, ...] = ()
         self._added: deque[Event | Callable[[], Event]] = deque(events)
 
@@ -58,16 +52,13 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """All actions, sorted by their start."""
         with _reading:
-            if self._added:
-                self._events = tuple(sorted((*self._events, *self._settled()), key=lambda e: (e.start, e.stage)))
+            # Nothing is removed before all were read: if a function raises, the next reader finds everything.
+            settled = [each() if callable(each) else each for each in tuple(self._added)]
+            for _ in settled:
+                self._added.popleft()
+            if settled:
+                self._events = tuple(sorted((*self._events, *settled), key=lambda event: (event.start, event.stage)))
             return self._events
-
-    def _settled(self) -> list[Event]:
-        # Nothing is removed before all were read: if a function raises, the next reader finds everything.
-        settled = [each() if callable(each) else each for each in tuple(self._added)]
-        for _ in settled:
-            self._added.popleft()
-        return settled
 
     @property
     def lanes(self) -> dict[int, tuple[Event, ...]]:
@@ -105,8 +96,9 @@ class Timeline:
     @property
     def utilisation(self) -> dict[int, float]:
         """For each worker, the share of the makespan in which it does an action."""
-        makespan = self.makespan
-        return {worker: _share(_covered(lane), makespan) for worker, lane in self.lanes.items()}
+        # A run that takes no time wastes none; and sums are rounded.
+        whole = self.makespan
+        return {worker: min(1.0, _covered(lane) / whole) if whole else 1.0 for worker, lane in self.lanes.items()}
 
     @property
     def bubble(self) -> float:
@@ -135,21 +127,10 @@ class Timeline:
     @property
     def peak_bytes(self) -> dict[int, int] | None:
         """For each stage the peak of the bytes of activations that it keeps; None if unknown."""
-        return self._peaks({event.stage: {event.stage} for event in self.events})
-
-    @property
-    def device_peak_bytes(self) -> dict[str, int] | None:
-        """For each device the peak of these bytes; its stages may have their peaks at different times."""
-        stages: dict[str, set[int]] = {}
-        for event in self.events:
-            stages.setdefault(event.device, set()).add(event.stage)
-        return self._peaks(stages)
-
-    def _peaks(self, stages: Mapping[Any, Iterable[int]]) -> dict[Any, int] | None:
-        held = {owner: self.held(*own) for owner, own in stages.items()}
+        held = {j: self.held(j) for j in sorted({event.stage for event in self.events})}
         if not any(held.values()):
             return None
-        return {owner: max((size for _, size in steps), default=0) for owner, steps in sorted(held.items())}
+        return {j: max((size for _, size in steps), default=0) for j, steps in held.items()}
 
     def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
         """Write the timeline to a file, in the format that the ending of ``path`` selects.
@@ -198,8 +179,3 @@ def _covered(lane: Iterable[Event]) -> float:
         total += max(0.0, event.end - max(event.start, reach))
         reach = max(reach, event.end)
     return total
-
-
-def _share(seconds: float, makespan: float) -> float:
-    # A run that takes no time wastes none; and sums are rounded.
-    return min(1.0, seconds / makespan) if makespan > 0 else 1.0
