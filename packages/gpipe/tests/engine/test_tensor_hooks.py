@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,69 +21,105 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODES = ("never", "except_last", "always")
 PLACES = ("given", "own", "linear", "by parameter")
 
+Heard = list[tuple[int, Tensor]]
+
+
+def on_tensor(k: int, tensor: Tensor, heard: Heard) -> None:
+    tensor.register_hook(lambda gradient: heard.append((k, gradient.clone())) or gradient * 0.5 + 0.1)
+
+
+def before_node(k: int, tensor: Tensor, heard: Heard) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(lambda found: heard.append((k, found[0].clone())) or (found[0] * 0.5, *found[1:]))
+
+
+def after_node(k: int, tensor: Tensor, heard: Heard) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_hook(lambda _, found: heard.append((k, found[0].clone())))
+
+
+def retained(k: int, tensor: Tensor, heard: Heard) -> None:
+    if not tensor.is_leaf:
+        tensor.retain_grad()
+        heard.append((k, tensor))
+
+
+def several(k: int, tensor: Tensor, heard: Heard) -> None:
+    hook = lambda found: heard.append((k, found[0].clone()))  # noqa: E731
+    torch.autograd.graph.register_multi_grad_hook((tensor, tensor.sin()), hook)
+
+
+KINDS = {each.__name__: each for each in (on_tensor, before_node, after_node, retained, several)}
+
 
 class Hooked(nn.Module):
-    """Registers a hook on one of the tensors of its forward."""
+    """Registers a hook on one of the tensors of its forward, or its node, from a certain row of the input on."""
 
-    def __init__(self, place: str, hook: Callable[[Tensor], Any]) -> None:
+    def __init__(self, k: int, place: str, kind: str, start: int, heard: Heard) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3, dtype=DOUBLE)
-        self.place = place
-        self.hook = hook
+        self.scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # one of its own, or no backward could be split
+        self.k, self.place, self.kind, self.start, self.heard = k, place, kind, start, heard
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, value: Tensor) -> Tensor:
+        number, x = value[:, :1].detach(), value[:, 1:]
         own = x.sin()
         linear = self.linear(own)
-        scaled = linear * self.linear.bias
+        scaled = linear * self.scale
         tensor = dict(zip(PLACES, (x, own, linear, scaled), strict=True))[self.place]
-        if tensor.requires_grad:
-            tensor.register_hook(self.hook)
-        return x + scaled
+        if tensor.requires_grad and float(number[0]) >= self.start:
+            KINDS[self.kind](self.k, tensor, self.heard)
+        return torch.cat([number, x + scaled], 1)
 
 
-def hooked(places: list[str], heard: list[tuple[int, Tensor]]) -> nn.Sequential:
-    """Layers whose hooks append to ``heard`` and change the gradient."""
-
-    def hook(k: int) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: heard.append((k, gradient.clone())) or gradient * 0.5 + 0.1
-
+def hooked(layers: list[tuple[str, str, int]], heard: Heard) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Hooked(place, hook(k)) for k, place in enumerate(places)))
+    return nn.Sequential(*(Hooked(k, *layer, heard) for k, layer in enumerate(layers)))
 
 
-def in_order(heard: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    return sorted(heard, key=lambda each: (each[0], each[1].tolist()))
+def numbered_rows(first: int) -> Tensor:
+    return torch.cat([torch.arange(first, first + 6, dtype=DOUBLE)[:, None], rows(6)], 1)
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+def in_order(heard: Heard) -> list[tuple[int, Any]]:
+    # A retained gradient is looked at in the end; a graph that was only recomputed has none.
+    found = [(k, each.grad if each.grad_fn is not None else each) for k, each in heard]
+    return sorted([(k, each.tolist()) for k, each in found if each is not None])
+
+
 @given(
-    st.lists(st.sampled_from(PLACES), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.sampled_from(PLACES), st.sampled_from(sorted(KINDS)), st.sampled_from([0, 0, 3, 6, 9])),
+        min_size=1, max_size=3,
+    ),
     st.integers(1, 3),
     st.integers(1, 4),
     st.sampled_from(MODES),
-    st.sampled_from([None, *ALONE]),
+    st.sampled_from([None, "zero_bubble", *ALONE]),
     st.booleans(),
-)
+)  # fmt: skip
 def test_as_often_and_with_the_same_as_in_the_plain_loop(
-    places: list[str], stages: int, chunks: int, mode: str, schedule: str | None, inline: bool
+    layers: list[tuple[str, str, int]], stages: int, chunks: int, mode: str, schedule: str | None, inline: bool
 ):
-    heard: tuple[list[Any], list[Any]] = [], []
-    model = hooked(places, heard[0])
-    stages = min(stages, len(places))
-    balance = [1] * (stages - 1) + [len(places) - stages + 1]
-    x = rows(6)
-    for _ in range(2):
-        for part in x.chunk(chunks):
-            model(part).square().sum().backward()
+    heard: tuple[Heard, Heard] = [], []
+    model = hooked(layers, heard[0])
+    stages = min(stages, len(layers))
+    balance = [1] * (stages - 1) + [len(layers) - stages + 1]
+    for first in (0, 6):
+        for part in numbered_rows(first).chunk(chunks):
+            model(part)[:, 1:].square().sum().backward()
     pipe = gpipe.GPipe(
-        hooked(places, heard[1]), balance, devices=[f"cpu:{j}" for j in range(stages)], chunks=chunks, checkpoint=mode
+        hooked(layers, heard[1]), balance, devices=[f"cpu:{j}" for j in range(stages)], chunks=chunks, checkpoint=mode
     )
     with closing(pipe), gpipe.inline() if inline else nullcontext():
-        for _ in range(2):
+        for first in (0, 6):
+            x = numbered_rows(first)
             if schedule is None:
-                pipe(x).square().sum().backward()
+                pipe(x)[:, 1:].square().sum().backward()
             else:
-                pipe.step(x, loss_fn=lambda y, _: y.square().sum(), schedule=schedule, reduction="sum")
+                pipe.step(x, loss_fn=lambda y, _: y[:, 1:].square().sum(), schedule=schedule, reduction="sum")
     assert_same(pipe, model)
     torch.testing.assert_close(in_order(heard[1]), in_order(heard[0]))
 

@@ -89,7 +89,7 @@ class Cell:
             # No stage waits for a gradient, so that the whole backward may wait for the second part.
             self._left = [partial(self.backward, gradients)]
             return [None] * len(inputs)
-        parts = backward_inputs(outputs, seeds, leaves) if stage.may_split else None
+        parts = None if stage.hooked else backward_inputs(outputs, seeds, leaves)
         if parts is None:
             stage.run_whole()
             self._left = []

@@ -62,7 +62,8 @@ class Stage:
         on_accelerator: whether its device queues work on streams.
         recomputation: what runs have shown about recomputing the stage as a whole.
         blocks: the same for each block.
-        hooks: by training mode of the stage, whether layers put hooks on tensors.
+        hooked: whether layers have put hooks on tensors or nodes of their graph. Where the parts of a split backward
+            meet, both would call such a hook, so that the backward of this stage is not split.
         guard: refuses gradients that do not come from a backward of the stage.
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
@@ -89,7 +90,7 @@ class Stage:
         self.is_direct = not any(True for _ in skippables(module))
         self.recomputation = RecomputationFacts()
         self.blocks = {block: RecomputationFacts() for block in blocks}
-        self.hooks: dict[bool, bool] = {}  # a layer may use its hooks in one mode only
+        self.hooked = False
         self.runs_whole = False
         self.guard = Guard(self)
 
@@ -109,11 +110,6 @@ class Stage:
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
         expect_plain(output, self.index)
         return output
-
-    @property
-    def may_split(self) -> bool:
-        """Whether the backward may be split. A hook on a tensor where the parts meet would be called by both."""
-        return not self.hooks.get(self.module.training)
 
     def run_whole(self) -> None:
         """Remember that the backward of this stage cannot be split; warn once."""

@@ -172,6 +172,8 @@ class StageRun:
 
     def compute(self, inputs: Activation) -> Activation:
         """The output of the layers for ``inputs``, which are leaves; the layers may still change them in place."""
+        if self._looks_for_hooks:
+            return self._compute_watched(inputs)
         if self.may_change_input:
             return self._compute_first(inputs)
         stage, value = self.stage, inputs.value
@@ -193,6 +195,15 @@ class StageRun:
                 raise self._late_change()
         return Activation(output)
 
+    def _compute_watched(self, inputs: Activation) -> Activation:
+        """Like :meth:`compute`, and notice whether the layers put hooks on tensors or nodes."""
+        self._looks_for_hooks = False
+        with TensorHooks() as hooks:
+            outputs = self.compute(inputs)
+        self.stage.hooked = hooks.seen
+        self._looks_for_hooks = not hooks.seen
+        return outputs
+
     def _compute_first(self, inputs: Activation) -> Activation:
         """Like :meth:`compute`, for the first micro-batch of a run, or if the layers are known to change their input in
         place.
@@ -200,13 +211,7 @@ class StageRun:
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         value = as_nonleaf(inputs).value
         hooked = [*map(hooks_of, self._parameters)]
-        if self._looks_for_hooks:
-            with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
-                outputs = Activation(stage.call(value))
-            self._looks_for_hooks = False
-            stage.hooks[stage.module.training] = hooks.seen
-        else:
-            outputs = Activation(stage.call(value))
+        outputs = Activation(stage.call(value))
         expect_no_more_hooks(stage.module, self._parameters, hooked)
         after = versions(inputs)
         if after != before or uncounted:
@@ -226,8 +231,8 @@ class StageRun:
         )
 
     def look_for_hooks(self) -> None:
-        """In the next forward, check for hooks that layers put on tensors, unless known for this training mode."""
-        self._looks_for_hooks = self.stage.module.training not in self.stage.hooks
+        """In all forwards of this run, until some are seen, look for hooks: a split backward would call some twice."""
+        self._looks_for_hooks = not self.stage.hooked
 
     def explained(self, error: BaseException, action: Action) -> BaseException:
         """``error``, which ``action`` raised, with a note that names the cell and what to do."""

@@ -1,8 +1,9 @@
-"""Detect whether layers register hooks on tensors and parameters. Autograd does not tell which nodes have hooks."""
+"""Detect whether layers register hooks on tensors and parameters, or use nodes of their graph, which may have hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,11 +26,14 @@ def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], 
             )
 
 
+_HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "grad_fn").__get__)
+
+
 class TensorHooks(TorchFunctionMode):
-    """A context in which hooks that this thread registers on tensors are noticed.
+    """A context in which it is noticed if this thread registers hooks on tensors, or on nodes of their graph.
 
     Attributes:
-        seen: whether a hook was registered.
+        seen: whether a hook was registered, a gradient retained, or a node asked for.
     """
 
     def __init__(self) -> None:
@@ -43,5 +47,5 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.seen = self.seen or function is Tensor.register_hook
+        self.seen = self.seen or function in _HOOKING
         return function(*args, **(kwargs or {}))
