@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +13,6 @@ from gpipe import GPipe
 
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 MODES = ("never", "except_last", "always")
-
-logging.getLogger("gpipe").setLevel(logging.ERROR)  # it is known that "interleaved" has nothing to interleave here
 
 
 def two_devices() -> list[torch.device]:

@@ -347,18 +347,6 @@ class TestFailures:
 class TestBadInput:
     pipe = staticmethod(lambda **options: piped(linears(), [1, 2], **{"chunks": 3, **options}))
 
-    @pytest.mark.parametrize("name", ["Interleaved", "looped_bfs", "interleaved_zero_bubble"])
-    def test_interleaving_with_nothing_to_interleave_is_said_once(
-        self, name: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        pipe, model = piped(linears(7), [1] * 7, chunks=5), linears(7)  # of no other test, since it is said once
-        for _ in range(2):
-            pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
-        assert [record.getMessage().count("devices=['cpu:0', 'cpu:1'] * 2") for record in caplog.records] == [1]
-        for _ in range(2):
-            F.mse_loss(model(rows()), rows()).backward()
-        assert_same(pipe, model)
-
     def test_placement_that_does_not_interleave(self) -> None:
         pipe = GPipe(linears(), [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
         with pytest.raises(ValueError, match="3 stages do not go evenly on 2 workers"):

@@ -3,11 +3,9 @@
 Layers may have state that cannot be restored: in a closure, a list, a library. Then the recomputation computes another
 function, its gradients are wrong, and its outputs differ.
 
-Always compared are the number, shapes, dtypes and ``requires_grad`` of the outputs. Their values are compared
-
-- as a whole on the first checkpointed micro-batch of each training mode,
-- in up to 64 elements of each tensor on all others, if they are on the CPU (elsewhere the host would wait),
-- always as a whole if the environment variable ``GPIPE_CHECK`` is 1.
+The number, shapes, dtypes and ``requires_grad`` of the outputs are always compared. Their values are compared on the
+first checkpointed micro-batch of a pipe, and always if the environment variable ``GPIPE_CHECK`` is 1: it takes time,
+and the host waits for an accelerator.
 
 Kernels may round differently each time: floating-point values may differ by the square root of the precision of their
 type, relative to the largest of them; by that of bfloat16 under autocast.
@@ -18,27 +16,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from enum import Enum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..values._nested import shape_of
 
-_SOME = 64
-
-
-class Extent(Enum):
-    """How much of the outputs is compared."""
-
-    SHAPES = 0
-    SOME = 1
-    ALL = 2
-
 
 def checks_all() -> bool:
-    """Whether ``GPIPE_CHECK`` asks to compare every recomputation as a whole."""
+    """Whether ``GPIPE_CHECK`` asks to compare the values of every recomputation."""
     text = os.environ.get("GPIPE_CHECK", "0")
     if text not in {"", "0", "1"}:
         raise ValueError(f"GPIPE_CHECK must be 0 or 1; got {text!r}")
@@ -46,24 +32,22 @@ def checks_all() -> bool:
 
 
 class Sample:
-    """A sample of the outputs of a forward."""
+    """The kinds of the outputs of a forward, and copies of their values if these are compared too."""
 
-    __slots__ = ("_extent", "_kinds", "_values", "nested")
+    __slots__ = ("_kinds", "_values", "nested")
 
-    def __init__(self, outputs: Sequence[Tensor], extent: Extent) -> None:
-        self._extent = extent
+    def __init__(self, outputs: Sequence[Tensor], *, values: bool) -> None:
         self.nested = any(tensor.is_nested for tensor in outputs)
         self._kinds = [_kind(tensor) for tensor in outputs]
-        self._values = [_picked(tensor, extent) for tensor in outputs]
+        self._values = [tensor.detach().clone() if values and _is_plain(tensor) else None for tensor in outputs]
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if ``outputs``, those of the recomputation, are others."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
             raise _different(f"{', '.join(self._kinds)}; now {', '.join(kinds)}")
-        for k, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
-            now = _picked(tensor, self._extent)
-            if before is not None and now is not None and not _close(before, now):
+        for k, (before, now) in enumerate(zip(self._values, outputs, strict=True)):
+            if before is not None and not _close(before, now := now.detach()):
                 raise _different(f"tensor {k} of {len(kinds)} has other values by up to {_distance(before, now):.3g}")
 
 
@@ -80,19 +64,9 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape_of(tensor))} {with_grad} grad"
 
 
-def _picked(tensor: Tensor, extent: Extent) -> Tensor | None:
-    """The values to compare, in memory of their own; None if there is nothing to compare."""
-    if extent is Extent.SHAPES or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    if extent is Extent.ALL or tensor.numel() <= _SOME:
-        return tensor.detach().clone()
-    return torch.take(tensor.detach(), _spread(tensor.numel(), tensor.device))
-
-
-@lru_cache(maxsize=256)
-def _spread(elements: int, device: torch.device) -> Tensor:
-    """Indices all over so many elements."""
-    return torch.linspace(0, elements - 1, _SOME, dtype=torch.float64, device=device).long()
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether there are values that can be compared."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

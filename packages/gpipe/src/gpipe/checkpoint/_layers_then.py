@@ -1,4 +1,4 @@
-"""What the caller must not change between a checkpointed forward and its backward: modes, hooks, modules, parameters.
+"""What the caller must not change between a checkpointed forward and its backward: modules, modes, hooks, parameters.
 
 A recomputation with others may give the same output, and other gradients.
 """
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._fsdp import fsdp_modules
-
-Key = tuple[str, str]
-"""What is compared, in words, and the name of the module or parameter."""
 
 
 class LayersThen:
@@ -31,42 +28,33 @@ class LayersThen:
     def expect_same(self) -> None:
         """Raise RuntimeError that says what has changed since then, and where."""
         now = _seen(self._root)
-        found = [key for key in {**self._then, **now} if now.get(key) != self._then.get(key)]
-        if found:
-            # The first kind and the outermost modules only: a layer that was replaced has other hooks and modules too.
-            kind = min(found, key=lambda key: _KINDS.index(key[0]))[0]
-            where = {name for each, name in found if each == kind}
-            inner = {name for name in where if not where.isdisjoint(_around(name))}
-            names = ", ".join(map(repr, sorted(where - inner)))
-            raise RuntimeError(
-                f"{kind.format(names)} between the forward and the backward of a checkpointed run, whose recomputation "
-                "would now compute something else; do that after backward(), or use checkpoint='never'"
-            )
+        for kind, then in self._then.items():  # only the first kind: a layer that was replaced has other hooks too
+            names = [name for name in {**then, **now[kind]} if now[kind].get(name) != then.get(name)]
+            if names:
+                outermost = ", ".join(map(repr, [*filter(None, names)][:3]))
+                raise RuntimeError(
+                    f"{kind.format(outermost)} between the forward and the backward of a "
+                    "checkpointed run, whose recomputation would now compute something else; do that after "
+                    "backward(), or use checkpoint='never'"
+                )
 
 
-_REPLACED = "layer {} was replaced or moved to another partition"
-_MODES = "train() or eval() was called on {}"
-_HOOKS = "hooks of {} were added or removed"
-_PARAMETERS = "{} changed"
-_KINDS = (_REPLACED, _MODES, _HOOKS, _PARAMETERS)
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around the one of this ``name``."""
-    return [name[:end] for end, letter in enumerate(name) if letter == "."]
-
-
-def _seen(root: nn.Module) -> dict[Key, Any]:
-    seen: dict[Key, Any] = {}
+def _seen(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """What is compared: the kinds of changes, and for each what there is by name."""
+    modules = dict(root.named_modules())
     # FSDP's hooks give parameters other memory.
     sharded = {module for each in fsdp_modules(root) for module in each.modules()}
-    for name, module in root.named_modules():
-        seen[_REPLACED, name] = module
-        seen[_MODES, name] = module.training
-        seen[_HOOKS, name] = [dict(hooks) for hooks in _hooks(module)]
-        for own, parameter in {} if module in sharded else module._parameters.items():
-            seen[_PARAMETERS, f"{name}.{own}".lstrip(".")] = _ground(parameter)
-    return seen
+    owned = [item for item in modules.items() if item[1] not in sharded]
+    return {
+        "layer {} was replaced or moved to another partition": modules,
+        "train() or eval() was called on {}": {name: module.training for name, module in modules.items()},
+        "hooks of {} were added or removed": {name: _hooks(module) for name, module in modules.items()},
+        "{} changed": {
+            f"{name}.{own}".lstrip("."): _ground(parameter)
+            for name, module in owned
+            for own, parameter in module._parameters.items()
+        },
+    }
 
 
 def _ground(parameter: Tensor | None) -> Any:
@@ -77,14 +65,6 @@ def _ground(parameter: Tensor | None) -> Any:
     return parameter.untyped_storage()._cdata if is_plain else 0, parameter.requires_grad
 
 
-def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The dicts of hooks of ``module``, and those that say which hooks are called with keywords, or always."""
-    return (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    found = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return [*map(dict, found)]

@@ -52,7 +52,7 @@ class State:
         for prefix, module in root.named_modules():
             _expect_readable(prefix, module)
             if module not in sharded:
-                self._add(prefix, module._parameters, {"weight"} if _renorms(module) else set())
+                self._add(prefix, module._parameters)
             if not getattr(module, "recomputes_without_buffers", False):
                 first = len(self._places)
                 self._add(prefix, module._buffers)
@@ -61,7 +61,7 @@ class State:
                     self._add(prefix, vars(module), _OF_ANY_MODULE)
         self._sizes = [*map(len, self._dicts)]
 
-    def _add(self, prefix: str, values: dict[str, Any], ignored: set[str] | frozenset[str] = frozenset()) -> None:
+    def _add(self, prefix: str, values: dict[str, Any], ignored: frozenset[str] = frozenset()) -> None:
         self._dicts.append(values)
         for name in values.keys() - ignored if ignored else values:
             self._places.append((values, name))
@@ -149,11 +149,6 @@ def _may_keep(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.") or bool(
         module._forward_hooks or module._forward_pre_hooks
     )
-
-
-def _renorms(module: nn.Module) -> bool:
-    """Whether a forward changes ``weight`` in a way that has no further effect when it is repeated."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def _is_small(buffer: Any) -> bool:

@@ -63,7 +63,7 @@ class Block:
         layers._modules.update(islice(stage.module.named_children(), numbers.start, numbers.stop))
         layers.training = stage.module.training
         self.numbers = numbers
-        self.recomputation = Recomputation(layers, not stage.on_accelerator, stage.blocks[numbers], context)
+        self.recomputation = Recomputation(layers, stage.blocks[numbers], context)
         self._stage = stage
         self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
         self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]

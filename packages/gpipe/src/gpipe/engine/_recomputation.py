@@ -17,13 +17,10 @@ from streams import Context
 
 from .._current import setting
 from .._torch import backward_id
-from ..checkpoint._compare import Extent, Sample, checks_all
+from ..checkpoint._compare import Sample, checks_all
 from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State
 from ..values._leaves import Activation, versions
-
-Training = tuple[bool, ...]
-"""``training`` of every module, in order."""
 
 _log = logging.getLogger("gpipe")
 
@@ -33,11 +30,11 @@ class RecomputationFacts:
     """What runs have shown about recomputing some layers. Lives with the pipe; every run reads and extends it.
 
     Attributes:
-        compared: the training modes in which a whole recomputation was compared with its forward.
+        compared: whether a recomputation gave the same values as its forward.
         logged: whether it was logged that a forward keeps its graph.
     """
 
-    compared: frozenset[Training] = frozenset()
+    compared: bool = False
     logged: bool = False
 
 
@@ -46,26 +43,20 @@ class Recomputation:
 
     Args:
         module: the layers.
-        on_cpu: whether they are on the CPU.
         facts: what runs have shown about recomputing them.
         context: the context (grad mode, autocast and so on) of the caller of the forward.
     """
 
-    def __init__(self, module: nn.Module, on_cpu: bool, facts: RecomputationFacts, context: Context) -> None:
+    def __init__(self, module: nn.Module, facts: RecomputationFacts, context: Context) -> None:
         self._module = module
-        self._on_cpu = on_cpu
         self._facts = facts
         self.context = context
         self._state: State | None = None
-        self._training: Training = ()
-        self._compares_all = False
-        self._compares = False
+        self._compares_all = checks_all()
+        self._compares = not facts.compared
 
     def look(self) -> Snapshot:
         """The state of the layers before a forward."""
-        if self._state is None:
-            self._training = tuple([module.training for module in self._module.modules()])
-            self._compares_all = checks_all()
         if self._state is None or not self._state.is_complete:
             self._state = State(self._module)
         return Snapshot(self._state)
@@ -80,19 +71,14 @@ class Recomputation:
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """A sample of the ``outputs`` of a forward, with which its recomputation is compared."""
-        whole = self._compares_all or not (self._compares or self._training in self._facts.compared)
-        self._compares = True
-        # Elsewhere than on the CPU, the host would have to wait for the values.
-        return Sample(outputs, Extent.ALL if whole else Extent.SOME if self._on_cpu else Extent.SHAPES)
+        compares, self._compares = self._compares, False
+        return Sample(outputs, values=compares or self._compares_all)
 
     def expect_same(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
-        try:
-            sample.expect(outputs)
-        except RuntimeError:
-            self._facts.compared = frozenset()
-            raise
-        self._facts.compared |= {self._training}
+        self._facts.compared = False  # unless this returns
+        sample.expect(outputs)
+        self._facts.compared = True
 
 
 class Repeatable:
