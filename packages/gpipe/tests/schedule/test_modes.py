@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 modes = st.sampled_from(MODES)
-SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 
 
 @given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
@@ -41,8 +40,7 @@ def test_builders_take_a_stop_for_each_stage(m: int, n: int, data: st.DataObject
         assert make(m, n, stops[0]) == make(m, n, [stops[0]] * n)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do(schedule: str):
+def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do():
     """Of m micro-batches in flight: with three exponentials in a row each keeps three tensors, or recomputes them."""
     layers = nn.Sequential(*[nn.Sequential(Call(torch.exp), Call(torch.exp), Call(torch.exp)) for _ in range(3)])
     peaks = {}
@@ -50,7 +48,7 @@ def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do(schedule: str):
         pipe = piped(layers, [1, 1, 1], chunks=6, checkpoint=list(each))
         with inline(), record(memory=True) as timeline:
             x = torch.zeros(6, 100, requires_grad=True)
-            pipe.step(x, loss_fn=lambda y, _: y.sum(), schedule=schedule)
+            pipe.step(x, loss_fn=lambda y, _: y.sum(), schedule="zero_bubble")
         peaks[each] = timeline.peak_bytes
     for each, found in peaks.items():
         for j in range(2):  # the last one holds a single micro-batch under 1F1B

@@ -10,30 +10,27 @@ from gpipe.simulate import StageCost, makespan, simulate
 from ..schedules import LOOPED, V_SHAPED
 
 
-class TestNames:
-    @pytest.mark.parametrize("name", ["1F1B", "1f1b", "Fill_Drain", "ZERO_BUBBLE", "Looped_BFS"])
-    def test_capitals_do_not_matter(self, name: str) -> None:
-        assert named(name, 3, [0, 1]) == named(name.lower(), 3, [0, 1])
-        assert named("ZBV", 3, [0, 0]) == named("zbv", 3, [0, 0]) == SCHEDULES["zbv"](3, [0, 0])
+@pytest.mark.parametrize("name", ["1F1B", "Fill_Drain", "ZBV"])
+def test_capitals_do_not_matter(name: str) -> None:
+    assert named(name, 3, [0, 0]) == named(name.lower(), 3, [0, 0]) == SCHEDULES[name.lower()](3, [0, 0])
 
-    @pytest.mark.parametrize(
-        ("name", "meant"), [("1f1b ", "1f1b"), ("fill-drain", "fill_drain"), ("zerobubble", "zero")]
-    )
-    def test_what_was_meant_is_said(self, name: str, meant: str) -> None:
-        with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
-            named(name, 3, [0, 1])
+
+@pytest.mark.parametrize(("name", "meant"), [("1f1b ", "1f1b"), ("fill-drain", "fill_drain"), ("zerobubble", "zero")])
+def test_what_was_meant_is_said(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
+        named(name, 3, [0, 1])
 
 
 class TestPlacement:
     @pytest.mark.parametrize("name", LOOPED)
-    @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0]])
+    @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [1, 0, 1, 0]])
     def test_workers_that_are_not_taken_in_turn(self, name: str, placement: list[int]) -> None:
         told = f"schedule='{name}' takes the workers in turn, as in devices=[0, 1, 0, 1], .* on workers {placement}"
         with pytest.raises(ValueError, match=told.replace("[", r"\[")):
             named(name, 3, placement)
 
     @pytest.mark.parametrize("name", V_SHAPED)
-    @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3], [1, 0, 0, 1]])
+    @pytest.mark.parametrize("placement", [[0, 1, 0, 1], [0, 1, 2, 3], [1, 0, 0, 1]])
     def test_workers_that_are_not_in_a_v(self, name: str, placement: list[int]) -> None:
         told = f"'{name}' goes down all workers and up again, as in devices=[0, 1, 1, 0], .* on workers {placement}"
         with pytest.raises(ValueError, match=told.replace("[", r"\[")):

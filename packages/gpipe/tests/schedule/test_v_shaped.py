@@ -80,13 +80,7 @@ class TestDualPipeV:
         f = data.draw(st.integers(1, i + w))
         walk = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
         assert idle(walk, f, i, w) <= (k - 1) * ((f + i + w) + (i + w) - 3 * w)
-
-    @given(counts, workers, st.integers(1, 5))
-    def test_the_bubble_where_a_forward_takes_as_long_as_a_part_of_a_backward(
-        self, more: int, k: int, unit: int
-    ) -> None:
-        walk = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
-        assert idle(walk, unit, unit, unit) == (k - 1) * unit
+        assert idle(walk, f, f, f) == (k - 1) * f
 
     @given(counts, workers)
     def test_a_worker_holds_no_more_than_published(self, m: int, k: int) -> None:

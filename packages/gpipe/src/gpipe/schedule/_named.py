@@ -86,7 +86,11 @@ def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[
     stages, workers, make = len(own), len(set(own)), _MAKERS[name.lower()]
     stops = stop_of_each(stop, stages)
     whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
-    return [adapted(make(m, stages, workers, r), m, stops, whole) for r in range(workers)]
+    steps = [make(m, stages, workers, r) for r in range(workers)]
+    # A generator fewer for each of millions of steps, where groups of micro-batches are full and nothing is to adapt.
+    if not (any(stops) or whole or m % max(1, workers) or name.lower() in _V_SHAPED):
+        return steps
+    return [adapted(each, m, stops, whole) for each in steps]
 
 
 def usual_placement(name: str, stages: int) -> list[int]:

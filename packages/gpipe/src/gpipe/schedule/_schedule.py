@@ -157,11 +157,10 @@ def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
     on = Counter(j for steps in walk for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
         raise ValueError(f"the steps of stage {shared[0]} are on {on[shared[0]]} workers; write them on one line")
-    found = programs_of(walk, 1 + max(on, default=-1))
-    for j, (one, other) in enumerate(zip_longest(found, programs, fillvalue=())):
-        if one != other:
-            raise ValueError(f"the walk and the programs have other steps of stage {j}, or in another order")
-    return None if all(step.stage == steps[0].stage for steps in walk for step in steps) else walk
+    found = programs_of(walk, max(len(programs), *(j + 1 for j in on), 0))
+    if wrong := [j for j, pair in enumerate(zip_longest(found, programs)) if pair[0] != pair[1]]:
+        raise ValueError(f"the walk and the programs have other steps of stage {wrong[0]}, or in another order")
+    return None if len(on) == len(walk) else walk
 
 
 def programs_of(walk: Walk, stages: int) -> list[Program]:

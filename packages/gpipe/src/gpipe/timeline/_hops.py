@@ -52,12 +52,14 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
     each = list(transfer) if isinstance(transfer, (list, tuple)) else [transfer] * len(links)
     if len(each) != len(links):
         raise ValueError(f"transfer: expected one entry for each of {len(links)} links, got {len(each)}")
-    return [0.0] * len(crossing[:1]) + [_seconds(one, size) for one, size in zip(each, links, strict=True)]
+    times = [_seconds(one, size or 0) for one, size in zip(each, links, strict=True)]
+    return [0.0] * len(crossing[:1]) + [0.0 if size is None else t for t, size in zip(times, links, strict=True)]
 
 
-def _seconds(transfer: Any, size: int | None) -> float:
-    if not callable(transfer) and not isinstance(transfer, (int, float)):
-        raise TypeError(f"transfer: expected seconds, or a function of bytes such as a Link, got {transfer!r}")
-    if not callable(transfer) and not (math.isfinite(transfer) and transfer >= 0):
-        raise ValueError(f"transfer: expected seconds that are not negative, got {transfer!r}")
-    return 0.0 if size is None else float(transfer(size) if callable(transfer) else transfer)
+def _seconds(transfer: Any, size: int) -> float:
+    seconds = transfer(size) if callable(transfer) else transfer
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"transfer: expected seconds, or a function of bytes such as a Link, got {seconds!r}")
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"transfer: expected seconds that are not negative, got {seconds!r}")
+    return float(seconds)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 
 from ..schedule import Action, Kind, Program, Schedule, Step, Walk, checkpoint_stops, replay
-from ..schedule._named import lanes, usual_placement
+from ..schedule._named import lanes as named_lanes
+from ..schedule._named import usual_placement
 from ..schedule._replay import Lane
 from ..schedule._replay import makespan as replayed
 from ._costs import StageCost
@@ -58,25 +59,17 @@ def simulate(
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
     """
-    steps, place, _ = _steps(schedule, costs, microbatches, checkpoint, placement)
-    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in steps)
-    boundary = _boundary(costs, place)
-    held = _held(walk, costs)
-    events = (
-        Event(
-            stage=step.stage,
-            microbatch=step.action.microbatch,
-            kind=step.action.kind,
-            device=f"device {place[step.stage]}",
-            start=span.start,
-            end=span.end,
-            wait=span.wait,
-            bytes_moved=_moved(step, boundary),
-            layers=costs[step.stage].layers,
-            held_bytes=held[step],
-        )
-        for step, span in replay(walk, _seconds(costs), hop_seconds(transfer, boundary)).items()
-    )
+    lanes, place, _ = _lanes(schedule, costs, microbatches, checkpoint, placement)
+    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in lanes)
+    crossing, held = _crossing(costs, place), _held(walk, costs)
+    seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
+    events = list[Event]()
+    for step, span in replay(walk, seconds, hop_seconds(transfer, crossing)).items():
+        j, (kind, i) = step
+        # A forward gets the value of the stage before, a backward the gradient of the stage after.
+        into = {Kind.FORWARD: j, Kind.BACKWARD: j + 1, Kind.BACKWARD_INPUT: j + 1}.get(kind, len(costs))
+        moved = [*crossing, None][into] or 0
+        events.append(Event(j, i, kind, f"device {place[j]}", *span, moved, costs[j].layers, held[step]))
     return Timeline(events, dict(enumerate(place)))
 
 
@@ -107,15 +100,12 @@ def makespan(
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
     """
-    steps, place, count = _steps(schedule, costs, microbatches, checkpoint, placement)
-    return replayed(steps, count, _seconds(costs), hop_seconds(transfer, _boundary(costs, place)))
+    lanes, place, count = _lanes(schedule, costs, microbatches, checkpoint, placement)
+    seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
+    return replayed(lanes, count, seconds, hop_seconds(transfer, _crossing(costs, place)))
 
 
-def _seconds(costs: Sequence[StageCost]) -> list[dict[Kind, float]]:
-    return [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
-
-
-def _steps(
+def _lanes(
     schedule: Sequence[Program] | str,
     costs: Sequence[StageCost],
     microbatches: int | None,
@@ -129,7 +119,7 @@ def _steps(
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(len(costs), placement=place)
         stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
-        return lanes(schedule, microbatches, place, stops), place, microbatches
+        return named_lanes(schedule, microbatches, place, stops), place, microbatches
     if microbatches is not None:
         raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
     whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
@@ -149,19 +139,11 @@ def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
             raise ValueError(f"{name}: expected one for each of the schedule's {stages} stages, got {len(given)}")
 
 
-def _boundary(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
+def _crossing(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
     """The bytes that each stage gets from another worker; None if the stage before is on its own."""
     # Between stages of one worker nothing is copied: the output is the input.
     apart = [False, *(before != own for before, own in pairwise(placement))]
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
-
-
-def _moved(step: Step, boundary: Sequence[int | None]) -> int:
-    if step.action.kind == Kind.FORWARD:
-        return boundary[step.stage] or 0
-    if step.action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and step.stage + 1 < len(boundary):
-        return boundary[step.stage + 1] or 0
-    return 0
 
 
 def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
