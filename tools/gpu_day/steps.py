@@ -83,9 +83,8 @@ PARTS = {
         (
             _tests(
                 "tests",
-                "All tests that need a GPU, those of virtual devices first",
+                "All tests that need a GPU",
                 480,
-                "packages/gpipe/tests/test_virtual.py",
                 "packages",
             ),
             _program(

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from gpipe import DeferredBatchNorm, GPipe, inline
 from gpipe.schedule import Schedule
 
-from .layers import Call, OnBackward
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
@@ -128,99 +126,6 @@ def test_outside_of_a_pipe_a_mini_batch_is_chunks_forwards():
     assert_same_statistics(deferred, plain)
 
 
-def test_forward_without_gradients_updates_as_plain_training_does():
-    plain = nn.BatchNorm1d(3)
-    pipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
-    x = torch.randn(8, 3)
-    with torch.no_grad():
-        pipe(x)
-        plain(x)
-    assert_same_statistics(pipe[0], plain)
-
-
-@given(
-    stage=st.integers(0, 2),
-    microbatch=st.integers(0, 3),
-    phase=st.sampled_from(["forward", "backward"]),
-    mode=st.sampled_from(MODES),
-    way=st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble"]),
-    times=st.integers(1, 2),
-)
-def test_failed_mini_batch_leaves_nothing_behind(
-    stage: int, microbatch: int, phase: str, mode: str, way: str | None, times: int
-):
-    """Whichever layer fails, and when, the next mini-batch counts as if it were the first after what was counted."""
-    fails = [True]
-
-    def fail(*_: object) -> None:
-        raise ValueError("no")
-
-    def act(x: Tensor) -> Tensor:
-        hit = fails[0] and int(x.detach()[0, 0]) == microbatch
-        if hit and phase == "forward":
-            fail()
-        return OnBackward.apply(x, fail if hit else int)
-
-    def train() -> None:
-        if way is None:
-            pipe(x).square().sum().backward()
-        else:
-            pipe.step(x, loss_fn=lambda y, _: y.square().mean(), schedule=way)
-
-    norm = nn.BatchNorm1d(3, momentum=None).double()
-    layers: list[nn.Module] = [OnValues(copy.deepcopy(norm)) for _ in range(3)]
-    layers.insert(stage + 1, Call(act))
-    sizes = [1 + (j == stage) for j in range(3)]
-    pipe = GPipe(
-        nn.Sequential(*layers), sizes, devices=["cpu"] * 3, chunks=4, checkpoint=mode, deferred_batch_norm=True
-    )
-    x = torch.cat([torch.arange(4.0).repeat_interleave(3)[:, None].double(), torch.randn(12, 3).double()], 1)
-    x.requires_grad_()
-    with inline():
-        for _ in range(times):
-            with pytest.raises(ValueError, match="no"):
-                train()
-        fails[0] = False
-        before = [copy.deepcopy(layer) for layer in pipe if isinstance(layer, OnValues)]
-        train()
-    value = x.detach()
-    for layer, fresh in zip((layer for layer in pipe if isinstance(layer, OnValues)), before, strict=True):
-        plain = copy.deepcopy(norm)
-        plain.load_state_dict(fresh.norm.state_dict())
-        plain(value[:, 1:])
-        assert_same_statistics(layer.norm, plain)
-        value = torch.cat([layer(part) for part in value.chunk(4)]).detach()
-
-
-class OnValues(nn.Module):
-    """Batch norm of all columns but the first, which tells the micro-batch."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x[:, :1], self.norm(x[:, 1:])], 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mode", MODES)
-def test_half_precision_costs_no_more_than_its_rounding(mode: str, dtype: torch.dtype):
-    """Statistics add up over hundreds of numbers, whose sums this precision cannot hold."""
-    x = (torch.randn(512, 16, generator=torch.Generator().manual_seed(0)) * 2 + 300).to(dtype)
-    norm = nn.BatchNorm1d(16, momentum=1.0)
-    pipe = GPipe(
-        nn.Sequential(copy.deepcopy(norm).to(dtype)),
-        [1], devices=["cpu"], chunks=8, checkpoint=mode, deferred_batch_norm=True,
-    )  # fmt: skip
-    pipe(x.clone().requires_grad_()).sum().backward()
-    norm.double()(x.double())
-    assert pipe[0].running_mean.dtype is dtype
-    rounding = 0.51 * torch.finfo(dtype).eps
-    torch.testing.assert_close(pipe[0].running_mean.double(), norm.running_mean, rtol=rounding, atol=0)
-    torch.testing.assert_close(pipe[0].running_var.double(), norm.running_var, rtol=rounding, atol=0)
-
-
 def test_conversion_takes_over_everything_and_leaves_the_rest_alone():
     model = nn.Sequential(
         nn.Sequential(nn.BatchNorm2d(4, momentum=0.3, eps=0.1), nn.SyncBatchNorm(4)),
@@ -259,28 +164,10 @@ def test_large_mean_costs_no_precision():
     torch.testing.assert_close(deferred.running_var.double(), plain.running_var, rtol=1e-3, atol=0)
 
 
-def test_input_without_channels_is_refused():
-    with pytest.raises(ValueError, match=r"at least 2 dimensions.*\(3,\)"):
-        DeferredBatchNorm(3)(torch.zeros(3))
-
-
 def assert_same_statistics(found: nn.Module, expected: nn.Module) -> None:
     assert dict(found.named_buffers()).keys() == dict(expected.named_buffers()).keys()
     for (name, ours), theirs in zip(found.named_buffers(), expected.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_a_pipe_inside_a_recomputed_layer_counts_once():
-    plain = nn.BatchNorm1d(3).double()
-    inside = GPipe(
-        nn.Sequential(copy.deepcopy(plain)), [1], devices=["cpu"], checkpoint="never", deferred_batch_norm=True
-    )
-    pipe = GPipe(nn.Sequential(inside), [1], devices=["cpu"], chunks=2, checkpoint="always")
-    x = torch.randn(8, 3, dtype=torch.float64)
-    pipe(x.requires_grad_()).square().sum().backward()
-    for part in x.detach().chunk(2):
-        plain(part)
-    assert_same_statistics(inside[0], plain)
 
 
 class Shifted(nn.BatchNorm1d):

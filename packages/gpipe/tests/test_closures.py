@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, Call, Overwrites, assert_same, linears, piped, rows
+from .layers import DOUBLE, Call, Overwrites, linears, piped, rows
 from .schedules import ALONE
 
 MODES = ("never", "except_last", "always")
@@ -169,47 +168,6 @@ def test_step_trains_what_the_plain_loss_trains(case: Case):
     torch.testing.assert_close([call[2] for call in calls], [call[2] for call in heard])
 
 
-def failing_after(calls: int) -> Callable[..., None]:
-    left = [calls]
-
-    def fail(*_: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise ArithmeticError("no")
-
-    return fail
-
-
-@each_schedule
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("when", ["forward", "backward", "hook"])
-def test_leaves_of_the_loss_are_as_before_after_a_failure(schedule: str, counted: bool, when: str):
-    empty, filled = (torch.ones(3, dtype=DOUBLE, requires_grad=True) for _ in range(2))
-    filled.grad = torch.ones(3, dtype=DOUBLE)
-    heard: list[Tensor] = []
-    filled.register_hook(heard.append)
-    pipe = piped(linears(), [1, 2], chunks=4, checkpoint="never")
-    if when == "forward":
-        pipe[2].register_forward_hook(failing_after(3))
-    elif when == "backward":
-        pipe[1].register_full_backward_pre_hook(failing_after(2))
-    else:
-        empty.register_hook(failing_after(1))
-
-    def loss_fn(output: Tensor, _: Any) -> Any:
-        each = output * empty * filled
-        return (each.sum(), 3) if counted else each.mean()
-
-    with pytest.raises(ArithmeticError, match="no"):
-        pipe.step(rows(8), loss_fn=loss_fn, schedule=schedule)
-    pipe.close()
-    assert empty.grad is None
-    assert all(p.grad is None for p in pipe.parameters())
-    if when != "hook":  # some may have arrived by then
-        assert torch.equal(filled.grad, torch.ones_like(filled))
-        assert not heard
-
-
 class Reentrant(nn.Module):
     """A head whose activations are computed again, in a backward of their own."""
 
@@ -230,20 +188,3 @@ def test_reentrant_checkpoint_in_the_loss(schedule: str, where: Any, counted: bo
     refused = pytest.raises(RuntimeError, match=r"loss_fn uses .* use_reentrant=True")
     with closing(piped(linears(), [1, 2], chunks=3)) as pipe, where(), refused:
         pipe.step(rows(7), loss_fn=Reentrant(counted), schedule=schedule)
-
-
-def test_sparse_gradients_of_the_loss():
-    embeddings = [nn.Embedding(7, 3, sparse=True, dtype=DOUBLE)]
-    embeddings.append(copy.deepcopy(embeddings[0]))
-    ids, model = torch.tensor([0, 1, 1, 6, 3, 0]), linears()
-    pipe = piped(model, [1, 2], chunks=3)
-
-    def loss_fn(embedding: nn.Embedding, dense: bool) -> Any:
-        return lambda o, t: ((o * embedding(t)).sum() + (embedding.weight.sum() if dense and 6 in t else 0), len(t))
-
-    for dense in (False, True):
-        pipe.step(rows(), ids, loss_fn=loss_fn(embeddings[0], dense))
-        total, count = loss_fn(embeddings[1], dense)(model(rows()), ids)
-        (total / count).backward()
-        torch.testing.assert_close(embeddings[0].weight.grad.to_dense(), embeddings[1].weight.grad.to_dense())
-    assert_same(pipe, model)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import GPipe
 
-from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, linears, piped, rows
+from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, piped, rows
 from .schedules import ALONE
 
 MODES = ("never", "except_last", "always")
@@ -109,69 +106,3 @@ def test_functions_that_block_or_overwrite_gradients(
     pipe.close()
     assert_same(pipe, model)
     torch.testing.assert_close(x.grad, y.grad)
-
-
-def trained_every_way(model: nn.Sequential, balance: list[int], mode: str, x: Tensor) -> Iterator[tuple[GPipe, Tensor]]:
-    """Pipes and copies of their input, after a backward from the caller and after a step with each schedule."""
-    for schedule in (None, *ALONE):
-        pipe, own = piped(model, balance, chunks=3, checkpoint=mode), x.clone().detach().requires_grad_(x.requires_grad)
-        pipe.zero_grad()
-        with closing(pipe):
-            if schedule is None:
-                pipe(own).square().sum().backward()
-            else:
-                pipe.step(own, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
-        yield pipe, own
-
-
-@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
-@pytest.mark.parametrize("mode", MODES)
-def test_blocked_gradients_stay_none(mode: str, where: Any):
-    a, b, c = linears()
-    model, leaf = nn.Sequential(a, Call(Blocks.apply), b, c), rows(grad=True)
-    model(leaf).square().sum().backward()
-    assert leaf.grad is None
-    with where():
-        for pipe, x in trained_every_way(model, [1, 1, 2], mode, rows(grad=True)):
-            assert_same(pipe, model)
-            assert x.grad is None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_blocked_gradients_of_what_accumulates_outside_of_grad(mode: str):
-    """Both a loss with a parameter of its own, and two runs of which the later one comes backwards first."""
-    model, head = linears(2), nn.Parameter(torch.ones(3, dtype=DOUBLE))
-    model.append(Call(Blocks.apply))
-    pipe = piped(model, [1, 2], chunks=2, checkpoint=mode)
-    loss = pipe.step(rows(), loss_fn=lambda y, _: (y + Blocks.apply(head)).sum(), reduction="sum")
-    first, second = pipe(rows()), pipe(rows())
-    second.sum().backward()
-    first.sum().backward()
-    assert head.grad is None
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    torch.testing.assert_close(loss, (model(rows()) + head).sum().detach())
-    pipe.close()
-
-
-def forced(x: Tensor) -> Tensor:
-    """Energy and forces: differentiates with respect to its input in the forward."""
-    x.requires_grad_()
-    energy = x.pow(3).sum(1, keepdim=True)
-    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return torch.cat([energy, force], 1)
-
-
-@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("balance", [[1, 2], [2, 1]])
-def test_first_layer_that_makes_its_input_require_grad(mode: str, balance: list[int], where: Any):
-    first = Call(forced)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(first, nn.Linear(4, 3, dtype=DOUBLE), nn.Linear(3, 2, dtype=DOUBLE))
-    model(rows()).square().sum().backward()
-    with where():
-        for pipe, x in trained_every_way(model, balance, mode, rows()):
-            assert_same(pipe, model)
-            assert not x.requires_grad  # it is the micro-batches that the layer sees
-            assert x.grad is None

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,18 +117,3 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_right(
         trial.pipe.close()
 
     within(30, tried)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
-def test_at_every_line(way: str, mode: str, inline: bool) -> None:
-    def tried() -> None:
-        trial = Trial(way, mode, inline)
-        for at in range(1, lines(trial) + 1):
-            interrupted(trial.step, at)
-            trial.expect_all_well()
-        trial.pipe.close()
-
-    within(60, tried)

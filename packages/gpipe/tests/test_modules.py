@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize
-from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.nn.utils.prune import l1_unstructured
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from gpipe import GPipe
 
-from .layers import DOUBLE, OnBackward, assert_same, assert_trains_like, linears, piped, rows
+from .layers import OnBackward, assert_same, assert_trains_like, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,31 +27,6 @@ def both(mode: str = "except_last", chunks: int = 3) -> list[Any]:
 
 def backward(model: nn.Module, factor: float = 1.0) -> None:
     (model(rows()).square().sum() * factor).backward()
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd with momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.05),
-    "adam, fused": lambda p: torch.optim.Adam(p, 0.05, fused=True),
-    "rmsprop, foreach": lambda p: torch.optim.RMSprop(p, 0.05, foreach=True),
-}
-
-
-@each_mode
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_with_groups(name: str, mode: str):
-    models = both(mode)
-    for model in models:
-        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
-        weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
-        optimizer = OPTIMIZERS[name]([{"params": biases, "lr": 0.01, "weight_decay": 0.0}, {"params": weights}])
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(model)
-            optimizer.step()
-            schedule.step()
-    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
 @each_mode
@@ -74,82 +46,6 @@ def test_gradient_scaler_and_clipping(mode: str):
             scaler.update()
         assert scaler.get_scale() == 512.0
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
-
-
-REPARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
-    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3, dtype=DOUBLE)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3, dtype=DOUBLE)),
-    "of one's own": lambda: own_parametrization(nn.Linear(3, 3, dtype=DOUBLE)),
-    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3, dtype=DOUBLE)),
-    "old spectral norm": lambda: old_spectral_norm(nn.Linear(3, 3, dtype=DOUBLE)),
-    "pruned": lambda: l1_unstructured(nn.Linear(3, 3, dtype=DOUBLE), "weight", 0.4),
-}
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
-
-
-def own_parametrization(layer: nn.Module) -> nn.Module:
-    parametrize.register_parametrization(layer, "weight", Symmetric())
-    return layer
-
-
-@each_mode
-@pytest.mark.parametrize("name", REPARAMETRIZED)
-def test_reparametrized_layers(name: str, mode: str):
-    """Against the micro-batch loop, because a spectral norm iterates at every forward."""
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), REPARAMETRIZED[name](), nn.Tanh())
-
-    model = make()
-    pipe = GPipe(make(), [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=mode)
-    for _ in range(2):
-        pipe(rows()).square().sum().backward()
-        torch.cat([model(part) for part in rows().chunk(3)]).square().sum().backward()
-        assert_same(pipe, model)
-    torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
-
-
-@each_mode
-def test_forward_and_backward_hooks_of_layers_and_partitions(mode: str):
-    pipe, calls = piped(linears(), [1, 2], chunks=2, checkpoint=mode), []
-    for name, module in (("layer", pipe[2]), ("partition", pipe.partitions[1])):
-        module.register_forward_pre_hook(lambda *args, name=name: calls.append((name, "pre")))
-        module.register_forward_hook(lambda *args, name=name: calls.append((name, "forward")))
-        module.register_full_backward_pre_hook(lambda *args, name=name: calls.append((name, "backward pre")))
-        module.register_full_backward_hook(lambda *args, name=name: calls.append((name, "backward")))
-    assert_trains_like(pipe, linears(), rows(grad=True))
-    again = {"never": 0, "except_last": 1, "always": 2}[mode]
-    for name in ("layer", "partition"):
-        assert calls.count((name, "pre")) == calls.count((name, "forward")) == 2 + again
-        assert calls.count((name, "backward pre")) == calls.count((name, "backward")) == 2
-
-
-def test_hooks_of_the_pipe_itself_are_called_once():
-    pipe, calls = piped(linears(), [1, 2], chunks=3), []
-    pipe.register_forward_hook(lambda *args: calls.append("forward"))
-    pipe.register_full_backward_hook(lambda _, ins, outs: calls.append(("backward", ins[0].shape, outs[0].shape)))
-    pipe(rows(grad=True)).sum().backward()
-    assert calls == ["forward", ("backward", (6, 3), (6, 3))]
-
-
-@each_mode
-@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
-def test_frozen_stages(frozen: list[int], mode: str):
-    model = linears()
-    pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=mode)
-    for each in (model, pipe):
-        for k in frozen:
-            each[k].requires_grad_(False)
-    for grad in (True, False):
-        if grad or len(frozen) < 3:
-            assert_trains_like(pipe, model, rows(grad=grad))
-        else:
-            assert not pipe(rows()).requires_grad
 
 
 def test_frozen_stages_before_the_first_trained_one_have_no_backward():

@@ -132,28 +132,6 @@ class TestArguments:
         torch.testing.assert_close(mask.grad, same.grad)
         assert_same(pipe, model)
 
-    def test_said_twice_differently(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, in_spec=Split(1))
-        with pytest.raises(ValueError, match=r"input is given as Split\(0\), but the spec says Split\(1\)"):
-            pipe(Split(rows(), dim=0))
-
-    @each_way
-    def test_a_first_layer_in_place_spares_what_all_share(self, way: Any) -> None:
-        def spoil(x: Tensor, mask: Tensor) -> Tensor:
-            return x * mask.mul_(2)
-
-        class Spoil(nn.Module):
-            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-                return spoil(x, mask)
-
-        model = nn.Sequential(Spoil(), *linears(2))
-        pipe = piped(model, [1, 2], chunks=3)
-        with way():
-            for _ in range(2):
-                mask = torch.ones(3, dtype=DOUBLE)
-                found = pipe(rows(), mask=Replicate(mask))
-                torch.testing.assert_close(found, model[2](model[1](rows() * 2)))
-
 
 class TestStep:
     @each_mode
@@ -217,17 +195,6 @@ class TestRefused:
             pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), return_outputs=True)
         assert "its gradients are in .grad" in "".join(caught.value.__notes__)
         assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum()).dim() == 0
-
-    def test_a_reducer_cuts_nothing(self) -> None:
-        with pytest.raises(TypeError, match=r"the spec says Mean\(\) for input, which puts outputs together"):
-            piped(linears(), [1, 2], chunks=2, in_spec=Mean())(rows())
-
-    @pytest.mark.parametrize("spec", [{"x": None}, (Split(0), None)])
-    def test_a_spec_that_does_not_fit(self, spec: Any) -> None:
-        with pytest.raises(ValueError, match="spec does not fit input"):
-            piped(linears(), [1, 2], chunks=2, in_spec=spec)(rows())
-        with pytest.raises(ValueError, match="spec does not fit output"):
-            piped(linears(), [1, 2], chunks=2, out_spec=spec)(rows())
 
 
 def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:

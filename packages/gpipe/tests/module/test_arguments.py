@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.engine._workers import placement
 from gpipe.module import _arguments
 
 from ..layers import linears, piped, rows
@@ -94,26 +91,6 @@ class TestAnyArgument:
         pipe(rows())
 
 
-class TestChunks:
-    @pytest.mark.parametrize("chunks", [2.7, None, True, "4", [2], 2j, math.nan, math.inf])
-    def test_what_is_no_whole_number(self, chunks: Any) -> None:
-        with pytest.raises(TypeError, match=r"chunks must be an int.*chunks=8; got"):
-            piped(linears(), [3], chunks=chunks)
-
-
-class TestCheckpoint:
-    def test_the_message_says_what_to_write(self) -> None:
-        with pytest.raises(ValueError, match=r"checkpoint is not one of .*mean 'always'"):
-            piped(linears(), [3], checkpoint="Always")
-
-
-class TestBalance:
-    @pytest.mark.parametrize(("balance", "example_"), [(2, r"\[1, 2\]"), (None, "balance_by_time")])
-    def test_a_number_of_partitions_is_answered_by_a_list(self, balance: Any, example_: str) -> None:
-        with pytest.raises((TypeError, ValueError), match=rf"(?s)balance.*{example_}"):
-            GPipe(linears(), balance, devices=["cpu"] * 3)
-
-
 class TestDevices:
     @pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1, 99, "cuda:99", torch.device("cuda", 99)])
     def test_what_torch_does_not_know(self, device: Any) -> None:
@@ -141,29 +118,6 @@ class TestDevices:
         ):
             GPipe(layers, [1, 2], devices=["xpu:0", "cpu"])
 
-    @pytest.mark.parametrize("given", ["xpu", torch.device("xpu"), "xpu:1"])
-    def test_an_accelerator_has_the_number_of_the_current_one(
-        self, given: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """So two spellings of one device are one worker."""
-        monkeypatch.setattr(_arguments, "_expect_usable", lambda device: None)
-        monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-        places = [_arguments.parsed_device(each, "devices[0]") for each in (given, "xpu:1", "cpu", "cpu:1")]
-        assert places == [torch.device("xpu", 1), torch.device("xpu", 1), CPU, torch.device("cpu", 1)]
-        assert placement(places) == (0, 0, 1, 2)
-
-    @pytest.mark.parametrize(("kind", "count"), [("cuda", 3), ("xpu", 3), ("mps", 0)])
-    def test_by_default_all_accelerators(self, kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        here = torch.device(kind)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: here)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-        expected = [torch.device(kind, k) for k in range(count)] or [CPU, CPU]
-        assert _arguments.checked_devices(None, 2) == expected
-
-    def test_any_iterable_will_do_also_an_endless_one(self) -> None:
-        assert GPipe(linears(), [1, 2], devices=itertools.repeat("cpu")).devices == [CPU, CPU]
-
 
 class TestFixed:
     @pytest.mark.parametrize("name", ["balance", "devices", "partitions"])
@@ -174,11 +128,3 @@ class TestFixed:
         with pytest.raises(AttributeError, match=rf"{name} of a pipe cannot be set; make a new pipe .*GPipe\("):
             setattr(pipe, name, value)
         assert repr(pipe) == before
-
-    @pytest.mark.parametrize("name", ["balance", "devices"])
-    def test_lists_that_are_handed_out_are_copies(self, name: str) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        before = list(getattr(pipe, name))
-        getattr(pipe, name).clear()
-        assert getattr(pipe, name) == before
-        pipe(rows())

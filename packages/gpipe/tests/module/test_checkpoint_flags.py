@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise, product
@@ -55,33 +54,6 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
     assert_close(found, plain, recipe)
     if not any(map(all, checkpoint)):
         torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
-
-
-class Seen(nn.Module):
-    """Notes in which phases it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phases: list[str] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        recomputes, first = gpipe.is_recomputing(), gpipe.is_checkpointing()
-        self.phases.append("again" if recomputes else "first" if first else "plain")
-        return x.sin()  # which needs x for its backward
-
-
-def test_only_the_layers_with_a_flag_are_computed_again():
-    layers = [Seen() for _ in range(4)]
-    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), *layers)
-    with closing(GPipe(model, [5], devices=["cpu"], chunks=2, checkpoint=[[False, True, True, False, True]])) as pipe:
-        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        again = ["first", "again", "first", "again"]
-        assert [layer.phases for layer in layers] == [again, again, ["plain"] * 2, again]
-        for layer in layers:
-            layer.phases.clear()
-        pipe.eval()
-        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        assert [layer.phases for layer in layers] == [["plain"] * 2] * 4
 
 
 def test_what_is_held_falls_by_what_blocks_save():
@@ -163,21 +135,6 @@ def test_errors_and_timelines_speak_of_partitions():
             assert "in partition 1 (layers '4' to '5')" in caught.value.__notes__[0]
 
 
-def test_it_may_be_set_between_steps_copied_and_pickled():
-    plain = linears(4)
-    with closing(piped(plain, [3, 1], chunks=2)) as pipe:
-        choice: Any = [[True, False, True], "never"]
-        pipe.checkpoint = choice
-        assert pipe.checkpoint == choice
-        pipe.checkpoint[0][0] = False  # a copy
-        assert pipe.checkpoint == choice
-        for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-            assert each.checkpoint == choice
-            each.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        F.mse_loss(plain(rows(4)), rows(4)).backward()
-        assert_same(pipe, plain)
-
-
 @pytest.mark.parametrize(
     ("choice", "kind", "says"),
     [
@@ -190,19 +147,6 @@ def test_it_may_be_set_between_steps_copied_and_pickled():
 def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
     with pytest.raises(kind, match=says):
         piped(linears(3), [2, 1], checkpoint=choice)
-
-
-@each_way
-def test_hooks_of_a_partition_are_called_once_a_forward(inline: bool):
-    """Also hooks that change what it returns."""
-    plain, seen = linears(3), []
-    with closing(piped(plain, [2, 1], chunks=2, checkpoint=[[True, False], "never"])) as pipe, running(inline):
-        pipe.partitions[0].register_forward_hook(lambda *_: seen.append(1))
-        pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
-        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        F.mse_loss(plain[2](plain[:2](rows(4)) * 2), rows(4)).backward()
-        assert_same(pipe, plain)
-        assert len(seen) == 2
 
 
 class Counts(nn.Module):
@@ -247,17 +191,6 @@ def test_what_cannot_be_repeated_is_refused(layers: list[nn.Module], choice: lis
     pipe = GPipe(model, [len(model)], devices=["cpu"], checkpoint=[choice])
     with closing(pipe), running(inline), pytest.raises(RuntimeError, match=says):
         pipe.step(rows(4, grad=True), rows(4), loss_fn=F.mse_loss)
-
-
-@pytest.mark.parametrize("number", range(1, 2**5 - 1))
-def test_layers_in_place_at_any_side_of_a_block(number: int):
-    """An input that a block changes is kept as it was."""
-    plain = nn.Sequential(linears(1), nn.ReLU(inplace=True), linears(1), nn.SELU(inplace=True), linears(1)).double()
-    with closing(piped(plain, [5], chunks=2, checkpoint=[[bool(number >> k & 1) for k in range(5)]])) as pipe:
-        for schedule in ("1f1b", "zero_bubble"):
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss, schedule=schedule)
-            F.mse_loss(plain(rows(4)), rows(4)).backward()
-            assert_same(pipe, plain)
 
 
 def test_a_pipe_inside_of_a_checkpointed_layer_is_refused():

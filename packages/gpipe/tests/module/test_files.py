@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from profiler._allocations import AllocationTracker
 
 Save = Callable[[dict[str, Tensor], Path], Path]
 
@@ -107,45 +105,6 @@ def test_what_does_not_fit_is_named(save: Save, tmp_path: Path) -> None:
         piped(path)
 
 
-@each_kind
-def test_no_more_than_one_layer_is_in_memory_beside_the_stages(save: Save, tmp_path: Path) -> None:
-    def wide() -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-
-    path = save(wide().state_dict(), tmp_path)
-    with torch.device("meta"):
-        meta = wide()
-    with AllocationTracker() as tracker:
-        GPipe(meta, [3, 3], devices=["cpu", "cpu"], init=path)
-    assert 6 * 33 * 32 * 4 <= tracker.peak <= 7 * 33 * 32 * 4
-
-
-class Versioned(nn.Linear):
-    """Has extra state, and a version that says how to read it."""
-
-    _version = 2
-    factor = 3
-
-    def get_extra_state(self) -> Any:
-        return {"factor": self.factor}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.factor = state["factor"]
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-        assert metadata["version"] == 2
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-def test_versions_and_extra_state(tmp_path: Path) -> None:
-    plain = nn.Sequential(Versioned(2, 2), nn.ReLU())
-    plain[0].factor = 5
-    path = torch_file(plain.state_dict(), tmp_path)
-    with torch.device("meta"):
-        meta = nn.Sequential(Versioned(2, 2), nn.ReLU())
-    assert GPipe(meta, [1, 1], devices=["cpu", "cpu"], init=path)[0].factor == 5
-
-
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder \(init='reset' is"):
         piped("rest")
@@ -154,10 +113,3 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     with pytest.raises(TypeError, match=r"init must be .* a state dict, .* got Tensor"):
         piped(tmp_path / "tensor.pt")
-
-
-def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match="is read by the package 'safetensors', which is not installed"):
-        piped(tmp_path)

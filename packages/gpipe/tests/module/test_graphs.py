@@ -16,7 +16,6 @@ from torch import nn
 import gpipe
 from gpipe import GPipe
 from gpipe.engine._capture import expect_no_capture
-from gpipe.module import _partition
 from gpipe.module._graphs import expect_no_graphs
 
 from ..layers import INDUCTOR
@@ -81,16 +80,6 @@ def test_a_graphed_callable_is_found() -> None:
         expect_no_graphs(layer, CUDA, 0)
     layer.forward = lambda x: x  # type: ignore[method-assign]
     expect_no_graphs(layer, CUDA, 0)
-
-
-def test_a_pipe_asks_before_anything_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def expect(block: nn.Module, device: torch.device, partition: int) -> None:
-        expect_no_graphs(block, CUDA, partition)
-
-    monkeypatch.setattr(_partition, "expect_no_graphs", expect)
-    bad = wrapped(nn.Linear(2, 2), GRAPHS["reduce-overhead"])
-    with pytest.raises(ValueError, match=r"'1' of partition 1 replays"):
-        GPipe(nn.Sequential(nn.Tanh(), bad), [1, 1], devices=["cpu", "cpu"])
 
 
 @pytest.mark.parametrize("capturing", [False, True])

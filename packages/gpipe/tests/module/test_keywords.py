@@ -117,14 +117,6 @@ def test_a_mapping_is_one_argument(
         assert_same(pipe, plain)
 
 
-def test_the_target_may_be_named():
-    plain = linears()
-    expected = F.mse_loss(plain(rows()), rows())
-    expected.backward()
-    pipe = piped(plain, [1, 2], chunks=3)
-    torch.testing.assert_close(pipe.step(rows(), target=rows(), loss_fn=F.mse_loss), expected.detach())
-
-
 class Clashing(nn.Module):
     """Has the names of step's own."""
 
@@ -166,11 +158,6 @@ class TestRefused:
         with pytest.raises(TypeError, match=message):
             pipe.step(**call, loss_fn=loss_fn)
         assert all(parameter.grad is None for parameter in pipe.parameters())
-
-    def test_what_is_said_twice(self) -> None:
-        pipe = piped(model(Several()), [2, 2], chunks=2)
-        with pytest.raises(TypeError, match=r"some keywords are in its input too; pass them once"):
-            pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
 
 
 def test_in_spec_may_be_a_mapping_of_keywords():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import gpipe
-from gpipe import DeferredBatchNorm, GPipe
+from gpipe import GPipe
 from profiler._allocations import AllocationTracker
 
 from ..models import CHANNELS, PARTS, WIDTH, Counts
@@ -219,25 +219,6 @@ def test_on_any_error_the_model_is_as_it_was(what: str) -> None:
     assert looks(model) == before
 
 
-def test_what_fails_later_is_undone_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise BrokenError
-
-    monkeypatch.setattr(DeferredBatchNorm, "convert_deferred_batch_norm", fail)
-    model = on_meta(two)
-    before = looks(model)
-    with pytest.raises(BrokenError):
-        piped(model, [2, 2], init="reset", deferred_batch_norm=True)
-    assert looks(model) == before
-
-
-def test_buffers_that_a_constructor_computes_may_have_data() -> None:
-    """As accelerate's ``init_empty_weights()`` builds a model."""
-    plain, model = nn.Sequential(Scaled(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Scaled(), nn.Linear(8, 2)))
-    model[0].scale = torch.arange(8.0)
-    assert_equal_state(piped(model, [1, 1], init=plain.state_dict()), plain)
-
-
 class Resets(Scaled):
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -249,18 +230,6 @@ def test_buffers_may_be_made_by_a_reset() -> None:
     plain, model = nn.Sequential(Resets(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Resets(), nn.Linear(8, 2)))
     assert_equal_state(piped(model, [1, 1], init=plain.state_dict()), plain)
     assert isinstance(piped(on_meta(lambda: nn.Sequential(Resets())), [1], init="reset")[0].scale, Tensor)
-
-
-def test_what_has_data_keeps_it_under_reset() -> None:
-    model = on_meta(two)
-    pretrained = model[0] = nn.Linear(4, 8)
-    bias = model[3].bias = nn.Parameter(torch.full((2,), 7.0))
-    values = pretrained.weight.detach().clone()
-    pipe = piped(model, [2, 2], init="reset")
-    assert pipe[0].weight is pretrained.weight
-    assert torch.equal(pretrained.weight, values)
-    assert pipe[3].bias is bias
-    assert bias.tolist() == [7.0, 7.0]
 
 
 def test_init_is_for_models_on_meta() -> None:
@@ -288,20 +257,6 @@ def test_tied_weights_stay_tied(missing: str | None) -> None:
     pipe = piped(model, [1, 1], init=state)
     assert pipe[0].embed.weight is pipe[0].head.weight
     assert_equal_state(pipe, plain)
-
-
-def test_hooks_and_attributes_of_parameters_stay() -> None:
-    model = on_meta(two)
-    called: list[str] = []
-    model[0].weight.register_hook(lambda gradient: called.append("before"))
-    handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: called.append("after"))
-    model[0].weight.learning_rate = 3
-    pipe = piped(model, [2, 2], init="reset")
-    pipe(torch.rand(4, 4)).sum().backward()
-    assert pipe[0].weight.learning_rate == 3
-    handle.remove()
-    pipe(torch.rand(4, 4)).sum().backward()
-    assert called == ["before", "after", "before"]
 
 
 def test_no_more_than_one_layer_is_in_memory_beside_the_stages() -> None:

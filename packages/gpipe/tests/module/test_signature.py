@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from inspect import Parameter, Signature
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,10 +72,6 @@ def test_of_a_flattened_model() -> None:
     assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
 
 
-def test_of_a_pipe_of_pipes() -> None:
-    assert list(inspect.signature(piped(piped(Named()), nn.ReLU()).forward).parameters) == ["tokens", "labels"]
-
-
 class TestTheClass:
     """It is one of GPipe's, of its name, made for the signature."""
 
@@ -86,19 +80,3 @@ class TestTheClass:
         assert type(first) is type(second) is type(copy.deepcopy(first)) is type(copy.copy(first))
         assert isinstance(first, GPipe)
         assert (type(first).__name__, type(first).__module__) == (GPipe.__name__, GPipe.__module__)
-
-    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-    def test_it_is_pickled_by_name(self, protocol: int) -> None:
-        pipe = piped(nn.Linear(1, 1), nn.ReLU())
-        again = pickle.loads(pickle.dumps(pipe, protocol))
-        assert type(again) is type(pipe)
-        torch.testing.assert_close(again(torch.ones(3, 1)), pipe(torch.ones(3, 1)))
-
-    def test_a_subclass_with_a_forward_of_its_own_keeps_it(self) -> None:
-        class Mine(GPipe):
-            def forward(self, mine: torch.Tensor) -> Any:  # type: ignore[override]
-                return super().forward(mine) + 1
-
-        pipe = Mine(nn.Sequential(nn.ReLU()), [1], devices=["cpu"])
-        assert type(pipe) is Mine
-        assert float(pipe(torch.ones(1))) == 2

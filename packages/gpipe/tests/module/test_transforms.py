@@ -97,6 +97,16 @@ def test_symbolic_tracing_is_refused_by_name() -> None:
         torch.fx.symbolic_trace(piped(linears(), [1, 2]))
 
 
+def assert_compiled_like(compiled: Any, model: nn.Module) -> None:
+    compiled.zero_grad()
+    x, y = rows(grad=True), rows(grad=True)
+    for module, leaf in ((compiled, x), (model, y)):
+        module(leaf).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 class Around(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -115,23 +125,6 @@ def test_the_compiler_calls_a_pipe_as_it_is(wrap: Callable[[nn.Module], nn.Modul
     compiled = torch.compile(wrap(piped(linears(), [1, 2], chunks=2, checkpoint=mode)), backend="eager")
     for _ in range(2):
         assert_compiled_like(compiled, wrap(linears()))
-
-
-def assert_compiled_like(compiled: Any, model: nn.Module) -> None:
-    compiled.zero_grad()
-    x, y = rows(grad=True), rows(grad=True)
-    for module, leaf in ((compiled, x), (model, y)):
-        module(leaf).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_a_compiled_training_step_calls_step_as_it_is() -> None:
-    torch._dynamo.reset()
-    pipe, model = piped(linears(), [1, 2], chunks=2), linears()
-    loss = torch.compile(lambda x: pipe.step(x + 1, X, loss_fn=F.mse_loss) * 2, backend="eager")(X)
-    torch.testing.assert_close(loss, F.mse_loss(model(X + 1), X).detach() * 2)
 
 
 class Tangent(nn.Linear):

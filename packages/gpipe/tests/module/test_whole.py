@@ -6,7 +6,6 @@ import enum
 from collections import UserDict, deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import Arguments, GPipe
-from microbatch import Replicate, Split
+from gpipe import GPipe
+from microbatch import Replicate
 
 from ..layers import linears, piped, rows
 
@@ -28,12 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Color(enum.Enum):
     RED = "red"
     BLUE = 2
-
-
-@dataclass
-class Options:
-    scale: Tensor
-    name: str
 
 
 class Noting(nn.Module):
@@ -119,11 +112,6 @@ class TestWhatHasRows:
                 call(pipe)
             assert not pipe[0].seen
 
-    def test_as_many_entries_as_rows_on_another_dimension(self) -> None:
-        for x, spec in ((Split(rows(7).T, dim=1), None), (rows(7).T, Split(1))):
-            with pytest.raises(TypeError, match=r"^input has a list of 7, as many as the mini-batch has rows"):
-                noting(in_spec=spec)(x, list("abcdefg"))
-
     @pytest.mark.parametrize("make", [list, tuple, deque, lambda leaves: Pair(*leaves)])
     def test_containers_of_tensors_may_have_as_many_parts(self, make: Callable[[list[Tensor]], Any]) -> None:
         pipe = noting()
@@ -146,13 +134,6 @@ class TestWhatHasRows:
         assert all(other is value for _, other, _ in pipe[0].seen)
 
 
-def test_a_rule_for_all_is_one_for_tensors():
-    pipe = noting(in_spec=Split(1))
-    pipe.out_spec = Split(1)
-    pipe(rows(7).expand(3, 7, 3), "whole")
-    assert [other for _, other, _ in pipe[0].seen] == ["whole"] * 3
-
-
 def test_targets_too():
     seen: list[Any] = []
 
@@ -166,9 +147,3 @@ def test_targets_too():
     assert seen[:3] == [Color.RED] * 3
     with pytest.raises(TypeError, match=r"^target has a list of 7"):
         pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn)
-
-
-def test_dataclasses_are_cut_field_by_field():
-    pipe = noting()
-    pipe(Arguments((rows(7),), {"other": Options(rows(7), "name")}))
-    assert [(len(other.scale), other.name) for _, other, _ in pipe[0].seen] == [(3, "name"), (3, "name"), (1, "name")]
