@@ -192,7 +192,6 @@ class TestChangesBetweenRuns:
             lambda module: module[1][0].weight.requires_grad_(False),
             lambda module: module[1][0].weight.requires_grad_(True),
             lambda module: setattr(module[2][0], "weight", nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))),
-            lambda module: module.__setitem__(2, nn.Sequential(module[0], module[1][0])),
         ]
         with place():
             for change in changes:

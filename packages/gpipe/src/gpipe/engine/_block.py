@@ -32,7 +32,7 @@ from ..checkpoint._random import CellRNG
 from ..skip._layout import skippables
 from ..values._constants import expect_plain
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
-from ..values._memory import has_own_storages
+from ..values._memory import storage_id
 from ._recomputation import Recomputation, Repeatable
 from ._stage import Stage
 
@@ -79,7 +79,8 @@ class Block:
         expect_plain(inputs.value, self._stage.index)
         before = versions(inputs)
         # Separate copies of tensors that share memory would not see each other's changes.
-        spare = clone_leaves(inputs) if self._clones and has_own_storages(inputs.tensors) else None
+        apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
+        spare = clone_leaves(inputs) if self._clones and apart else None
         rng: Any = current.rng
         forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
         output = forward.first(value, detach_leaves(inputs), spare)

@@ -23,7 +23,7 @@ from ..transport._copy import CopyStreams, StagePlace
 from ..transport._link import Link
 from ..transport._transport import Transport
 from ..values._leaves import Activation, detach_leaves
-from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, owned, ties_of, with_ties
+from ..values._sharing import KEPT, flag_aliases, owned
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
@@ -174,7 +174,7 @@ class Pipeline:
 
     def _entering(self, batches: Sequence[Batch]) -> list[Activation]:
         """The micro-batches as inputs of the first stage; empty if that is in another process."""
-        return _entering(batches) if self.begins else []
+        return [*map(_entering, batches)] if self.begins else []
 
     def transport(
         self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures, loss: Losses | None
@@ -248,20 +248,10 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
         )
 
 
-def _entering(batches: Sequence[Batch]) -> list[Activation]:
-    """The micro-batches as inputs of the first stage, marked as using the caller's memory."""
-    tie = SEEN if overlap(batches) else KEPT
-    return [
-        Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(tie,))
-        if isinstance(batch.value, Tensor)
-        else _entered(batch, tie)
-        for batch in batches
-    ]
-
-
-def _entered(batch: Batch, tie: int) -> Activation:
+def _entering(batch: Batch) -> Activation:
+    """A micro-batch as the input of the first stage, marked as memory of the caller."""
     leaves = detach_leaves(Activation(batch.value))
-    return with_ties(leaves, [max(tie, own) for own in ties_of(flag_aliases(leaves, leaves))])
+    return flag_aliases(leaves, leaves, [(tensor, KEPT) for tensor in leaves.tensors])
 
 
 def _flowing(

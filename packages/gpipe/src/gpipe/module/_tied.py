@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..engine._tied import holds_tensors
-from ..values._memory import clusters
+from ..values._memory import storage_id
 from ._devices import move
 from ._divided import Divided
 
@@ -77,7 +77,11 @@ def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) 
     """
     if len(set(devices)) < 2:
         return
-    for cluster in clusters([tensor for tensor in at if not is_lazy(tensor)]):
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in at:
+        if not is_lazy(tensor):
+            by_storage.setdefault(storage_id(tensor), []).append(tensor)
+    for cluster in by_storage.values():
         if any(tensor.requires_grad for tensor in cluster) and len({devices[at[tensor][0]] for tensor in cluster}) > 1:
             found = [at[tensor] for tensor in cluster]
             names = " and ".join(f"{name!r} of partition {j} on {devices[j]!r}" for j, name in found)

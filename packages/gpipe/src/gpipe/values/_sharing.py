@@ -8,20 +8,17 @@ Each tensor has a tie, which is sent with it:
 - ``SEEN``: a change would be visible elsewhere: through another tensor of the value, through a skip, or to the layer
   that owns this parameter or buffer. In-place work is refused, because autograd would not see the change there.
 
-Of several ties the largest counts.
+Of several ties the largest counts. Tensors with one storage count as sharing memory, wherever they lie in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from torch import Tensor, nn
 
-from microbatch import Batch
-
 from ._leaves import Activation, versions
-from ._memory import clone, groups, has_own_storages, storage_id
+from ._memory import clone, storage_id
 
 OWN, KEPT, SEEN = 0, 1, 2
 
@@ -44,28 +41,14 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
         inputs: of the stage; an output in the memory of one of them gets its tie.
         others: more tensors, with the tie that an output in their memory gets.
     """
-    tensors = outputs.tensors
-    sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # inputs without ties are left out
-    if has_own_storages(tensors, list(map(_first, sources))):
+    sources: dict[int, int] = {}
+    for tensor, tie in (*zip(inputs.tensors, inputs.ties, strict=False), *others):  # inputs without ties are left out
+        storage = storage_id(tensor)
+        sources[storage] = max(tie, sources.get(storage, OWN))
+    own = [storage_id(tensor) for tensor in outputs.tensors]
+    if len(set(own)) == len(own) and sources.keys().isdisjoint(own):
         return outputs
-    count, ties = len(tensors), [OWN] * len(tensors)
-    for group in groups([*tensors, *map(_first, sources)]):
-        own = [k for k in group if k < count]
-        found = [sources[k - count][1] for k in group if k >= count]
-        for k in own:
-            ties[k] = SEEN if len(own) > 1 else max(found, default=OWN)
-    return with_ties(outputs, ties)
-
-
-_first = itemgetter(0)
-
-
-def overlap(batches: Sequence[Batch]) -> bool:
-    """Whether batches share memory with each other, as those of ``(x[1:], x[:-1])`` do."""
-    if len(batches) < 2 or isinstance(batches[0].value, Tensor) or has_own_storages(batches[0].tensors):
-        return False
-    owners = [i for i, batch in enumerate(batches) for _ in batch]
-    return any(owners[group[0]] != owners[group[-1]] for group in groups([t for batch in batches for t in batch]))
+    return with_ties(outputs, [SEEN if own.count(storage) > 1 else sources.get(storage, OWN) for storage in own])
 
 
 def owned(activation: Activation) -> Activation:
