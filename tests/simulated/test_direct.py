@@ -294,28 +294,14 @@ def test_a_rank_that_is_killed_is_named(who: int, phase: str):
         assert f"rank {who} has ended, or did not answer within 600 s" in text
 
 
-FROZEN = [(who, phase) for phase in ("after a head", "forward", "recompute") for who in range(3)] + [(1, "backward")]
-
-
-@pytest.mark.parametrize(
-    ("who", "phase"),
-    [pytest.param(*case, marks=[] if case == (1, "backward") else [pytest.mark.long]) for case in FROZEN],
-)
-def test_a_rank_that_freezes_is_named_when_the_time_is_over(who: int, phase: str):
-    """Also when it has announced tensors that its device does not send any more.
-
-    Then the next rank, which waits for its own device, may be late for the report and be named too.
-    """
+def test_a_rank_that_freezes_is_named_when_the_time_is_over():
     with world(3) as opened:
         for connection in opened.connections:
-            connection.send((_lose, (who, phase, 4.0, signal.SIGSTOP)))
-        told = [opened.answer(k, 120.0) for k in range(3) if k != who]
+            connection.send((_lose, (1, "backward", 4.0, signal.SIGSTOP)))
+        told = [opened.answer(k, 120.0) for k in (0, 2)]
     for succeeded, text in told:
         assert succeeded, text
-        named = re.search(r"ranks? ([\d, ]+) ha(?:s|ve) ended, or did not answer within 4 s", text)
-        assert named is not None, text
-        assert str(who) in named[1].split(", ")
-        assert phase == "after a head" or named[1] == str(who)
+        assert "rank 1 has ended, or did not answer within 4 s" in text
 
 
 def _lose(who: int, phase: str, timeout: float, number: signal.Signals = signal.SIGKILL) -> str:
@@ -435,16 +421,3 @@ def _found(fault: Fault) -> list[str]:
     with planted(fault):
         wrong = error_of(lambda: expect_alike(rank, pipe))
     return ["wrong numbers"] * isinstance(wrong, AssertionError) + [str(race) for race in accelerator.found()]
-
-
-def test_wires_with_one_stream_would_wait_for_each_other_for_ever():
-    with world(2) as opened:
-        found = opened.run(_on_one_stream)
-    assert found == ["LostRankError", "LostRankError"]
-
-
-def _on_one_stream() -> str:
-    one = "self._stream = vars(watch).setdefault('stream', new_stream(device))"
-    with planted(Fault("wires have one stream", WIRES, "self._stream = new_stream(device)", one)):
-        rank = PLACEMENTS["two ranks"].rank(model(), timeout=5.0)
-    return type(error_of(lambda: rank.step(rows(), loss_fn=squares, schedule="1f1b"))).__name__

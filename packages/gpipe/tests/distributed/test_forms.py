@@ -195,15 +195,12 @@ def test_gradients_arrive_as_they_were(gradients: list[Tensor | None]) -> None:
 
 
 REFUSED = [
-    (lambda: Sample([_local_class()(1)]), r"output cannot be .* pickle.*<locals>.*top of a module"),
-    (
-        lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)],
-        r"output\[0\] is a Tensor .* and torch.qint8, which is not sent",
-    ),
-    (lambda: torch.ones(2, device="meta"), r"output is a Tensor on meta"),
-    (lambda: {"a": _Subclass(torch.ones(2))}, r"output\['a'\] is a _Subclass"),
-    (lambda: (1, torch.ones(2).to_sparse()), r"output\[1\] is a Tensor .* with torch.sparse_coo"),
-    (lambda: {"a": [lambda: 3, 1]}, r"output\['a'\]\[0\] cannot be .* pickle"),
+    (lambda: Sample([_local_class()(1)]), r"Sample cannot be .* pickle.*<locals>.*top of a module"),
+    (lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)], r"a Tensor .* torch.qint8 is not sent"),
+    (lambda: torch.ones(2, device="meta"), r"a Tensor on meta"),
+    (lambda: {"a": _Subclass(torch.ones(2))}, r"a _Subclass"),
+    (lambda: (1, torch.ones(2).to_sparse()), r"a Tensor .* with torch.sparse_coo"),
+    (lambda: {"a": [lambda: 3, 1]}, r"dict cannot be .* pickle"),
 ]
 
 
@@ -221,11 +218,6 @@ def _local_class() -> Any:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("value", "message"), REFUSED)
-def test_what_cannot_be_sent_is_refused_by_its_path(value: Any, message: str) -> None:
+def test_what_cannot_be_sent_is_refused(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         arrived(Activation(value()))
-
-
-def test_gradients_that_cannot_be_sent_are_refused_by_their_number() -> None:
-    with pytest.raises(TypeError, match="gradient 1 is a _Subclass"):
-        arrived([None, _Subclass(torch.ones(2))])

@@ -488,23 +488,6 @@ def _shared_value() -> Tensor:
     return next(iter(rank.children())).weight.detach()
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 0, 1], [1, 0, 0, 1], [1, 0, 1, 0]])
-def test_gradients_of_several_stages_of_a_rank_are_added_in_the_order_of_the_stages(worlds, ranks: list[int]):
-    """Whoever has them: bit for bit as in one process."""
-    worlds(2).run(_expect_the_same_sums, ranks)
-
-
-def _expect_the_same_sums(ranks: list[int]) -> None:
-    torch.manual_seed(0)
-    first, bias = nn.Linear(6, 6), nn.Linear(6, 6)
-    model = nn.Sequential(first, Tied(first), nn.Sequential(Tied(first), bias), nn.Sequential(Tied(first), Tied(bias)))
-    one = GPipe(copy.deepcopy(model), [1] * 4, devices=[f"cpu:{rank}" for rank in ranks], chunks=3)
-    rank = Rank(model, [1] * 4, ranks=ranks, chunks=3)
-    for schedule in ("1f1b", "zero_bubble"):
-        assert_same(_trained(rank, batch()[0], schedule, True), _trained(one, batch()[0], schedule, True))
-    one.close()
-
-
 def test_all_ranks_record_what_all_do(worlds):
     first, last = worlds(2).run(_recorded)
     assert first == last

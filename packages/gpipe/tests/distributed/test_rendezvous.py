@@ -143,13 +143,13 @@ def _step_sharing(by_all: bool) -> None:
         rank.step(torch.randn(6, 6), loss_fn=lambda output: output.square().mean())
 
 
-SHARED = [("spread_values", "has ended"), ("summed", "has ended"), ("summed", "failed: ArithmeticError: planted")]
+SHARED = [("spread_values", "is killed"), ("add_up", "is killed"), ("add_up", "fails")]
 
 
 @pytest.mark.parametrize(
     ("who", "what", "how", "by_all"),
     [
-        pytest.param(who, what, how, by_all, marks=[] if (who, what) == (2, "summed") else pytest.mark.long)
+        pytest.param(who, what, how, by_all, marks=[] if (who, what) == (2, "add_up") else pytest.mark.long)
         for what, how in SHARED
         for who, by_all in ((0, True), (1, True), (2, True), (0, False), (2, False))
     ],
@@ -161,12 +161,12 @@ def test_who_is_missing_where_weights_are_shared_is_named(who: int, what: str, h
     for k in {0, 1, 2} - {who}:
         succeeded, text = answers[k]
         assert succeeded, text
-        assert text.startswith(f"rank {who} {how}")
+        assert text.startswith(f"rank {who} has ended")
 
 
 def _share(who: int, what: str, how: str, by_all: bool) -> str:
     def end(*_: Any) -> None:
-        if how == "has ended":
+        if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ArithmeticError("planted")
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
-from microbatch import flatten, is_flat, leaf_paths, unflatten
+from microbatch import is_flat
 
 from ..values._leaves import Activation
 from ..values._memory import is_dense
@@ -47,6 +46,12 @@ class Form(NamedTuple):
     tree: bytes | int | None
     tensors: tuple[Dense | None, ...]
 
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor that has any."""
+        sizes = [each.shape.numel() * each.dtype.itemsize for each in self.tensors if each is not None]
+        return [size for size in sizes if size]
+
     def empty(self, device: torch.device) -> list[Tensor | None]:
         """Memory for the dense tensors, on ``device``."""
         return [
@@ -73,22 +78,27 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     The ties in the form are those after :func:`parted`, since tensors that arrive have memory of their own.
 
     Raises:
-        TypeError: a value cannot be sent; the message names its path, and a way out.
+        TypeError: a value cannot be sent.
     """
     given: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
-    tensors = [None if each is None else _dense(each, payload, k) for k, each in enumerate(given)]
+    tensors = [None if each is None else _dense(each) for each in given]
     dense = [
         None if each is None else Dense(each.dtype, each.shape, each.stride(), each.requires_grad) for each in tensors
     ]
     return Form(_tree(payload), tuple(dense)), tensors
 
 
-def flat(tensor: Tensor) -> Tensor:
+def bytes_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The memory of dense tensors, of each that has any, as bytes: not every backend knows all types of elements."""
+    return [_flat(each.detach()).view(torch.uint8) for each in tensors if each is not None and each.numel()]
+
+
+def _flat(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie in memory."""
-    return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """The tensor, with elements that fill its memory."""
     # Of a collective that is still under way, as at the end of a RowwiseParallel: torch's name for this is private.
     plain: Any = tensor
@@ -97,9 +107,8 @@ def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor:
     special = plain.is_meta or plain.is_nested or plain.is_quantized or plain.layout is not torch.strided
     if special or type(plain) not in _PLAIN:
         raise TypeError(
-            f"{_path(payload, number)} is a {type(plain).__qualname__} on {plain.device} with {plain.layout} and "
-            f"{plain.dtype}, which is not sent to another process; expected a dense tensor with data; pass the tensors "
-            "that it is made of"
+            f"a {type(plain).__qualname__} on {plain.device} with {plain.layout} and {plain.dtype} is not sent to "
+            "another process; expected a dense tensor with data; pass the tensors that it is made of"
         )
     if plain.is_conj() or plain.is_neg() or plain._is_zerotensor() or not is_dense(plain):
         plain = plain.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -116,37 +125,28 @@ def _tree(payload: Payload) -> bytes | int | None:
     value, given = payload.value, payload.tensors
     if not payload.ties and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
         return len(value) if type(value) is tuple else 0
+    file = io.BytesIO()
     try:
-        return _pickled((value, tuple(parted(payload).ties)), given)
+        _Writer(file, given).dump((value, tuple(parted(payload).ties)))
     except Exception as error:
         raise TypeError(
-            f"{_path_of_unpicklable(payload)} cannot be sent to another process, because it cannot be pickled: "
-            f"{error}; make it a dataclass at the top of a module, or pass its tensors"
+            f"{type(value).__qualname__} cannot be sent to another process, because it cannot be pickled: {error}; "
+            "make it a dataclass at the top of a module, or pass its tensors"
         ) from error
+    return file.getvalue()
 
 
 class _Writer(pickle.Pickler):
     """Pickles a value, with the numbers of ``tensors`` in their places."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._places: dict[int, list[int]] = {}
-        for k, tensor in enumerate(tensors):
-            self._places.setdefault(id(tensor), []).append(k)
+        self._places = {id(tensor): k for k, tensor in enumerate(tensors)}
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        places = self._places.get(id(value))
-        if not places:
+        if isinstance(value, Tensor) and id(value) not in self._places:
             raise TypeError("it holds a tensor that is not one of its leaves")
-        return places[0] if len(places) == 1 else places.pop(0)
-
-    def reducer_override(self, value: Any) -> Any:
-        """A tree of torch's is made again of a value that has it: torch does not pickle all of them."""
-        if isinstance(value, TreeSpec):
-            return _spec_of, (unflatten([0] * value.num_leaves, value),)
-        return NotImplemented
+        return self._places.get(id(value)) if isinstance(value, Tensor) else None
 
 
 class _Reader(pickle.Unpickler):
@@ -158,33 +158,3 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> Any:
         return self._tensors[place]
-
-
-def _spec_of(value: Any) -> TreeSpec:
-    return flatten(value)[1]
-
-
-def _pickled(value: Any, tensors: Sequence[Tensor | None]) -> bytes:
-    file = io.BytesIO()
-    _Writer(file, tensors).dump(value)
-    return file.getvalue()
-
-
-def _path(payload: Payload, number: int) -> str:
-    """The path of a tensor, as Python writes it, such as ``output['x'][1]``."""
-    if not isinstance(payload, Activation):
-        return f"gradient {number}"
-    return [path for path, leaf in _leaves(payload) if isinstance(leaf, Tensor)][number]
-
-
-def _path_of_unpicklable(payload: Activation) -> str:
-    for path, leaf in _leaves(payload):
-        try:
-            _pickled(leaf, [leaf])
-        except Exception:
-            return path
-    return "output"
-
-
-def _leaves(payload: Activation) -> list[tuple[str, Any]]:
-    return list(zip(leaf_paths(payload.value, "output"), flatten(payload.value)[0], strict=True))

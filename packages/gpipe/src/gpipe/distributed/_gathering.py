@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._errors import LostRankError, is_of_gloo, text_of
+from ._errors import LostRankError, is_of_gloo
 from ._groups import ALONE, Group, expect_group, open_groups
 from ._rendezvous import Rendezvous
 
@@ -50,6 +50,5 @@ def collectives(meeting: Rendezvous) -> Iterator[None]:
     except BaseException as error:
         if is_of_gloo(str(error)):
             raise meeting.found_lost() from None
-        failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
-        meeting.leave(LostRankError(f"{failed}; start the processes again, from the last checkpoint"))
+        meeting.leave()
         raise

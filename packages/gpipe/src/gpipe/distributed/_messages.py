@@ -1,17 +1,16 @@
 """Messages between two ranks.
 
-A message is a head, and the bytes of its tensors from their own memory into that of the tensors that arrive. Its form
-(:mod:`gpipe.distributed._forms`) is sent only if it differs from that of the message before. So the other end can
-receive the head and the tensors before it knows what comes; what differs announces itself::
+A message is a head, and the bytes of its tensors. Its form (:mod:`gpipe.distributed._forms`) is sent only if it differs
+from that of the message before. So the other end can receive the head and the tensors before it knows what comes; what
+differs announces itself::
 
-    the same form    [head] [tensor] [tensor] ...
-    the same, small  [head | tensor | tensor ...]
-    another form     [head] [a byte for each tensor that the other end receives] [form] [tensor] [tensor] ...
+    the same form    [head] [tensor] [tensor] ...   from the memory of the tensors into that of those that arrive
+    the same, small  [head and tensors]             a transfer costs more than copies
+    another form     [head] [a byte for each tensor that the other end receives] [form], then as above
 
     head = number of the micro-batch, bytes of the form, a flag, how many messages the sender has taken itself
 
-The tensors of a small message are copied behind the head, because a transfer costs more than the copy. Tensors of
-accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
+Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
 
 A message is kept until it is known that the other end took it: gloo does not tell without waiting, so each head says
 how many messages were taken. Where nothing comes back, in a run without backwards, :meth:`RemoteLink.put` waits instead
@@ -21,12 +20,10 @@ when too many messages are under way.
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -35,19 +32,14 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, Payload, flat, form_of
-
-POISON: Final = -1
-"""The micro-batch number of a message that says: nothing more comes in this run."""
+from ._forms import Form, Payload, bytes_of, form_of
 
 SMALL: Final = 2**18
-"""Bytes of the largest message that is copied into one transfer."""
+"""Bytes of the largest tensors that are copied behind their head."""
 
-_OBJECT: Final = -2
-_HEAD = struct.Struct("=4q")
-_ALIGN: Final = 16  # so that the data of any dtype are aligned, as is the end of a head
+_POISON, _OBJECT, _FORM = -1, -2, -3  # in place of a micro-batch: of messages that have a text, and no tensors
+_HEAD: Final = 32  # bytes of four int64
 _CPU = torch.device("cpu")
-_NONE = Form(None, ())
 _FILLER = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -109,49 +101,11 @@ class Direct(Protocol):
     def drain(self) -> None: ...
 
 
-class _Layout:
-    """How messages of one form are sent: if they are small, with tensors behind the head.
-
-    Attributes:
-        form: the form.
-        starts: the offset of each tensor that has any bytes; None if these are sent by themselves.
-        size: bytes of the first transfer.
-        others: the number of further transfers.
-    """
-
-    def __init__(self, form: Form, *, direct: bool) -> None:
-        self.form = form
-        self.starts: list[int] | None = None
-        self.size, self.others = _HEAD.size, 0
-        if not direct:
-            sizes = [each.shape.numel() * each.dtype.itemsize for each in form.tensors if each is not None]
-            sizes = [size for size in sizes if size]
-            ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=_HEAD.size)]
-            if ends[-1] > SMALL:
-                self.others = len(sizes)
-            else:
-                self.starts, self.size = [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
-
-    def within(self, frame: Tensor) -> list[Tensor | None]:
-        """The tensors of a small message, in the memory of ``frame``."""
-        starts, storage = iter(self.starts or ()), frame.untyped_storage()
-        found: list[Tensor | None] = []
-        for each in self.form.tensors:
-            if each is None:
-                found.append(None)
-                continue
-            start = next(starts) if each.shape.numel() else 0
-            # Not as views: these would share a version counter.
-            tensor = torch.empty(0, dtype=each.dtype, device="cpu")
-            found.append(tensor.set_(storage, start // each.dtype.itemsize, each.shape, each.stride))
-        return found
-
-
 class _Coming(NamedTuple):
-    """A message that is being received; ``frame`` begins with its head."""
+    """A message that is being received. ``frame`` begins with its head; behind it are small tensors."""
 
     frame: Tensor
-    tensors: list[Tensor | None]
+    tensors: list[Tensor | None] | None
     transfers: list[Any]
 
 
@@ -174,9 +128,7 @@ class RemoteLink:
         self.member = peer.member
         self.poisoned: Any = None
         self._peer, self._device, self._out, self._into = peer, device, out, into
-        # Of the last message in each direction.
-        self._sent = _Layout(_NONE, direct=out is not None)
-        self._received = _Layout(_NONE, direct=into is not None)
+        self._sent = self._received = Form(None, ())  # of the last message in each direction
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
         self._most: int | None = None
         self._arrived = self._taken = self._expected = 0  # messages since the link was made
@@ -196,22 +148,23 @@ class RemoteLink:
     def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
         form, tensors = form_of(payload)
-        data = [flat(each) for each in tensors if each is not None and each.numel()]
         if self._out is not None:
-            self._out.send(data)  # before the head, which says that they have been sent
-            data = []
-        again = form == self._sent.form
-        self._send(microbatch, b"" if again else pickle.dumps(form), data, flag=flag)
-        if not again:
-            self._sent = _Layout(form, direct=self._out is not None)
+            self._out.send(
+                [each for each in tensors if each is not None]
+            )  # before the head, which says that it is done
+            tensors = []
+        parts = [] if form == self._sent else self._text(_FORM, form)
+        self._sent = form
+        message = [self._head(microbatch, flag=flag), *[each.cpu() for each in bytes_of(tensors)]]
+        self._send([*parts, torch.cat(message)] if sum(form.sizes) <= SMALL else [*parts, *message])
 
     def poison(self, why: Any) -> None:
         """Tell the other end that nothing more comes in this run, and why: an object that can be pickled."""
-        self._send(POISON, pickle.dumps(why))
+        self._send(self._text(_POISON, why))
 
     def tell(self, what: Any) -> None:
         """Start to send an object that can be pickled. Raises UnreachableError."""
-        self._send(_OBJECT, pickle.dumps(what))
+        self._send(self._text(_OBJECT, what))
 
     def get(self) -> tuple[int, bool, Any]:
         """Wait for the next message: its micro-batch, flag, and payload.
@@ -221,12 +174,11 @@ class RemoteLink:
             UnreachableError: the connection has ended, or the message does not arrive in time.
         """
         microbatch, flag, tensors = self._take()
-        return microbatch, flag, self._received.form.payload(tensors)
+        return microbatch, flag, self._received.payload(tensors)
 
     def hear(self) -> Any:
         """Wait for the next object; see :meth:`get`."""
-        head = self._next()[0]
-        return pickle.loads(self._text(head[1]))
+        return pickle.loads(self._next()[1])
 
     def drain(self, *, expected: bool = False) -> None:
         """After a failed run: receive everything up to the message that says that nothing more comes.
@@ -245,20 +197,18 @@ class RemoteLink:
         while self._under_way:
             self._forget()
 
-    def _send(self, microbatch: int, text: bytes, data: Sequence[Tensor] = (), *, flag: bool = False) -> None:
-        starts = None if text else self._sent.starts
-        memory = bytearray(self._sent.size if starts else _HEAD.size)
-        _HEAD.pack_into(memory, 0, microbatch, len(text), flag, self._taken)
-        parts = [torch.frombuffer(memory, dtype=torch.uint8)]
-        if text:
-            parts += [_FILLER] * self._sent.others
-            parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        if starts:
-            for start, part in zip(starts, data, strict=True):
-                place = torch.frombuffer(memory, dtype=part.dtype, count=part.numel(), offset=start)
-                place.copy_(part.detach().view(-1))
-        else:
-            parts += [part.cpu() for part in data]
+    def _head(self, microbatch: int, size: int = 0, *, flag: bool = False) -> Tensor:
+        head = [microbatch, size, flag, self._taken]
+        return torch.tensor(head, dtype=torch.int64, device="cpu").view(torch.uint8)
+
+    def _text(self, kind: int, what: Any) -> list[Tensor]:
+        """A message of that kind, in place of one with tensors, which the other end has begun to receive."""
+        text = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
+        sizes = self._sent.sizes
+        others = 0 if self._out is not None or sum(sizes) <= SMALL else len(sizes)
+        return [self._head(kind, len(text)), *[_FILLER] * others, text]
+
+    def _send(self, parts: Sequence[Tensor]) -> None:
         self._under_way.append([(self._peer.send(part), part) for part in parts])
         while self._most is not None and len(self._under_way) > self._most:
             self._forget()
@@ -273,17 +223,15 @@ class RemoteLink:
         """The next message of a run: its micro-batch, flag, and tensors."""
         if self.poisoned is not None:
             raise Cancelled
-        (microbatch, size, flag, taken), tensors = self._next()
-        text = self._text(size) if size else b""
-        if microbatch == POISON:
+        (microbatch, _, flag, taken), text, (frame, tensors, _) = self._next()
+        if microbatch == _POISON:
             self.poisoned = pickle.loads(text)
             raise Cancelled
-        if text:
-            self._received = _Layout(pickle.loads(text), direct=self._into is not None)
-            tensors, transfers = self._begun()
-            self._wait(transfers)
         if self._into is not None:
-            tensors = self._into.receive(self._received.form)
+            tensors = self._into.receive(self._received)
+        elif tensors is None:
+            tensors = self._received.empty(self._device)
+            self._fill(tensors, frame[_HEAD:])
         elif self._device.type != "cpu":
             tensors = [None if each is None else each.to(self._device) for each in tensors]
         while self._arrived < taken:
@@ -291,45 +239,40 @@ class RemoteLink:
         self._look_ahead()
         return microbatch, bool(flag), tensors
 
+    def _fill(self, tensors: Sequence[Tensor | None], data: Tensor) -> None:
+        """Copy what came behind a head. As views of it, tensors would share a version counter."""
+        for part in bytes_of(tensors):
+            part.copy_(data[: len(part)])
+            data = data[len(part) :]
+
     def _look_ahead(self) -> None:
         """Start to receive the next message of the run before :meth:`get` is called, so that it can arrive."""
         if self._expected > self._taken:
             with suppress(UnreachableError):  # the next wait raises it
                 self._begin()
 
-    def _next(self) -> tuple[list[int], list[Tensor | None]]:
-        """The head of the next message, and its tensors if it has the form of the one before."""
-        frame, tensors, transfers = self._begin()
-        self._wait(transfers)
-        self._coming = None
-        self._taken += 1
-        return frame[: _HEAD.size].view(torch.int64).tolist(), tensors
+    def _next(self) -> tuple[list[int], bytearray, _Coming]:
+        """The head of the next message, its text if it has one, and its tensors if it has not."""
+        while True:
+            coming = self._begin()
+            for work in coming.transfers:
+                self._peer.wait(work)
+            self._coming = None
+            head = coming.frame[:_HEAD].view(torch.int64).tolist()
+            text = bytearray(head[1])
+            if text:
+                self._peer.wait(self._peer.receive(torch.frombuffer(text, dtype=torch.uint8)))
+            if head[0] != _FORM:
+                self._taken += 1
+                return head, text, coming
+            self._received = pickle.loads(text)
 
     def _begin(self) -> _Coming:
         """Start to receive a message, unless that has begun."""
         if self._coming is None:
-            frame = torch.empty(self._received.size, dtype=torch.uint8, device="cpu")
-            first = self._peer.receive(frame)
-            if self._received.starts is None:
-                tensors, others = self._begun()
-                self._coming = _Coming(frame, tensors, [first, *others])
-            else:
-                self._coming = _Coming(frame, self._received.within(frame), [first])
+            size = 0 if self._into is not None else sum(self._received.sizes)
+            frame = torch.empty(_HEAD + (size if size <= SMALL else 0), dtype=torch.uint8, device="cpu")
+            tensors = None if size <= SMALL else self._received.empty(_CPU)
+            memory = [frame, *bytes_of(tensors or [])]
+            self._coming = _Coming(frame, tensors, [*map(self._peer.receive, memory)])
         return self._coming
-
-    def _begun(self) -> tuple[list[Tensor | None], list[Any]]:
-        """Memory for tensors of the last form, and the transfers into it."""
-        if self._into is not None:
-            return [], []
-        tensors = self._received.form.empty(_CPU)
-        memory = [flat(each) for each in tensors if each is not None and each.numel()]
-        return tensors, [*map(self._peer.receive, memory)]
-
-    def _text(self, size: int) -> bytes:
-        memory = bytearray(size)
-        self._wait([self._peer.receive(torch.frombuffer(memory, dtype=torch.uint8))])
-        return bytes(memory)
-
-    def _wait(self, transfers: Sequence[Any]) -> None:
-        for work in transfers:
-            self._peer.wait(work)

@@ -12,7 +12,7 @@ from torch import nn
 from ..module._arguments import Device, parsed_device
 from ..module._init import Means
 from ..module._partition import partitions_of, place_partitions
-from ._places import place_of
+from ._routes import backend_of
 from ._tied import Twin, twins_of
 
 
@@ -44,13 +44,13 @@ class Share(NamedTuple):
         """What a rank tells the others of its share before they connect.
 
         Returns:
-            The numbers of its ``trained`` stages, those that have parameters to train; by stage, the ``places`` of all
-            its stages; and a ``name`` for all wires, of which that of the first rank counts.
+            The numbers of its ``trained`` stages, those that have parameters to train; by stage, the ``backends`` that
+            send from its devices; and a ``name`` for all wires, of which that of the first rank counts.
         """
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
-        places = {j: place_of(device, transport) for j, device in self.device_of.items()}
-        return {"trained": trained, "places": places, "name": uuid4().hex}
+        backends = {j: backend_of(device, transport) for j, device in self.device_of.items()}
+        return {"trained": trained, "backends": backends, "name": uuid4().hex}
 
 
 def own_share(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NamedTuple, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine._failures import Failures, When
@@ -19,21 +18,48 @@ from ..skip import SkipLayout
 from ..transport._link import Channel
 from ..values._describe import Cancelled
 from ._agreement import expect_begun
-from ._channels import Crossings, crossings_of
-from ._errors import LostRankError, RemoteError, UnreachableError, text_of
+from ._channels import Crossing, RemoteChannel
+from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
-from ._opening import Opening
+from ._messages import Peer, RemoteLink
 from ._own import Share
-from ._places import channels_between, ties_between
 from ._random import take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
+from ._routes import routes_between, tags
 from ._tied import Twins
 from ._wires import open_wires
 
 _BEFORE: Final[When] = (-1.0, -1)
 """The time of a failure before the first step of a run."""
+
+
+class Rows(NamedTuple):
+    """A micro-batch whose values are on another rank.
+
+    Attributes:
+        rows: the number of rows of each tensor.
+    """
+
+    rows: tuple[int, ...]
+
+
+class Opening:
+    """What ranks know of a run before it begins.
+
+    Attributes:
+        alike: values that must be equal on all ranks, by names that a user knows.
+        batches: the micro-batches; on ranks without the first stage, their numbers of rows.
+        seed: the seed of the random numbers of the run.
+        first: ``alike`` on the rank of the first stage.
+    """
+
+    def __init__(self) -> None:
+        self.alike: dict[str, Any] = {}
+        self.batches: list[Any] = []
+        self.seed = 0
+        self.first: dict[str, Any] = {}
 
 
 class Ranks(Processes):
@@ -65,21 +91,35 @@ class Ranks(Processes):
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
         self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0]), replicas
-        self._numbers = share.numbers
-        devices = share.device_of
-        places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
-        channels, ties = channels_between(ranks, layout), ties_between(ranks, layout, share.ties)
-        wires = open_wires(self._rendezvous, ranks, [*channels, *ties], devices, places, told[0]["name"])
-        self._crossings = Crossings(crossings_of(groups, ranks, channels, devices, wires), wires)
+        backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
+        routes, devices = routes_between(ranks, layout, share.ties), share.device_of
+        self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends, told[0]["name"])
         self._opening = Opening()
-        tied = crossings_of(groups, ranks, ties, devices, wires)
-        self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
+        self._crossings: dict[int, Crossing] = {}
+        tied: dict[int, RemoteLink] = {}
+        for number, a, b in routes:
+            if self.me in (ranks[a], ranks[b]):  # which is at one of the two only
+                (out, into), (here, there) = tags(number), (a, b)
+                leads_away = ranks[a] == self.me
+                if not leads_away:
+                    out, into, here, there = into, out, b, a
+                peer = Peer(groups.gloo, ranks[there], out, into)
+                link = RemoteLink(peer, devices[here], self._wires.get(out), self._wires.get(into))
+                if number >= len(ranks) + len(layout.routes):
+                    tied[link.member] = link
+                else:
+                    # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender
+                    # that waits for what is taken in earlier ticks waits for no rank that waits for it.
+                    most = max(b - a + 1, len(ranks) - a)
+                    self._crossings[number] = Crossing(link, leads_away, most)
+        self._twins = Twins(share.twins, groups.me, tied, self._wires)
         self._closed = False
         with self._reaching():
             self._twins.spread_values()
 
     def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
-        return self._crossings.channel(number, failures, loss)
+        crossing = self._crossings.get(number)
+        return None if crossing is None else RemoteChannel(crossing.link, failures, loss)
 
     def shared(self, module: nn.Module) -> list[Tensor]:
         return self._twins.trained(module)
@@ -89,28 +129,22 @@ class Ranks(Processes):
         return self._twins.of_others()
 
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        sums = dict(zip(*run.whole(), strict=True))
         with self._reaching():
-            found = self._twins.summed(run.parts(), self._numbers)
-        return list(found), list(found.values())
+            self._twins.add_up(sums)
+        return list(sums), list(sums.values())
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for messages outside of a run, where ranks do not meet.
-
-        If it fails, others may wait for this rank, and some may have received what they waited for. So no run begins
-        any more, and the others hear why, where they wait for this rank now or in the next run.
-        """
+        """A context for messages outside of a run, where ranks do not meet: after a failure, no run begins any more."""
         try:
             yield
-        except UnreachableError as error:
-            lost = self._rendezvous.leave_without(error.member)
-            self._crossings.end()
-            raise lost from None
         except BaseException as error:
-            if self._twins.are_there:  # the weights that ranks share may differ now
-                failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
-                self._rendezvous.leave(LostRankError(f"{failed}; start the processes again, from the last checkpoint"))
-                self._crossings.end()
+            lost = self._rendezvous.found_lost(error) if isinstance(error, UnreachableError) else None
+            self._rendezvous.leave()  # others may wait for this rank
+            self._wires.end()
+            if lost is not None:
+                raise lost from None
             raise
 
     def close(self) -> None:
@@ -118,7 +152,7 @@ class Ranks(Processes):
         if not self._closed:
             self._closed = True
             self._replicas.close()
-            del self._groups, self._rendezvous, self._crossings, self._twins
+            del self._groups, self._rendezvous, self._crossings, self._twins, self._wires
 
     def _expect_all(self) -> None:
         if self._closed:
@@ -128,13 +162,10 @@ class Ranks(Processes):
     def meet(self, report: Report, error: BaseException | None = None) -> list[Report]:
         """Send a report to all ranks, and return those of all; or find out who is lost, if ``error`` says that."""
         self._expect_all()
-        try:
+        with self._reaching():
             if isinstance(error, UnreachableError):
-                raise self._rendezvous.found_lost(error) from None
+                raise error
             return self._rendezvous.meet(report)
-        except LostRankError:
-            self._crossings.end()
-            raise
 
     @contextmanager
     def opening(self) -> Iterator[Opening]:
@@ -150,30 +181,31 @@ class Ranks(Processes):
             LostRankError: a rank has ended, or does not answer.
         """
         self._expect_all()
-        self._opening = Opening()
+        found = self._opening = Opening()
         error: BaseException | None = None
         report: Report = {}
         try:
-            yield self._opening
+            yield found
         except BaseException as failed:
             error, report = failed, {"failed": True, "error": text_of(failed)}
+        rows = [Rows(tuple(batch.rows)) for batch in found.batches]
+        own = {"first": found.alike, "batches": rows, "seed": found.seed} if error is None else None
         try:
-            told = self._rendezvous.announced(None if error is not None else self._opening.told())
+            told = self._rendezvous.announced(own)
         except UnreachableError as lost:
             told, error = None, lost
-        if told is not None and not self._rendezvous.is_root:
-            self._opening.hear(told)
-        if told is None and error is None:
-            error, report = Cancelled(), {"failed": True}
-        if error is None and self._opening.differs:
-            error, report = Cancelled(), {"failed": True, "alike": self._opening.alike}
+        if told is not None:
+            found.first, found.seed = told["first"], told["seed"]
+            found.batches = found.batches if self._rendezvous.is_root else told["batches"]
+        if error is None and (told is None or found.first != found.alike):
+            error, report = Cancelled(), {"failed": True, "alike": found.alike}
         if error is not None:
-            self._crossings.expect(len(self._opening.batches), backwards=False)
+            self._expect(backwards=False)
             try:
                 self._end(None, error, report)
             finally:
                 del error
-        self.seed = self._opening.seed
+        self.seed = found.seed
 
     @contextmanager
     def together(self, run: Run | None) -> Iterator[None]:
@@ -181,11 +213,12 @@ class Ranks(Processes):
         error: BaseException | None = None
         report: Report = {}
         trains = run is not None and run.keeps
-        self._crossings.expect(len(self._opening.batches), backwards=trains)
+        self._expect(backwards=trains)
         try:
             yield
-            self._crossings.settle()  # before anything reads values that may not have arrived
-            report = self._success(run)
+            self._wires.settle()  # before anything reads values that may not have arrived
+            self._wires.check()
+            report = _success(run)
         except BaseException as failed:
             error, report = failed, _failure(run, failed)
         try:
@@ -201,39 +234,43 @@ class Ranks(Processes):
             raise error
         raise AssertionError("unreachable")
 
-    def _success(self, run: Run | None) -> Report:
-        """The report of a run that has not failed on this rank."""
-        if run is None:
-            return {}
-        report: Report = {"drew": True} if run.rng.drew else {}
-        if run.loss is not None and not isinstance(run.loss, FarLoss):
-            report["verdict"] = verdict_of(run.loss)
-        return report
+    def _expect(self, *, backwards: bool) -> None:
+        """Prepare all links for a run, with or without backwards."""
+        for link, leads_away, most in self._crossings.values():
+            comes = backwards or not leads_away
+            link.expect(len(self._opening.batches) if comes else 0, None if backwards else most)
 
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         when = _earliest(run)
         if error is not None and not isinstance(error, UnreachableError):
-            self._crossings.poison(when)
-            self._crossings.take()
+            self._poison(when)
+            for link, leads_away, _ in self._crossings.values():
+                if not leads_away:  # receive all values, so that no rank waits for this one to take them
+                    with suppress(UnreachableError):  # the meeting finds out who is lost
+                        link.drain(expected=True)
         reports = self.meet(report, error)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
-            self._crossings.poison(when)
+            self._poison(when)
         if any(each.get("drew") for each in reports):
             take_seed()
         if not failed:
             self._learn(run, reports)
-        self._tidy(drains=bool(failed))
+        with self._reaching():  # no message of this run is left for the next one to read
+            for link, *_ in self._crossings.values() if failed else ():
+                link.drain()
+            if failed:
+                self._wires.settle()
+            for link, *_ in self._crossings.values():
+                link.flush()
         if failed:
             self._raise(error, reports)
 
-    def _tidy(self, *, drains: bool) -> None:
-        """Make sure that no message of this run is left for the next one to read."""
-        with self._reaching():
-            if drains:
-                self._crossings.drain()
-                self._crossings.settle()
-            self._crossings.flush()
+    def _poison(self, why: When) -> None:
+        """Tell all neighbours that this rank sends nothing more in this run, and why."""
+        for link, *_ in self._crossings.values():
+            with suppress(UnreachableError):  # the other neighbours still have to be told
+                link.poison(why)
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
         """Take in what others have reported: the losses, and the records of a timeline."""
@@ -245,7 +282,7 @@ class Ranks(Processes):
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
         for k, each in enumerate(self.meet({"events": observer.export_events(now)})):
-            if k != self._groups.me:
+            if k != self.me:
                 observer.import_events(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
@@ -253,14 +290,14 @@ class Ranks(Processes):
 
         It is this rank's own, or a RemoteError for another's.
         """
-        if error is not None and "error" in reports[self._groups.me]:
+        if error is not None and "error" in reports[self.me]:
             raise error
-        expect_begun(reports, self._groups.members, self.ranks[0], self._opening.first)
-        found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
-        k = min(found)[1]
-        if k == self._groups.me and error is not None:
+        members = self._groups.members
+        expect_begun(reports, members, self.ranks[0], self._opening.first)
+        k = min((each["when"], k) for k, each in enumerate(reports) if "what" in each)[1]
+        if k == self.me and error is not None:
             raise error
-        raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
+        raise RemoteError(f"rank {members[k]} failed: {reports[k]['what']}") from None
 
 
 def _earliest(run: Run | None) -> When:
@@ -268,10 +305,19 @@ def _earliest(run: Run | None) -> When:
     return _BEFORE if run is None else run.failures.earliest or _BEFORE
 
 
+def _success(run: Run | None) -> Report:
+    """The report of a run that has not failed on this rank."""
+    if run is None:
+        return {}
+    report: Report = {"drew": True} if run.rng.drew else {}
+    if run.loss is not None and not isinstance(run.loss, FarLoss):
+        report["verdict"] = verdict_of(run.loss)
+    return report
+
+
 def _failure(run: Run | None, error: BaseException) -> Report:
     """The report of a failure."""
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
-        report["when"] = list(_earliest(run))
-        report["what"] = text_of(error)
+        report |= {"when": list(_earliest(run)), "what": text_of(error)}
     return report

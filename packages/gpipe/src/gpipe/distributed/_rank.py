@@ -44,11 +44,9 @@ from ._errors import LostRankError
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
-from ._opening import Opening
 from ._own import Share, own_share
 from ._parallel import expect_parallel, sharded_over, synced_layers, synced_over
-from ._places import checked_transport
-from ._processes import Ranks
+from ._processes import Opening, Ranks
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
@@ -173,7 +171,7 @@ class Rank(Stepping):
             **described(layers),
             "deferred_batch_norm": self._deferred,
             "checkpoint by layer": flags_of(self._checkpoint),
-            "transport": checked_transport(transport),
+            "transport": transport,
         }
 
     @property

@@ -23,7 +23,7 @@ class Rendezvous:
     """Each member sends its report to the root, which sends the reports of all to each.
 
     A member that cannot reach another one closes its connections. So all others that wait for anything come to the
-    store, where each says that it is there: whoever does not is lost.
+    store, where each says that it is there: whoever was suspected and does not come is lost.
 
     Args:
         groups: the members, and the connections between them.
@@ -71,22 +71,14 @@ class Rendezvous:
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
-    def leave(self, why: LostRankError) -> LostRankError:
-        """Close all connections, without waiting for others; they hear ``why``, unless one has left before.
+    def leave(self) -> None:
+        """Close all connections after an error, where others may have what they waited for: no meeting begins any more.
 
-        Returns:
-            What all members raise.
+        They find out that this member is missing.
         """
-        # If the process with the store has ended, nobody can be told.
-        with suppress(RuntimeError):
-            self.groups.store.compare_set("lost", "", str(why))
-        self._lost = self._left() or why
+        failed = "a step has failed on this rank alone; start the processes again, from the last checkpoint"
+        self._lost = self._lost or LostRankError(failed)
         self.groups.end()
-        return self._lost
-
-    def leave_without(self, member: int) -> LostRankError:
-        """Like :meth:`leave`, where others may not come to the store, because they do not wait for anything."""
-        return self.leave(self._left() or self._error([member]))
 
     def found_lost(self, error: UnreachableError | None = None) -> LostRankError:
         """The error that all members raise, each of which comes here; there are no more meetings.
@@ -103,22 +95,29 @@ class Rendezvous:
                 patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
             self.groups.end()  # so that whoever waits for this member comes here too
             try:
-                self._lost = self._left() or self._called_roll(suspects, patience)
+                told = self._called_roll(suspects, patience)
             except RuntimeError:  # the process with the store has ended
-                self._lost = self._error(sorted(suspects))
+                told = self._text(suspects)
+            self._lost = LostRankError(told)
         return LostRankError(str(self._lost))
 
-    def _left(self) -> LostRankError | None:
-        """Why there are no more meetings, as another member says; None if none says so."""
-        with suppress(RuntimeError):
-            if self.groups.store.check(["lost"]):
-                return LostRankError(self.groups.store.get("lost").decode())
-        return None
+    def _called_roll(self, suspects: set[int], patience: float) -> str:
+        """Say over the store that this member is there; wait for the suspects. The first to know says who is lost."""
+        store, end = self.groups.store, time.monotonic() + patience
+        store.set(f"here/{self.groups.me}", ",".join(map(str, suspects)))
+        while not store.check(["lost"]):
+            present = {k for k in suspects if store.check([f"here/{k}"])}
+            suspects |= {int(each) for k in present for each in store.get(f"here/{k}").split(b",") if each}
+            if time.monotonic() > end:
+                store.compare_set("lost", "", self._text(suspects - present or suspects))
+            else:
+                time.sleep(_PAUSE)
+        return str(store.get("lost").decode())
 
-    def _error(self, members: list[int]) -> LostRankError:
-        """The error that says that ``members`` (numbers, not ranks) are missing."""
-        who = named([self.groups.members[k] for k in members])
-        return LostRankError(
+    def _text(self, members: set[int]) -> str:
+        """The text of the error that says that ``members`` (numbers, not ranks) are missing."""
+        who = named([self.groups.members[k] for k in sorted(members)])
+        return (
             f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; start the processes "
             "again, from the last checkpoint; if it was only slow, with a timeout longer than a whole step, and what "
             "comes between two, may take"
@@ -142,20 +141,3 @@ class Rendezvous:
         reports: list[Report] = link.hear()
         link.flush()
         return reports
-
-    def _called_roll(self, suspects: set[int], patience: float) -> LostRankError:
-        """Say over the store that this member is there, and wait for the others; the first to know says who is lost."""
-        store, missing = self.groups.store, {*range(len(self.groups.members))}
-        store.set(f"here/{self.groups.me}", ",".join(map(str, suspects)))
-        end = time.monotonic() + (self.groups.timeout + _GRACE).total_seconds()
-        while (told := self._left()) is None:
-            for k in [k for k in missing if store.check([f"here/{k}"])]:
-                missing.remove(k)
-                suspects |= {int(each) for each in store.get(f"here/{k}").split(b",") if each}
-            if missing <= suspects:  # nobody else is expected
-                end = min(end, time.monotonic() + patience)
-            if not missing or time.monotonic() > end:
-                store.compare_set("lost", "", str(self._error(sorted(missing or suspects))))
-            else:
-                time.sleep(_PAUSE)
-        return told

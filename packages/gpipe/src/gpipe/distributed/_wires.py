@@ -18,11 +18,16 @@ this rank: a deadlock. The messages of one direction of one channel are read in 
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from streams import (
@@ -38,14 +43,70 @@ from streams import (
 
 from ..transport._copy import arrived, recorded
 from ._agreement import agreement
-from ._communicators import communicator_of_two
 from ._errors import UnreachableError
-from ._forms import Dense, Form, flat
+from ._forms import Dense, Form, bytes_of
 from ._groups import Groups
 from ._messages import Peer
-from ._places import Place, Route, direct
 from ._rendezvous import Rendezvous
-from ._watch import Watch
+from ._routes import Route, direct
+
+_MOMENT, _PAUSE = 2.0, 0.05  # seconds: what a process has sent comes in this time after its end
+
+
+class Watch:
+    """Aborts the communicators of a rank when the process at the other end of a transfer has ended.
+
+    The device would wait for that one forever, and so would each thread that waits for the device, in a call of the
+    driver that Python cannot interrupt. A process that has ended shows in its closed connection of gloo's. Whoever
+    aborts its communicators closes those too, so that ranks whose devices wait for this one abort theirs. (A process
+    that is frozen closes nothing: then torch's own watchdog ends this one.)
+
+    Args:
+        groups: the ranks, with connections on which nothing is sent: those of messages must stay as they are when a
+            rank ends its transfers.
+
+    Attributes:
+        last: for each wire the member at the other end, and the last transfer.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.last: dict[Wire, tuple[int, Any]] = {}
+        self._ranks = groups
+        self._groups: dict[int, list[dist.ProcessGroup]] = {}
+        self._lost: UnreachableError | None = None
+
+    def own(self, group: dist.ProcessGroup, member: int) -> None:
+        """Abort ``group``, which connects to ``member``, if that one ends before its transfers."""
+        if member not in self._groups:
+            threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
+        self._groups.setdefault(member, []).append(group)
+
+    def check(self) -> None:
+        """Raise :class:`UnreachableError` if communicators were aborted because a member has ended."""
+        if self._lost is not None:
+            raise self._lost
+
+    def end(self) -> None:
+        """Abort all communicators: transfers stop, and the devices go on without them."""
+        if self._groups:
+            self._ranks.end()
+        for member in [*self._groups]:
+            self._abort(member)
+
+    def _attend(self, member: int) -> None:
+        self._ranks.wait_closed(member)
+        end = time.monotonic() + _MOMENT
+        while any(not work.is_completed() for other, work in [*self.last.values()] if other == member):
+            if time.monotonic() > end:
+                self._lost = self._lost or UnreachableError(member, ConnectionError("the connection has ended"))
+                self._abort(member)
+                return
+            time.sleep(_PAUSE)
+
+    def _abort(self, member: int) -> None:
+        for group in self._groups.pop(member, ()):
+            with suppress(RuntimeError):  # an abort that fails leaves nothing else to try
+                group.abort()
 
 
 class Wire:
@@ -67,23 +128,20 @@ class Wire:
 
     def send(self, data: Sequence[Tensor]) -> None:
         """Queue transfers of ``data``, behind the work of the current stream; no thread waits."""
-        self._watch.check()
         wait_stream(self._stream, current_stream(self._device))
         with use_stream(self._stream):
-            parts = [_bytes(part.to(self._device)) for part in data]
+            parts = bytes_of([part.to(self._device) for part in data])
             self._transfer([self._peer.send(part) for part in parts])
         for part in parts:
             recorded(part, self._stream)
 
     def receive(self, form: Form) -> list[Tensor | None]:
         """The tensors of a message of that form; the current stream waits for them, no thread does."""
-        self._watch.check()
         self._owed = form  # until there is memory for them
         with use_stream(self._stream):
             tensors = form.empty(self._device)
             self._owed = None
-            parts = [flat(each) for each in tensors if each is not None and each.numel()]
-            self._transfer([self._peer.receive(_bytes(part)) for part in parts])
+            self._transfer([self._peer.receive(part) for part in bytes_of(tensors)])
         self._last = record_event(self._stream)
         arrived([*tensors], self._last, current_stream(self._device))
         return tensors
@@ -103,23 +161,14 @@ class Wire:
             self.receive(self._owed)
 
     def settle(self) -> None:
-        """Wait until everything has been received.
-
-        Raises:
-            UnreachableError: that takes too long. All communicators have been aborted.
-        """
+        """Wait until everything has been received, or the communicator was aborted."""
         wait_event(CPUStream, self._last)
-        self._watch.check()
+        self._watch.last.pop(self, None)  # it may refer to tensors
 
     def _transfer(self, works: list[Any]) -> None:
-        self._watch.add(works, self._peer.member)
         for work in works:
+            self._watch.last[self] = self._peer.member, work
             self._peer.wait(work)  # lets the current stream wait, not the thread
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: not every backend knows all types of elements."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class Wires:
@@ -136,9 +185,13 @@ class Wires:
         return self._found.get(tag)
 
     def settle(self) -> None:
-        """Wait until everything has been received; UnreachableError if that takes too long."""
+        """Wait until everything has been received, or transfers were aborted."""
         for wire in self._found.values():
             wire.settle()
+
+    def check(self) -> None:
+        """Raise UnreachableError if a process has ended, whose transfers were then aborted."""
+        self._watch.check()
 
     def end(self) -> None:
         """Abort all transfers, because a rank is lost."""
@@ -150,7 +203,7 @@ def open_wires(
     ranks: Sequence[int],
     routes: Iterable[Route],
     devices: Mapping[int, torch.device],
-    places: Sequence[Place],
+    backends: Sequence[str | None],
     name: str,
 ) -> Wires:
     """Open the wires of this rank. All ranks call this together.
@@ -160,14 +213,14 @@ def open_wires(
         ranks: the rank of each stage.
         routes: the channels between all ranks.
         devices: those of the stages of this rank.
-        places: those of all stages.
+        backends: what sends from the devices of all stages; None where that is by way of hosts.
         name: a name that is the same on all ranks, and different in each call.
 
     Raises:
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
     groups = meeting.groups
-    directions = direct(routes, places)
+    directions = direct(routes, backends)
     found, watch = {}, Watch(groups.again("present") if directions else groups)
     if directions:
         with agreement(meeting):
@@ -175,7 +228,7 @@ def open_wires(
             # other.
             for tag, source, target in directions:
                 if groups.me in (ranks[source], ranks[target]):
-                    backend, ends = str(places[source].backend), (source, target)
+                    ends, backend = (source, target), str(backends[source])
                     found[tag] = _opened(ends, groups, ranks, devices, watch, backend, f"{name}/{tag}")
     return Wires(found, watch)
 
@@ -194,7 +247,7 @@ def _opened(
     here, there = (source, target) if leads_away else (target, source)
     mine, other = groups.members[groups.me], groups.members[ranks[there]]
     try:
-        communicator = communicator_of_two(backend, name, groups.timeout, mine, other)
+        communicator = _communicator_of_two(backend, name, groups.timeout, mine, other)
         watch.own(communicator, ranks[there])
         wire = Wire(Peer(communicator, ranks[there], 0, 0, number=int(mine < other)), devices[here], watch)
         wire.open(leads_away=leads_away)
@@ -204,3 +257,23 @@ def _opened(
             "give transport='host' to send by way of host memory instead"
         ) from error
     return wire
+
+
+def _communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int, other: int) -> Any:
+    """The process group that torch would make for two ranks and that backend. The lower rank is member 0.
+
+    ``torch.distributed.new_group`` does not fit: it names a group by the number of groups in the process (PyTorch 2.11
+    to 2.13), which differs between two ranks one of which has more neighbours. And where a device is bound to the group
+    of all processes, it splits that group, a collective of all processes.
+    """
+    c10d: Any = dist.distributed_c10d  # its stubs do not export these names
+    pair = sorted([mine, other])
+    store = c10d.PrefixStore(f"gpipe/{name}", c10d._get_default_store())
+    # Torch's watchdog ends the process when a transfer takes longer than the timeout of its group. Ours raises before.
+    longer = 2 * timeout + timedelta(minutes=1)
+    if backend not in ("nccl", "xccl"):
+        return dist.Backend._plugins[backend.upper()].creator_fn(store, pair.index(mine), 2, longer)
+    kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
+    options = kind.Options()
+    options._timeout, options.global_ranks_in_group, options.group_name = longer, pair, name
+    return kind(store, pair.index(mine), 2, options)

@@ -208,21 +208,17 @@ class Run:
         self._walk(walk, whole, self.context)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
-    def parts(self) -> list[tuple[int, Tensor, Tensor]]:
+    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
 
         Returns:
-            The gradients that were accumulated outside ``.grad``, scaled, each with the number of its stage among those
-            in this process, and its leaf. A leaf that several stages share has several, in the order of the stages.
+            The leaves whose gradients were accumulated outside ``.grad``, each once, and these gradients, scaled. Those
+            of a leaf that several stages share are added in the order of the stages.
         """
         scale: Scale = 1.0 if self.loss is None else self.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
         gradients = [*self.deferred.give_back(scale), *outside]
-        return self._tied.joined(gradients) if self._tied.shares else [(0, *pair) for pair in gradients]
-
-    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The leaves of :meth:`parts`, each once, and the sums of their gradients."""
-        return summed((leaf, gradient) for _, leaf, gradient in self.parts())
+        return summed(self._tied.joined(gradients) if self._tied.shares else gradients)
 
     @property
     def adds(self) -> bool:

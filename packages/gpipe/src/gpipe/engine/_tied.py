@@ -117,17 +117,12 @@ class Tied:
         found = [list(filter(_is_trained, copies.tensors.values())) for copies in self._copies]
         return found or [[]] * len(self._stages)
 
-    def joined(self, grown: Sequence[Grown]) -> list[tuple[int, Tensor, Tensor]]:
-        """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages.
-
-        Returns:
-            For each gradient the number of its stage among those in this process (0 if only one stage has the leaf),
-            the leaf, and the gradient.
-        """
+    def joined(self, grown: Sequence[Grown]) -> list[Grown]:
+        """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
         found.sort(key=lambda each: each[0])
         # An owner may have been frozen since the forward: then autograd drops its gradient too.
-        return [(k, owner, _arrived(gradient, owner.device)) for k, owner, gradient in found if owner.requires_grad]
+        return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
         change = None if self._looked else self._change()

@@ -1,0 +1,68 @@
+"""Which stages and shared weights of different ranks are connected, and which of them from device to device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from streams import has_streams
+
+from ..skip import SkipLayout
+
+TRANSPORTS = ("auto", "host")
+
+_OF_HOSTS = frozenset({"gloo", "mpi", "fake"})
+
+Route = tuple[int, int, int]
+"""The number of a channel, and its two stages."""
+
+
+def backend_of(device: torch.device, transport: str) -> str | None:
+    """The backend of process groups that sends from ``device``, such as ``"nccl"``; None if that is by way of hosts.
+
+    Raises:
+        ValueError: there is no transport of that name.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
+    if transport == "host" or not has_streams(device):
+        return None
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:  # torch has no backend for it
+        return None
+    return backend if backend not in _OF_HOSTS and dist.is_backend_available(backend) else None
+
+
+def routes_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
+    """The channels between stages of two ranks, those of skips, and those of tensors that two ranks share.
+
+    All ranks give a channel the same number.
+    """
+    ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
+    return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
+
+
+def tags(number: int) -> tuple[int, int]:
+    """The tags of the values and of the gradients of that channel."""
+    return 2 * number, 2 * number + 1
+
+
+def direct(routes: Iterable[Route], backends: Sequence[str | None]) -> list[Route]:
+    """The directions in which tensors go from device to device, in the same order on all ranks.
+
+    Args:
+        routes: the channels, between all ranks.
+        backends: that of each stage.
+
+    Returns:
+        For each direction its tag, and the stages at its begin and end.
+    """
+    found = []
+    for number, a, b in routes:
+        if backends[a] is not None and backends[a] == backends[b]:
+            forth, back = tags(number)
+            found += [(forth, a, b), (back, b, a)]
+    return found
