@@ -50,7 +50,7 @@ def test_it_fetches_and_runs_nothing_and_can_be_written_to_a_file(name: str, not
     event = Event(0, 0, "forward", name, 0.0, 1.0, layers=note)
     layers = tuple(replace(each, name=name) for each in example().layers)
     shown = {
-        "a report": Report((finding,), 3, 8, 4, "float64", (note,)),
+        "a report": Report((finding,), name, (note,)),
         "a timeline": Timeline([event]),
         "a plan": replace(example(), layers=layers, notes=(note,), devices=(name, name)),
     }

@@ -22,11 +22,11 @@ from ..module._partition import checked_balance
 from ..module._whole import replicated
 from ._findings import Finding
 from ._layer import broken
-from ._loss import Loss, LossPart, examine_loss
-from ._model import Record, calmed, examine_all, finest, walk
-from ._pipe import Judge
+from ._loss import Loss, examine_loss
+from ._model import Record, examine_all, finest, walk
+from ._pipe import examine_pipe
 from ._report import Report
-from ._rows import ROUNDING, Cut, Dims
+from ._rows import Cut, Dims
 from ._trial import Signal, seeded
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -101,7 +101,7 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
     model.zero_grad()
     layers, inputs = _layers(model, sample)
     steps = walk(layers, Signal(unwrap(inputs)[0], {}))
-    loss.of([LossPart(steps[-1].gave.output.value, unwrap(target)[0], 1)])
+    loss.of([(steps[-1].gave.output.value, unwrap(target)[0], 1)])
     return Record(layers, inputs, target, dtype, steps)
 
 
@@ -129,12 +129,11 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
     if not broken(findings):
-        calm, precision = calmed(record.layers, record.steps), max(ROUNDING, 100 * tolerance)
-        judge = Judge(record, calm, loss, balance, chunks, sum(real.rows), precision)
-        together, agreed = judge.verdict(draws=any(finding.code == "random" for finding in findings))
+        draws = any(finding.code == "random" for finding in findings)
+        together, agreed = examine_pipe(record, loss, balance, chunks, tolerance, draws)
         findings += together
-    dtype = str(record.dtype).removeprefix("torch.")
-    return Report(tuple(findings), len(record.steps), sum(real.rows), len(batches), dtype, tuple(agreed))
+    counted = f"{len(record.steps)} layers, {sum(real.rows)} rows in {len(batches)} micro-batches"
+    return Report(tuple(findings), f"{counted}, in {str(record.dtype).removeprefix('torch.')}", tuple(agreed))
 
 
 def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
@@ -145,9 +144,8 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
         targets = scatter(record.target, chunks)
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
     cut = finest(whole, dims, real)
-    values = [part.value for part in (whole, *cut.signals(whole, dims))]
-    first, *parts = [LossPart(o, t, rows) for (o, t), rows in zip(values, (sum(real.rows), *cut.rows), strict=True)]
-    return [*examine_loss(loss, first, parts, tolerance)]
+    parts = [(*part.value, rows) for part, rows in zip(cut.signals(whole, dims), cut.rows, strict=True)]
+    return [*examine_loss(loss, (*whole.value, sum(real.rows)), parts, tolerance)]
 
 
 def _double(value: Any) -> Any:

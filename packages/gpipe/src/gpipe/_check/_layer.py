@@ -4,42 +4,253 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._findings import Finding
 from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, exchanged, figure, kept
-from ._task import LayerTask, Runs, calm, normalises
 from ._trial import LayerTrial, Signal, attempt, same
 
 
-def examine(task: LayerTask) -> tuple[list[Finding], Dims, Sequence[Any]]:
-    """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
+@dataclass
+class LayerExam:
+    """A layer, what it did in the plain model, and what it does alone.
 
-    Returns:
-        The findings; where the tensors of the output have their rows; and the outputs for the micro-batches, of which
-        the next layer gets all but the tensors.
+    Attributes:
+        layer: in its state before the forward; it is copied.
+        again: the layer in a second copy of the model, which computes the mini-batch.
+        apart: the layer in a third copy of the model, which computes micro-batches. All micro-batches pass one layer
+            before the first passes the next, so a layer that reads what another one keeps finds the last micro-batch's.
+        given: its input in the plain model.
+        gave: what it did there.
+        dims: where the tensors of ``given`` have their rows.
+        cut: uneven micro-batches.
+        parts: ``given`` for each of these.
+        real: the micro-batches of the pipe.
+        tolerance: relative differences up to this are rounding.
+        is_last: whether nothing but the loss comes after the layer.
+        findings: what was found so far.
+        ran: the micro-batches that it has computed, ``cut`` or ``real``; None before. Then ``inputs`` are the
+            micro-batches, ``whole`` and ``trials`` the runs on the mini-batch and on these, ``copies`` the layers that
+            did them, and ``rows`` says where the tensors of the outputs have their rows.
     """
-    findings, runs = [*_remarks(task)], None
-    failing = "impure", "fails when other copies of the model have run"
-    try:
-        again = attempt(task.again, task.given)
-        failing = "hard-coded-batch", "fails on a micro-batch, and not on the whole"
-        findings += _repeats(task, again)
-        if not broken(findings):
-            runs = _run(task, again)
-            findings += _compared(task, runs)
-    except NoRowsError as error:
-        findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
-    except Exception as error:
-        findings.append(task.failure(*failing, error))
-    # The next layer gets micro-batches all the same: one fault must not hide another.
-    if runs is None or runs.cut != task.cut or len(runs.dims) != len(task.gave.tensors()) or broken(findings):
-        dims = task.cut.guessed(task.gave.tensors(), task.dims)
-        return findings, dims, [task.gave.output.value] * len(task.parts)
-    return findings, runs.dims, [part.output.value for part in runs.parts]
+
+    name: str
+    layer: nn.Module
+    again: nn.Module
+    apart: nn.Module
+    given: Signal
+    gave: LayerTrial
+    dims: Dims
+    cut: Cut
+    parts: Sequence[Signal]
+    real: Cut
+    tolerance: float
+    is_last: bool
+    findings: list[Finding] = field(default_factory=list)
+    ran: Cut | None = None
+
+    def examine(self) -> tuple[Dims, Sequence[Any]]:
+        """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
+
+        Returns:
+            Where the tensors of the output have their rows; and the outputs for the micro-batches, of which the next
+            layer gets all but the tensors.
+        """
+        self._remark()
+        failing = "impure", "fails when other copies of the model have run"
+        try:
+            again = attempt(self.again, self.given)
+            failing = "hard-coded-batch", "fails on a micro-batch, and not on the whole"
+            self._expect_repeated(again)
+            if not broken(self.findings):
+                self._run(again)
+                self._compare()
+        except NoRowsError as error:
+            self._find("rows-lost", "its output does not follow the rows of its input", str(error))
+        except Exception as error:
+            self._find(*failing, f"{type(error).__name__}: {error}")
+        # The next layer gets micro-batches all the same: one fault must not hide another.
+        if self.ran != self.cut or len(self.rows) != len(self.gave.tensors()) or broken(self.findings):
+            return self.cut.guessed(self.gave.tensors(), self.dims), [self.gave.output.value] * len(self.parts)
+        return self.rows, [trial.output.value for trial in self.trials]
+
+    def _find(self, code: str, message: str, evidence: str = "") -> None:
+        self.findings.append(Finding(code, self.name, type(self.layer).__name__, message, evidence))
+
+    def _remark(self) -> None:
+        if self.gave.used.drew:
+            self._find("random", "draws random numbers")
+        norms = [name or type(module).__name__ for name, module in self.layer.named_modules() if normalises(module)]
+        if norms:
+            self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(norms))
+
+    def _expect_repeated(self, again: LayerTrial) -> None:
+        """The layer must give the same again in another copy of the model."""
+        apart = difference(self.gave.tensors(), again.tensors())
+        # An impure layer may happen to repeat itself, as a clock does within its resolution.
+        if self.gave.used.impure:
+            self._find("impure", self.gave.used.impure)
+        elif apart > self.tolerance:
+            message = "gives something else each time, for the same input, state and seed"
+            self._find("impure", message, f"differs by {figure(apart)}")
+
+    def _run(self, again: LayerTrial) -> None:
+        """Run the layer on micro-batches, without masks and batch norm."""
+        self.whole, self.copies = again, (self.again, self.apart)
+        # Masks and statistics of micro-batches differ by design; without them the rest of the layer can be compared.
+        if self.gave.used.drew or self._normalises():
+            self.copies = self._calmed(), calm(self.apart, self.given, self.gave.used.drew)
+            self.whole = attempt(self.copies[0], self.given)
+        try:
+            self._run_parts(self.cut, self.parts)
+        except Exception:
+            # A layer may need a multiple of some number of rows, which the micro-batches of the pipe have.
+            self.copies = self.copies[0], self._calmed()
+            self._run_parts(self.real, self.real.signals(self.given, self.dims))
+
+    def _run_parts(self, cut: Cut, inputs: Sequence[Signal]) -> None:
+        self.trials = [attempt(self.copies[1], part) for part in inputs]
+        self.rows = cut.dims(self.whole.tensors(), [trial.tensors() for trial in self.trials])
+        self.ran, self.inputs = cut, inputs
+
+    def _compare(self) -> None:
+        """Find what differs: outputs, random numbers in training, gradients or state. The first of these is found."""
+        if not self.whole.used.drew:
+            apart = max([difference(*pair) for pair in self._outputs()], default=0.0)
+            # Equal micro-batches may hide groups of rows; exchanging rows finds them.
+            by = self._mixed() if self.ran != self.cut else 0.0
+            if max(apart, by) > self.tolerance:
+                return self._find_cause(apart)
+        found = len(self.findings)
+        if self.gave.used.drew:
+            self._compare_in_training()
+        if not self.whole.used.drew and len(self.findings) == found:
+            self._compare_gradients_and_state()
+        return None
+
+    def _outputs(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
+        for k, (tensor, dim) in enumerate(zip(self.whole.tensors(), self.rows, strict=True)):
+            if not self._is_loss(tensor):
+                yield self._pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
+
+    def _is_loss(self, tensor: Tensor) -> bool:
+        return self.is_last and not tensor.dim()
+
+    def _pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+        assert self.ran is not None
+        return self.ran.pieces(tensor, dim)
+
+    def _compare_in_training(self) -> None:
+        """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
+        try:
+            first = attempt(copy.deepcopy(self.layer), self.inputs[0])
+            apart = difference(first.tensors(), attempt(self.again, self.inputs[0]).tensors())
+        except Exception as error:
+            message = "fails on a micro-batch in training, after another one"
+            return self._find("stateful", message, f"{type(error).__name__}: {error}")
+        if apart > self.tolerance:
+            self._find("stateful", "a second call gives something else", f"differs by {figure(apart)}")
+        elif self._mixed(masks=True) > self.tolerance:
+            self._find_cause(0.0, masks=True)
+        return None
+
+    def _find_cause(self, apart: float, *, masks: bool = False) -> None:
+        """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
+        differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
+        by = self._mixed(masks=masks)
+        if (
+            not masks
+            and difference(self.whole.tensors(), attempt(self.copies[0], self.given).tensors()) > self.tolerance
+        ):
+            self._find("stateful", "a second call gives something else, for the same input and seed", differs)
+        elif by > self.tolerance:
+            proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
+            self._find("mixes-rows", "an output row depends on other rows of the input", proof)
+        elif apart >= ROUNDING and None in self.rows:
+            self._find("rows-lost", "reduces over rows: each micro-batch gives a value of its own", differs)
+        elif apart >= ROUNDING:  # below, it computes in less than double precision, and sums in another order
+            self._find("rows", "depends on how many rows there are, or on which of them a row is", differs)
+
+    def _mixed(self, *, masks: bool = False) -> float:
+        """How far rows of the output change when other rows of the input do, for the same random numbers.
+
+        Args:
+            masks: whether the layer draws as in training.
+        """
+        before, dims = self.whole, self.rows
+        if masks:
+            before = attempt(self._calmed(masks=True), self.given) if self._normalises() else self.gave
+        if len(dims) != len(before.tensors()):
+            dims = self.cut.guessed(before.tensors(), self.dims)
+        rows = sum(self.cut.rows)
+        chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
+        chosen[:2] = torch.tensor([True, False])
+        found = [0.0]
+        # Both halves, since rows may depend on earlier ones only.
+        for half in (chosen, ~chosen):
+            try:
+                after = attempt(self._calmed(masks=masks), exchanged(self.given, self.dims, half))
+            except Exception:  # a layer may refuse rows in another order, which says nothing about how it mixes them
+                continue
+            if same(before.used.states, after.used.states):  # else the same rows get other random numbers
+                found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
+        return max(found)
+
+    def _compare_gradients_and_state(self) -> None:
+        """Outputs agree: do gradients, and what the layer remembers? Sums over rows, in another order, round more."""
+        try:
+            self._backward()
+        except Exception as error:
+            return self._find("gradient", "its backward fails on micro-batches", f"{type(error).__name__}: {error}")
+        one, other = ([parameter.grad for parameter in layer.parameters()] for layer in self.copies)
+        compared = {"its parameters": difference(one, other, alike=True), "its input": self._apart_at_input()}
+        tolerance = max(100 * self.tolerance, ROUNDING)
+        wrong = [f"of {what}: by {figure(by)} of the largest" for what, by in compared.items() if by > tolerance]
+        if wrong:
+            self._find("gradient", "gradients differ, though outputs agree", "\n".join(wrong))
+        old, new = ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in self.copies)
+        changed = [name for name in old if difference([old[name]], [new.get(name)]) > 100 * self.tolerance]
+        if changed:
+            self._find("buffers", "buffers end with other values than after the whole mini-batch", ", ".join(changed))
+        return None
+
+    def _backward(self) -> None:
+        """The backward of the whole, and those of the micro-batches, from the same gradients."""
+        for layer in self.copies:
+            layer.zero_grad()  # of other layers, with which it shares parameters
+        roots = enumerate(self.whole.roots)
+        gradients = [None if self._is_loss(tensor) else _gradient(tensor, k) for k, tensor in roots]
+        self.whole.backward(gradients)
+        shares = [self._shares(gradient, dim) for gradient, dim in zip(gradients, self.rows, strict=True)]
+        for k, trial in enumerate(self.trials):
+            trial.backward([share[k] for share in shares])
+
+    def _shares(self, gradient: Tensor | None, dim: int | None) -> Sequence[Tensor | None]:
+        """The gradients of micro-batches. What is the same for all of them has equal shares in that of the whole."""
+        if gradient is None or dim is None:
+            return [None if gradient is None else gradient / len(self.trials)] * len(self.trials)
+        return self._pieces(gradient, dim)
+
+    def _apart_at_input(self) -> float:
+        apart = [0.0]
+        for k, (leaf, dim) in enumerate(zip(self.whole.leaves, self.dims, strict=True)):
+            if leaf.grad is not None and dim is not None:
+                found = [trial.leaves[k].grad for trial in self.trials]
+                apart.append(difference(self._pieces(leaf.grad, dim), found, alike=True))
+        return max(apart)
+
+    def _normalises(self) -> bool:
+        return any(map(normalises, self.layer.modules()))
+
+    def _calmed(self, *, masks: bool = False) -> nn.Module:
+        """A copy of the layer without batch norm, and without masks unless ``masks`` says so."""
+        return calm(copy.deepcopy(self.layer), self.given, self.gave.used.drew and not masks)
 
 
 def broken(findings: Sequence[Finding]) -> bool:
@@ -47,177 +258,25 @@ def broken(findings: Sequence[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
-def _remarks(task: LayerTask) -> Iterator[Finding]:
-    if task.gave.used.drew:
-        yield task.finding("random", "draws random numbers")
-    norms = [name or type(module).__name__ for name, module in task.layer.named_modules() if normalises(module)]
-    if norms:
-        yield task.finding("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(norms))
+def normalises(module: nn.Module) -> bool:
+    """Whether ``module`` uses statistics of the batch, as batch norm does."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _repeats(task: LayerTask, again: LayerTrial) -> Iterator[Finding]:
-    """Check that the layer gives the same again in another copy of the model."""
-    apart = difference(task.gave.tensors(), again.tensors())
-    # An impure layer may happen to repeat itself, as a clock does within its resolution.
-    if task.gave.used.impure:
-        yield task.finding("impure", task.gave.used.impure)
-    elif apart > task.tolerance:
-        message = "gives something else each time, for the same input, state and seed"
-        yield task.finding("impure", message, f"differs by {figure(apart)}")
-
-
-def _run(task: LayerTask, again: LayerTrial) -> Runs:
-    """Run the layer on micro-batches, without masks and batch norm."""
-    whole, copies = again, (task.again, task.apart)
-    # Masks and statistics of micro-batches differ by design; without them the rest of the layer can be compared.
-    if task.gave.used.drew or task.normalises():
-        copies = task.calmed(), calm(task.apart, task.given, task.gave.used.drew)
-        whole = attempt(copies[0], task.given)
-    try:
-        return _run_parts(copies, whole, task.parts, task.cut)
-    except Exception:
-        # A layer may need a multiple of some number of rows, which the micro-batches of the pipe have.
-        return _run_parts((copies[0], task.calmed()), whole, task.real.signals(task.given, task.dims), task.real)
-
-
-def _run_parts(copies: tuple[nn.Module, nn.Module], whole: LayerTrial, given: Sequence[Signal], cut: Cut) -> Runs:
-    parts = [attempt(copies[1], part) for part in given]
-    return Runs(copies, whole, parts, cut, given, cut.dims(whole.tensors(), [part.tensors() for part in parts]))
-
-
-def _compared(task: LayerTask, runs: Runs) -> Iterator[Finding]:
-    """What differs: outputs, random numbers in training, gradients or state. The first of these is reported."""
-    if not runs.whole.used.drew:
-        apart = max([difference(*pair) for pair in _outputs(task, runs)], default=0.0)
-        # Equal micro-batches may hide groups of rows; exchanging rows finds them.
-        by = _mixed(task, runs) if runs.cut != task.cut else 0.0
-        if max(apart, by) > task.tolerance:
-            yield from _cause(task, runs, apart)
-            return
-    if task.gave.used.drew and (found := [*_in_training(task, runs)]):
-        yield from found
-    elif not runs.whole.used.drew:
-        yield from _gradients_and_state(task, runs)
-
-
-def _outputs(task: LayerTask, runs: Runs) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
-    for k, (tensor, dim) in enumerate(zip(runs.whole.tensors(), runs.dims, strict=True)):
-        if not _is_loss(task, tensor):
-            yield runs.cut.pieces(tensor, dim), [part.tensors()[k] for part in runs.parts]
-
-
-def _is_loss(task: LayerTask, tensor: Tensor) -> bool:
-    return task.is_last and not tensor.dim()
-
-
-def _in_training(task: LayerTask, runs: Runs) -> Iterator[Finding]:
-    """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
-    try:
-        first = attempt(copy.deepcopy(task.layer), runs.given[0])
-        apart = difference(first.tensors(), attempt(task.again, runs.given[0]).tensors())
-    except Exception as error:
-        yield task.failure("stateful", "fails on a micro-batch in training, after another one", error)
-        return
-    if apart > task.tolerance:
-        yield task.finding("stateful", "a second call gives something else", f"differs by {figure(apart)}")
-    elif _mixed(task, runs, masks=True) > task.tolerance:
-        yield from _cause(task, runs, 0.0, masks=True)
-
-
-def _cause(task: LayerTask, runs: Runs, apart: float, *, masks: bool = False) -> Iterator[Finding]:
-    """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
-    differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
-    by = _mixed(task, runs, masks=masks)
-    if not masks and difference(runs.whole.tensors(), attempt(runs.copies[0], task.given).tensors()) > task.tolerance:
-        yield task.finding("stateful", "a second call gives something else, for the same input and seed", differs)
-    elif by > task.tolerance:
-        proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
-        yield task.finding("mixes-rows", "an output row depends on other rows of the input", proof)
-    elif apart >= ROUNDING and None in runs.dims:
-        yield task.finding("rows-lost", "reduces over rows: each micro-batch gives a value of its own", differs)
-    elif apart >= ROUNDING:  # below, it computes in less than double precision, and sums in another order
-        yield task.finding("rows", "depends on how many rows there are, or on which of them a row is", differs)
-
-
-def _mixed(task: LayerTask, runs: Runs, *, masks: bool = False) -> float:
-    """How far rows of the output change when other rows of the input do, for the same random numbers.
-
-    Args:
-        masks: whether the layer draws as in training.
-    """
-    before, dims = runs.whole, runs.dims
-    if masks:
-        before = attempt(task.calmed(masks=True), task.given) if task.normalises() else task.gave
-    if len(dims) != len(before.tensors()):
-        dims = task.cut.guessed(before.tensors(), task.dims)
-    rows = sum(task.cut.rows)
-    chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
-    chosen[:2] = torch.tensor([True, False])
-    found = [0.0]
-    # Both halves, since rows may depend on earlier ones only.
-    for half in (chosen, ~chosen):
-        try:
-            after = attempt(task.calmed(masks=masks), exchanged(task.given, task.dims, half))
-        except Exception:  # a layer may refuse rows in another order, which says nothing about how it mixes them
-            continue
-        if same(before.used.states, after.used.states):  # else the same rows get other random numbers
-            found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
-    return max(found)
-
-
-def _gradients_and_state(task: LayerTask, runs: Runs) -> Iterator[Finding]:
-    """Outputs agree: do gradients, and what the layer remembers? Sums over rows, in another order, round more."""
-    tolerance = max(100 * task.tolerance, ROUNDING)
-    try:
-        _backward(task, runs)
-    except Exception as error:
-        yield task.failure("gradient", "its backward fails on micro-batches", error)
-        return
-    compared = {"its parameters": _of_parameters(runs), "its input": _of_input(task, runs)}
-    wrong = [f"of {what}: by {figure(apart)} of the largest" for what, apart in compared.items() if apart > tolerance]
-    if wrong:
-        yield task.finding("gradient", "gradients differ, though outputs agree", "\n".join(wrong))
-    one, other = ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in runs.copies)
-    changed = [name for name in one if difference([one[name]], [other.get(name)]) > 100 * task.tolerance]
-    if changed:
-        message = "buffers end with other values than after the whole mini-batch"
-        yield task.finding("buffers", message, ", ".join(changed))
-
-
-def _backward(task: LayerTask, runs: Runs) -> None:
-    """The backward of the whole, and those of the micro-batches, from the same gradients."""
-    for layer in runs.copies:
-        layer.zero_grad()  # of other layers, with which it shares parameters
-    gradients = [None if _is_loss(task, tensor) else _gradient(tensor, k) for k, tensor in enumerate(runs.whole.roots)]
-    runs.whole.backward(gradients)
-    shares = [_shares(runs, gradient, dim) for gradient, dim in zip(gradients, runs.dims, strict=True)]
-    for k, part in enumerate(runs.parts):
-        part.backward([share[k] for share in shares])
+def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
+    """``layer``, changed: batch norm uses running statistics; all of it is in evaluation mode if it ``drew``."""
+    like = next((tensor for tensor in given.tensors() if tensor.is_floating_point()), torch.zeros(()))
+    for module in layer.modules():
+        if isinstance(module, _BatchNorm) and normalises(module):
+            if module.running_mean is None:
+                module.running_mean = like.new_zeros(module.num_features)
+                module.running_var = like.new_ones(module.num_features)
+            module.training = False
+        module.training &= not drew
+    return layer
 
 
 def _gradient(tensor: Tensor, k: int) -> Tensor:
     """A gradient with a value of its own for every element, so that none can make up for another."""
     values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
     return values.to(tensor.device, tensor.dtype)
-
-
-def _shares(runs: Runs, gradient: Tensor | None, dim: int | None) -> Sequence[Tensor | None]:
-    """The gradients of micro-batches. What is the same for all of them has equal shares in that of the whole."""
-    if gradient is None or dim is None:
-        return [None if gradient is None else gradient / len(runs.parts)] * len(runs.parts)
-    return runs.cut.pieces(gradient, dim)
-
-
-def _of_parameters(runs: Runs) -> float:
-    whole, parts = ([parameter.grad for parameter in layer.parameters()] for layer in runs.copies)
-    return difference(whole, parts, alike=True)
-
-
-def _of_input(task: LayerTask, runs: Runs) -> float:
-    apart = [0.0]
-    for k, (leaf, dim) in enumerate(zip(runs.whole.leaves, task.dims, strict=True)):
-        if leaf.grad is not None and dim is not None:
-            found = [part.leaves[k].grad for part in runs.parts]
-            apart.append(difference(runs.cut.pieces(leaf.grad, dim), found, alike=True))
-    return max(apart)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,8 @@ from ._findings import Finding
 from ._rows import ROUNDING, difference, figure
 from ._trial import seeded
 
-
-class LossPart(NamedTuple):
-    """A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
-
-    output: Any
-    target: Any
-    rows: int
+LossPart = tuple[Any, Any, int]
+"""A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
 
 
 class Loss:
@@ -64,12 +59,11 @@ class Loss:
 
         The count is the number of rows if the loss function returns a mean without a count.
         """
-        losses = [(loss_value(self(part.output, part.target)), part.rows) for part in parts]
+        losses = [(loss_value(self(output, target)), rows) for output, target, rows in parts]
         # A mean over rows becomes a sum before it is added up, as a pipe does it.
         totals = [loss.total * rows if loss.count is None else loss.total for loss, rows in losses]
-        mean: Tensor = sum(totals[1:], totals[0]) / sum(
-            rows if loss.count is None else loss.count for loss, rows in losses
-        )
+        counts = [rows if loss.count is None else loss.count for loss, rows in losses]
+        mean: Tensor = sum(totals[1:], totals[0]) / sum(counts)
         return mean
 
 
@@ -89,16 +83,12 @@ def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], toleran
         yield Finding("random", None, "", "the loss draws random numbers")
     elif used.impure or difference([total], [loss.of([whole])]) > tolerance:
         yield Finding("impure", None, "", f"the loss {used.impure or 'is another one each time'}")
-    elif not loss.is_own(whole.output):  # a pipe knows more of what a model computes itself, and is the judge of it
-        yield from _uneven(loss, total, parts)
-
-
-def _uneven(loss: Loss, total: Tensor, parts: Sequence[LossPart]) -> Iterator[Finding]:
-    try:
-        apart = difference([total], [loss.of(parts)])
-    except Exception as error:
-        yield Finding("loss", None, "", "the loss fails on a micro-batch", f"{type(error).__name__}: {error}")
-        return
-    if apart > ROUNDING:
-        message = "the loss of the mini-batch is not the mean of those of its micro-batches, by rows"
-        yield Finding("loss", None, "", message, f"differs by {figure(apart)}")
+    elif not loss.is_own(whole[0]):  # a pipe knows more of what a model computes itself, and is the judge of it
+        try:
+            apart = difference([total], [loss.of(parts)])
+        except Exception as error:
+            yield Finding("loss", None, "", "the loss fails on a micro-batch", f"{type(error).__name__}: {error}")
+            return
+        if apart > ROUNDING:
+            message = "the loss of the mini-batch is not the mean of those of its micro-batches, by rows"
+            yield Finding("loss", None, "", message, f"differs by {figure(apart)}")

@@ -13,9 +13,8 @@ from .._flatten._names import Flattened
 from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
-from ._layer import examine
+from ._layer import LayerExam, calm
 from ._rows import Cut, Dims, NoRowsError, uneven
-from ._task import LayerTask, calm
 from ._trial import LayerTrial, Signal, attempt
 
 
@@ -77,12 +76,14 @@ def examine_all(
     # Tensors are known by identity: what a layer gives, another one gets, also as a skip.
     rows = dict(zip(map(id, steps[0].given.tensors()), dims, strict=True))
     for step, layer, one, other in zip(steps, layers.children(), again.children(), apart.children(), strict=True):
-        where, is_last = [rows[id(tensor)] for tensor in step.given.tensors()], step is steps[-1]
+        where = [rows[id(tensor)] for tensor in step.given.tensors()]
         pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
         parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
-        run = (step.given, step.gave, where, cut, parts, real, tolerance, is_last)
-        found, dims, values = examine(LayerTask(step.name, layer, one, other, *run))
-        findings += found
+        exam = LayerExam(
+            step.name, layer, one, other, step.given, step.gave, where, cut, parts, real, tolerance, step is steps[-1]
+        )
+        dims, values = exam.examine()
+        findings += exam.findings
         rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
     return findings, dims
 

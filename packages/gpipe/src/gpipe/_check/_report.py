@@ -20,19 +20,13 @@ class Report:
 
     Attributes:
         findings: all findings; those of layers first, in the order of layers.
-        layers: the number of layers that were checked.
-        rows: the number of rows of the sample.
-        microbatches: the number of micro-batches that it was cut into.
-        dtype: the dtype of the computations; ``"float64"`` unless the model cannot compute in it.
+        checked: the numbers of layers, rows and micro-batches, and the dtype of the computations, as text.
         compared: the settings under which a pipe of the whole model agreed with the plain model; empty if there are
             errors.
     """
 
     findings: tuple[Finding, ...]
-    layers: int
-    rows: int
-    microbatches: int
-    dtype: str
+    checked: str
     compared: tuple[str, ...]
 
     @property
@@ -43,8 +37,8 @@ class Report:
     def to_json(self) -> str:
         """The report as a JSON object."""
         findings = [{**each._asdict(), "level": each.level, "advice": each.advice} for each in self.findings]
-        facts = {name: getattr(self, name) for name in ("layers", "rows", "microbatches", "dtype", "compared")}
-        return json.dumps({"ok": self.ok, "findings": findings, **facts}, indent=2)
+        facts = {"ok": self.ok, "findings": findings, "checked": self.checked, "compared": self.compared}
+        return json.dumps(facts, indent=2)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the report to a file, in the format that the ending of ``path`` selects.
@@ -58,24 +52,13 @@ class Report:
         save(path, {".html": lambda: page("Check", str(self)), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(str, self._ordered()), self._summary()])
+        ordered = sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
+        counts = Counter[str](finding.level for finding in self.findings)
+        found = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _LEVELS if counts[level])
+        pipe = "the whole pipe was not compared; fix the errors first"
+        if self.compared:
+            pipe = f"the whole pipe equals the plain model under {', '.join(self.compared)}"
+        return "\n\n".join([*map(str, ordered), f"{found or 'nothing found'}: {self.checked}\n{pipe}"])
 
     def _repr_html_(self) -> str:
         return fragment(str(self))
-
-    def _ordered(self) -> list[Finding]:
-        """The findings, errors first."""
-        return sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
-
-    def _summary(self) -> str:
-        counts = Counter[str](finding.level for finding in self.findings)
-        found = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _LEVELS if counts[level])
-        lines = [
-            f"{found or 'nothing found'}: {self.layers} layers, {self.rows} rows in {self.microbatches} micro-batches, "
-            f"in {self.dtype}"
-        ]
-        if self.compared:
-            lines.append(f"the whole pipe equals the plain model under {', '.join(self.compared)}")
-        else:
-            lines.append("the whole pipe was not compared; fix the errors first")
-        return "\n".join(lines)
