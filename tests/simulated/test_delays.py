@@ -14,12 +14,3 @@ def test_a_step_with_delays(placement: str, how: str, streams: str):
     seed = CASES.index((placement, how, streams))
     with delayed(seed):
         assert_trains_like(model(), piped(model(), placement, MODES[seed % len(MODES)]), how, streams)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("placement", "how", "streams"), CASES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(3))
-def test_any_case_with_delays(placement: str, how: str, streams: str, mode: str, seed: int):
-    with delayed(seed):
-        assert_trains_like(model(), piped(model(), placement, mode), how, streams)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from packages.gpipe.tests.distributed.test_rank import Fails
-from packages.gpipe.tests.distributed.test_rendezvous import Meets
-from packages.gpipe.tests.worlds import World, world
+from packages.gpipe.tests.worlds import World
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.distributed import LostRankError, Rank
-from gpipe.distributed._forms import Form
-from gpipe.distributed._messages import RemoteLink
+from gpipe.distributed import Rank
 from gpipe.distributed._wires import Wires
 
 from . import accelerator, communicators
@@ -239,171 +233,29 @@ def with_each_stage(plain: nn.Sequential, stages: int, layer: type[nn.Module]) -
     return nn.Sequential(*[each for size in sizes for each in (layer(), *[next(layers) for _ in range(size)])])
 
 
-def test_too_little_memory_for_what_comes(worlds):
-    found = worlds(2).run(_receive_too_much)
-    assert found == ["RemoteError", "OutOfMemoryError"]
-
-
-def _receive_too_much() -> str:
-    ranks = PLACEMENTS["two ranks"]
-    with accelerator.no_races():
-        rank, pipe = ranks.rank(model()), ranks.pipe(model())
-        expect_alike(rank, pipe)
-        with _no_memory_once() if dist.get_rank() == 1 else nullcontext():
-            found = error_of(lambda: rank.step(rows(), loss_fn=squares))
-        expect_alike(rank, pipe)
-    return type(found).__name__
-
-
-@contextmanager
-def _no_memory_once() -> Iterator[None]:
-    """Inside, there is no memory for the first tensor that comes to a device."""
-    right, refused = Form.empty, []
-
-    def empty(form: Form, device: torch.device) -> list[torch.Tensor | None]:
-        if device.type != "cpu" and not refused:
-            refused.append(form)
-            raise torch.OutOfMemoryError("planted")
-        return right(form, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Form, "empty", empty)
-        yield
-    assert refused
-
-
-KILLED = [(who, phase) for phase in ("after a head", "forward", "recompute") for who in range(3)]
-KILLED += [(1, "backward"), (2, "backward")]  # the input of the first layer has no gradient
-
-
-@pytest.mark.parametrize(
-    ("who", "phase"),
-    [
-        pytest.param(*case, marks=[] if case in ((0, "after a head"), (1, "forward")) else [pytest.mark.long])
-        for case in KILLED
-    ],
-)
-def test_a_rank_that_is_killed_is_named(who: int, phase: str):
-    """At once, also when it has announced tensors that its device does not send any more."""
-    with world(3) as opened:
-        answers = opened.answers(_lose, who, phase, 600.0, limit=60.0)
-    assert not answers[who][0]
-    for k in {0, 1, 2} - {who}:
-        succeeded, text = answers[k]
-        assert succeeded, text
-        assert f"rank {who} has ended, or did not answer within 600 s" in text
-
-
-def test_a_rank_that_freezes_is_named_when_the_time_is_over():
-    with world(3) as opened:
-        for connection in opened.connections:
-            connection.send((_lose, (1, "backward", 4.0, signal.SIGSTOP)))
-        told = [opened.answer(k, 120.0) for k in (0, 2)]
-    for succeeded, text in told:
-        assert succeeded, text
-        assert "rank 1 has ended, or did not answer within 4 s" in text
-
-
-def _lose(who: int, phase: str, timeout: float, number: signal.Signals = signal.SIGKILL) -> str:
-    """What a rank gets when ``who`` ends, or freezes, in the second step."""
-    ranks = PLACEMENTS["three ranks"]
-    rank = ranks.rank(with_each_stage(model(), 3, Meets), checkpoint="always", timeout=timeout)
-    rank.step(rows(), loss_fn=squares)
-    with ExitStack() as stack:
-        if dist.get_rank() == who:
-            meets = next(layer for layer in rank.modules() if isinstance(layer, Meets))
-            meets.when, meets.signal = (phase, 1), number
-            if phase == "after a head":
-                stack.enter_context(_ends_after_a_head(number))
-        found = error_of(lambda: rank.step(rows(), loss_fn=squares))
-    again = error_of(lambda: rank.step(rows(), loss_fn=squares))
-    assert isinstance(again, LostRankError), again
-    assert isinstance(found, LostRankError), found
-    return str(found)
-
-
-@contextmanager
-def _ends_after_a_head(number: signal.Signals) -> Iterator[None]:
-    """Inside, the process announces tensors that its device does not send any more, and gets a signal when it has."""
-
-    def put(sender: RemoteLink, *arguments: Any, **options: Any) -> None:
-        right(sender, *arguments, **options)
-        sender.flush()
-        os.kill(os.getpid(), number)
-
-    def send(group: communicators.Communicator, *arguments: Any) -> Any:
-        group._bytes = Mute()
-        return right_send(group, *arguments)
-
-    right, right_send = RemoteLink.put, communicators.Communicator.send
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteLink, "put", put)
-        patch.setattr(communicators.Communicator, "send", send)
-        yield
-
-
-class Mute:
-    """Sends nothing, for ever."""
-
-    def send(self, *arguments: Any) -> None:
-        threading.Event().wait()
-
-
+# fmt: off
 FAULTS: list[tuple[Fault, str]] = [
-    (
-        Fault(
-            "a wire does not wait for what computes what it sends",
-            WIRES,
-            "wait_stream(self._stream, current_stream(self._device))",
-            "pass",
-        ),
-        "READ by copy D2H on .* not ordered after",
-    ),
-    (
-        Fault(
-            "a wire does not wait for its transfers",
-            WIRES,
-            "self._peer.wait(work)  # lets the current stream wait, not the thread",
-            "pass",
-        ),
-        "wrong numbers",
-    ),
-    (
-        Fault("what is sent is not recorded with its wire", WIRES, "recorded(part, self._stream)", "pass"),
-        "FREE of memory of .* not ordered after copy D2H .*no record_stream",
-    ),
-    (
-        Fault(
-            "the event of what comes is recorded where it does not come",
-            WIRES,
-            "record_event(self._stream)",
-            "record_event(current_stream(self._device))",
-        ),
-        "READ by .* not ordered after copy H2D",
-    ),
-    (
-        Fault(
-            "the wait for what comes is left out",
-            WIRES,
-            "arrived([*tensors], self._last, current_stream(self._device))",
-            "pass",
-        ),
-        "READ by .* not ordered after copy H2D",
-    ),
-    (
-        Fault("a stage does not wait for what comes", COPY, "wait_event(compute, event)", "pass"),
-        "READ by .* not ordered after copy H2D",
-    ),
-    (
-        Fault(
-            "what came is not recorded with the stream that reads it",
-            COPY,
-            "return _each(payload, lambda tensor: recorded(tensor, compute))",
-            "return payload",
-        ),
-        "FREE of memory of .* not ordered after .*no record_stream",
-    ),
+    (Fault("a wire does not wait for what computes what it sends", WIRES,
+           "wait_stream(self._stream, current_stream(self._device))",
+           "pass"), "READ by copy D2H on .* not ordered after"),
+    (Fault("a wire does not wait for its transfers", WIRES,
+           "self._peer.wait(work)  # lets the current stream wait, not the thread", "pass"), "wrong numbers"),
+    (Fault("what is sent is not recorded with its wire", WIRES,
+           "recorded(part, self._stream)",
+           "pass"), "FREE of memory of .* not ordered after copy D2H .*no record_stream"),
+    (Fault("the event of what comes is recorded where it does not come", WIRES,
+           "record_event(self._stream)",
+           "record_event(current_stream(self._device))"), "READ by .* not ordered after copy H2D"),
+    (Fault("the wait for what comes is left out", WIRES,
+           "arrived([*tensors], self._last, current_stream(self._device))",
+           "pass"), "READ by .* not ordered after copy H2D"),
+    (Fault("a stage does not wait for what comes", COPY,
+           "wait_event(compute, event)", "pass"), "READ by .* not ordered after copy H2D"),
+    (Fault("what came is not recorded with the stream that reads it", COPY,
+           "return _each(payload, lambda tensor: recorded(tensor, compute))",
+           "return payload"), "FREE of memory of .* not ordered after .*no record_stream"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("fault", "text"), FAULTS, ids=[fault.name for fault, _ in FAULTS])

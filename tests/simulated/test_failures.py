@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from packages.gpipe.tests.layers import Raise
 from torch import Tensor, nn
 
-from .accelerator import limited
 from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, some_of, trained
-from .placements import PLACEMENTS, backward_streams, forward_streams
+from .placements import backward_streams, forward_streams
 
 pytestmark = [
     # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
@@ -56,63 +52,6 @@ def test_failures(placement: str, inline: bool, how: str, where: str, backward: 
         trained(pipe, rows().to(pipe.devices[0]), how, "own")
     pipe.zero_grad()
     assert_trains_like(plain, pipe, how, "own", inline=inline)
-
-
-class Greedy(nn.Module):
-    """Takes much memory in its backward, for a moment."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Greedy.apply(x)
-
-
-class _Greedy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        torch.empty(1 << 20, dtype=torch.uint8, device=gradient.device)
-        return gradient * 1
-
-
-@pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if places[-1] is not None])
-@pytest.mark.parametrize("how", SCHEDULED)
-def test_a_device_that_has_too_little_memory_for_a_backward(placement: str, how: str):
-    plain = nn.Sequential(*model(), Greedy())
-    pipe = piped(plain, placement)
-    last = PLACEMENTS[placement][-1]
-    assert last is not None
-    with limited(last, 1 << 19), pytest.raises(torch.OutOfMemoryError):
-        trained(pipe, rows().to(pipe.devices[0]), how, "own")
-    pipe.zero_grad()
-    assert_trains_like(plain, pipe, how, "own")
-
-
-class Wasteful(nn.Module):
-    """Takes memory by its rows, for a moment."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.empty(len(x) << 20, dtype=torch.uint8, device=x.device)
-        return x * 1
-
-
-@pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if places[-1] is not None])
-@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-def test_after_a_step_that_ran_out_of_memory_one_with_more_chunks_is_right(placement: str, inline: bool):
-    plain = nn.Sequential(*model(), Wasteful())
-    pipe = piped(plain, placement)
-    pipe.chunks = 2
-    last = PLACEMENTS[placement][-1]
-    assert last is not None
-    x = rows().to(pipe.devices[0])
-    with running(inline), limited(last, len(x) << 19):
-        with pytest.raises(torch.OutOfMemoryError):
-            pipe.step(x, loss_fn=lambda output: output.square().mean())
-        pipe.chunks = 4
-        loss = pipe.step(x, loss_fn=lambda output: output.square().mean())
-    expected = plain(rows()).square().mean()
-    torch.testing.assert_close(loss.cpu(), expected.detach())
 
 
 def test_gradients_may_be_zeroed_right_after_a_failure():

@@ -64,309 +64,110 @@ ON_STREAM = "with use_stream(self.stream):\n            "
 EVENT = "event = record_event(stream, timed=True)"
 PROFILED = "streams.record_event(streams.current_stream(device), timed=True)"
 
+# fmt: off
 FAULTS: list[tuple[Fault, Case | Check]] = [
-    (
-        Fault(
-            "a copy does not wait for what computes its source",
-            COPY,
-            "wait_stream(source.copy, source.compute)",
-            "pass",
-        ),
-        TWO,
-    ),
-    (
-        Fault(
-            "what computes the source waits for its copy instead",
-            COPY,
-            "wait_stream(source.copy, source.compute)",
-            "wait_stream(source.compute, source.copy)",
-        ),
-        TWO,
-    ),
+    (Fault("a copy does not wait for what computes its source", COPY,
+           "wait_stream(source.copy, source.compute)", "pass"), TWO),
+    (Fault("what computes the source waits for its copy instead", COPY,
+           "wait_stream(source.copy, source.compute)", "wait_stream(source.compute, source.copy)"), TWO),
     (Fault("the target's copy stream is not current during a copy", COPY, SEND, "with use_stream(source.copy):"), TWO),
-    (
-        Fault("the source's copy stream is not current during a copy", COPY, SEND, "with use_stream(target.copy):"),
-        BETWEEN,
-    ),
+    (Fault("the source's copy stream is not current during a copy", COPY,
+           SEND, "with use_stream(target.copy):"), BETWEEN),
     (Fault("copies run on the streams of their caller", COPY, SEND, "if True:"), TWO),
-    (
-        Fault(
-            "the source of a copy is not recorded with its stream",
-            COPY,
-            "_each(payload, lambda tensor: recorded(tensor, source.copy))",
-            "pass",
-        ),
-        TWO,
-    ),
-    (
-        Fault(
-            "the source of a copy is recorded with its own stream",
-            COPY,
-            "recorded(tensor, source.copy)",
-            "recorded(tensor, source.compute)",
-        ),
-        TWO,
-    ),
-    (
-        Fault(
-            "the event of a copy is recorded where nothing is copied",
-            COPY,
-            "record_event(last)",
-            "record_event(self._source.compute)",
-        ),
-        TWO,
-    ),
-    (
-        Fault(
-            "the event of a copy is one of its source's device",
-            COPY,
-            "target.copy if is_accelerator(target.copy) else source.copy",
-            "source.copy",
-        ),
-        FIRST,
-    ),
+    (Fault("the source of a copy is not recorded with its stream", COPY,
+           "_each(payload, lambda tensor: recorded(tensor, source.copy))", "pass"), TWO),
+    (Fault("the source of a copy is recorded with its own stream", COPY,
+           "recorded(tensor, source.copy)", "recorded(tensor, source.compute)"), TWO),
+    (Fault("the event of a copy is recorded where nothing is copied", COPY,
+           "record_event(last)", "record_event(self._source.compute)"), TWO),
+    (Fault("the event of a copy is one of its source's device", COPY,
+           "target.copy if is_accelerator(target.copy) else source.copy", "source.copy"), FIRST),
     (Fault("a copy has no event", COPY, ", record_event(last)", ", None"), TWO),
     (Fault("the target does not wait for a copy", COPY, "wait_event(compute, event)", "pass"), TWO),
     (Fault("the host does not wait for a copy to it", COPY, "wait_event(compute, event)", "pass"), BETWEEN),
-    (
-        Fault(
-            "what was copied is not recorded with the stream that reads it",
-            COPY,
-            "return _each(payload, lambda tensor: recorded(tensor, compute))",
-            "return payload",
-        ),
-        TWO,
-    ),
+    (Fault("what was copied is not recorded with the stream that reads it", COPY,
+           "return _each(payload, lambda tensor: recorded(tensor, compute))", "return payload"), TWO),
     (Fault("nothing that copies use is recorded", COPY, "    record_stream(tensor, stream)", "    pass"), TWO),
     (Fault("a copy to a device from memory that is not pinned", COPY, TO_DEVICE, "pass"), PINNED),
     (Fault("a copy to the host into memory that is not pinned", COPY, TO_HOST, 'return tensor.to("cpu")'), PINNED),
     (Fault("a copy to the host that it waits for", COPY, TO_HOST, TO_HOST.replace("True", "False")), PINNED),
-    (
-        Fault(
-            "a copy to a device that the host waits for",
-            COPY,
-            "tensor.to(self._target.device, non_blocking=True)",
-            "tensor.to(self._target.device)",
-        ),
-        PINNED,
-    ),
-    (
-        Fault(
-            "pinned memory is not pinned",
-            COPY,
-            'device="cpu", pin_memory=True)\n\n\ndef _each',
-            'device="cpu")\n\n\ndef _each',
-        ),
-        PINNED,
-    ),
-    (
-        Fault(
-            "a pinned input is sent itself, and its owner may change it",
-            COPY,
-            TO_DEVICE,
-            f"tensor = tensor if tensor.is_pinned() else {TO_DEVICE[9:]}",
-        ),
-        OVERWRITTEN,
-    ),
-    (
-        Fault(
-            "workers compute on the default streams",
-            WORKERS,
-            "with use_stream(self.stream), serving(sections):",
-            "with serving(sections):",
-        ),
-        TWO,
-    ),
+    (Fault("a copy to a device that the host waits for", COPY,
+           "tensor.to(self._target.device, non_blocking=True)", "tensor.to(self._target.device)"), PINNED),
+    (Fault("pinned memory is not pinned", COPY,
+           'device="cpu", pin_memory=True)\n\n\ndef _each', 'device="cpu")\n\n\ndef _each'), PINNED),
+    (Fault("a pinned input is sent itself, and its owner may change it", COPY,
+           TO_DEVICE, f"tensor = tensor if tensor.is_pinned() else {TO_DEVICE[9:]}"), OVERWRITTEN),
+    (Fault("workers compute on the default streams", WORKERS,
+           "with use_stream(self.stream), serving(sections):", "with serving(sections):"), TWO),
     (Fault("a worker has the stream of the stage of its own number", RUN, "placement.index(worker)", "worker"), TWICE),
     (Fault("a backward does not wait for the caller", RUN, "_all_wait(self._streams, now)", "pass"), FOREIGN),
     (Fault("the caller does not wait after a backward", RUN, ALL_WAIT, "            pass"), FOREIGN),
-    (
-        Fault(
-            "the caller does not wait after a backward that fails",
-            RUN,
-            FINALLY,
-            "        except MemoryError:\n            raise\n        else:",
-        ),
-        FAILED,
-    ),
-    (
-        Fault(
-            "a backward takes the caller to be where it was in the forward",
-            RUN,
-            "now = self._current_streams() if self._on_accelerator else self._streams",
-            "now = self._streams",
-        ),
-        FOREIGN,
-    ),
-    (
-        Fault("who has to be waited for waits", RUN, "wait_stream(source, target)", "wait_stream(target, source)"),
-        FOREIGN,
-    ),
+    (Fault("the caller does not wait after a backward that fails", RUN,
+           FINALLY, "        except MemoryError:\n            raise\n        else:"), FAILED),
+    (Fault("a backward takes the caller to be where it was in the forward", RUN,
+           "now = self._current_streams() if self._on_accelerator else self._streams", "now = self._streams"), FOREIGN),
+    (Fault("who has to be waited for waits", RUN,
+           "wait_stream(source, target)", "wait_stream(target, source)"), FOREIGN),
     (Fault("only streams that are the same wait", RUN, "if source is not target:", "if source is target:"), FOREIGN),
-    (
-        Fault(
-            "an inline run stays on the streams of its caller",
-            RUN,
-            "with use_stream(self._stream_of[stage.stage.index]):",
-            "if True:",
-        ),
-        INLINE,
-    ),
-    (
-        Fault(
-            "gradients for several devices begin on the stream of one",
-            CALLS,
-            "_on_current_streams(roots)",
-            "list(roots)",
-        ),
-        KEPT,
-    ),
+    (Fault("an inline run stays on the streams of its caller", RUN,
+           "with use_stream(self._stream_of[stage.stage.index]):", "if True:"), INLINE),
+    (Fault("gradients for several devices begin on the stream of one", CALLS,
+           "_on_current_streams(roots)", "list(roots)"), KEPT),
     (Fault("gradients for two devices begin on the stream of one", CALLS, "> 1", "> 2"), KEPT_TWICE),
-    (
-        Fault(
-            "gradients of shared weights are not recorded",
-            TIED,
-            "        record_stream(part, current_stream(part.device))",
-            "        pass",
-        ),
-        SHARED,
-    ),
-    (
-        Fault(
-            "a timeline's events are on the default stream",
-            RECORD,
-            EVENT,
-            "import streams; " + EVENT.replace("stream,", "streams.default_stream(stream.device),"),
-        ),
-        TIMELINE,
-    ),
+    (Fault("gradients of shared weights are not recorded", TIED,
+           "        record_stream(part, current_stream(part.device))", "        pass"), SHARED),
+    (Fault("a timeline's events are on the default stream", RECORD,
+           EVENT, "import streams; " + EVENT.replace("stream,", "streams.default_stream(stream.device),")), TIMELINE),
     (Fault("a timeline's events have no times", RECORD, EVENT, "event = record_event(stream)"), TIMELINE),
-    (
-        Fault("a timeline does not wait for its events", RECORD, "            event.synchronize()", "            pass"),
-        TIMELINE,
-    ),
-    (
-        Fault(
-            "a timeline does not wait for the event that its clock begins with",
-            RECORD,
-            "            base.synchronize()",
-            "            pass",
-        ),
-        TIMELINE,
-    ),
-    (
-        Fault(
-            "a timeline's clock begins when the caller's work is done",
-            RECORD,
-            "_event(new_stream(device))",
-            "_event(current_stream(device))",
-        ),
-        QUEUED,
-    ),
-    (
-        Fault("a profiler's events are on the default stream", CLOCK, PROFILED, PROFILED.replace("current", "default")),
-        PROFILE,
-    ),
+    (Fault("a timeline does not wait for its events", RECORD,
+           "            event.synchronize()", "            pass"), TIMELINE),
+    (Fault("a timeline does not wait for the event that its clock begins with", RECORD,
+           "            base.synchronize()", "            pass"), TIMELINE),
+    (Fault("a timeline's clock begins when the caller's work is done", RECORD,
+           "_event(new_stream(device))", "_event(current_stream(device))"), QUEUED),
+    (Fault("a profiler's events are on the default stream", CLOCK,
+           PROFILED, PROFILED.replace("current", "default")), PROFILE),
     (Fault("a profiler's events have no times", CLOCK, PROFILED, PROFILED.replace(", timed=True", "")), PROFILE),
     (Fault("a profiler does not wait for its events", CLOCK, "    end.synchronize()", "    pass"), PROFILE),
     (Fault("an event is recorded on the current stream", ORDER, "event.record(stream)", "event.record()"), TWO),
     (Fault("no event has a time", ORDER, "enable_timing=timed", "enable_timing=False"), PROFILE),
-    (
-        Fault("a stream does not wait for an event", ORDER, "            source.wait_event(event)", "            pass"),
-        TWO,
-    ),
+    (Fault("a stream does not wait for an event", ORDER,
+           "            source.wait_event(event)", "            pass"), TWO),
     (Fault("the host does not wait for an event", ORDER, "        event.synchronize()", "        pass"), BETWEEN),
     (Fault("the host does not wait for a stream", ORDER, "        target.synchronize()", "        pass"), WAITED),
     (Fault("a stream does not wait for another", ORDER, "wait_event(source, record_event(target))", "pass"), TWO),
-    (
-        Fault(
-            "a stream is made to wait for the one that waits",
-            ORDER,
-            "wait_event(source, record_event(target))",
-            "wait_event(target, record_event(source))",
-        ),
-        TWO,
-    ),
+    (Fault("a stream is made to wait for the one that waits", ORDER,
+           "wait_event(source, record_event(target))", "wait_event(target, record_event(source))"), TWO),
     (Fault("nothing is recorded with streams", ORDER, "        tensor.record_stream(stream)", "        pass"), TWO),
     (Fault("a stream does not become current", USE, "    torch.accelerator.set_stream(stream)", "    pass"), NEW),
     (Fault("a stream stays current", USE, "        _choose(before, device)", "        pass"), TWO),
-    (
-        Fault(
-            "the stream of another device becomes current again",
-            USE,
-            "current_stream(stream.device)",
-            "current_stream()",
-        ),
-        NEW,
-    ),
-    (
-        Fault(
-            "the device of a stream stays current",
-            USE,
-            "_choose(before, device)",
-            "_choose(before, stream.device.index)",
-        ),
-        RESTORED,
-    ),
-    (
-        Fault(
-            "a task computes on the default stream",
-            TASK,
-            ON_STREAM + "return self._compute()",
-            "if True:\n            return self._compute()",
-        ),
-        TASKS,
-    ),
-    (
-        Fault(
-            "a task is finalized on the default stream",
-            TASK,
-            ON_STREAM + "    self._finalize(result)",
-            "if True:\n                self._finalize(result)",
-        ),
-        TASKS,
-    ),
-    (
-        Fault(
-            "new streams are the current one",
-            STREAM,
-            "    return torch.Stream(on_accelerator(device))",
-            "    return current_stream(device)",
-        ),
-        NEW,
-    ),
-    (
-        Fault(
-            "the current stream is taken to be the default one",
-            STREAM,
-            "    return torch.accelerator.current_stream(on_accelerator(device))",
-            "    return default_stream(device)",
-        ),
-        NEW,
-    ),
+    (Fault("the stream of another device becomes current again", USE,
+           "current_stream(stream.device)", "current_stream()"), NEW),
+    (Fault("the device of a stream stays current", USE,
+           "_choose(before, device)", "_choose(before, stream.device.index)"), RESTORED),
+    (Fault("a task computes on the default stream", TASK,
+           ON_STREAM + "return self._compute()", "if True:\n            return self._compute()"), TASKS),
+    (Fault("a task is finalized on the default stream", TASK,
+           ON_STREAM + "    self._finalize(result)", "if True:\n                self._finalize(result)"), TASKS),
+    (Fault("new streams are the current one", STREAM,
+           "    return torch.Stream(on_accelerator(device))", "    return current_stream(device)"), NEW),
+    (Fault("the current stream is taken to be the default one", STREAM,
+           "    return torch.accelerator.current_stream(on_accelerator(device))",
+           "    return default_stream(device)"), NEW),
 ]
+# fmt: on
 
 
+# fmt: off
 NOT_FOUND: list[tuple[Fault, str]] = [
-    (
-        Fault(
-            "what comes over a wire is allocated on the stream that reads it",
-            WIRES,
-            "        with use_stream(self._stream):\n            tensors",
-            "        if True:\n            tensors",
-        ),
-        "work is late, and in order",
-    ),
-    (
-        Fault(
-            "a wire sends on the stream of its stage",
-            WIRES,
-            "        with use_stream(self._stream):\n            parts",
-            "        if True:\n            parts",
-        ),
-        "work is late, and in order",
-    ),
+    (Fault("what comes over a wire is allocated on the stream that reads it", WIRES,
+           "        with use_stream(self._stream):\n            tensors",
+           "        if True:\n            tensors"), "work is late, and in order"),
+    (Fault("a wire sends on the stream of its stage", WIRES,
+           "        with use_stream(self._stream):\n            parts",
+           "        if True:\n            parts"), "work is late, and in order"),
 ]
+# fmt: on
 """Faults that no test finds, and why."""
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .accelerator import DEVICES, device
 from .models import ROWS, WIDTH, Pop, Stash, balance, linear, rows, running, some_of
-from .placements import PLACEMENTS, backward_streams, devices, forward_streams
+from .placements import backward_streams, devices, forward_streams
 
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
@@ -188,62 +187,3 @@ def test_dropout(placement: str, inline: bool, how: str):
                 pipe.step(rows(), loss_fn=lambda output, _: output.square().sum(), schedule=how)
             found.append(state(pipe))
     torch.testing.assert_close(found[1:], [found[0]] * 2)
-
-
-@torch.compile(backend="eager")
-def compiled(x: Tensor) -> Tensor:
-    return x.sin() * x.tanh()
-
-
-class Compiled(nn.Module):
-    """A layer of which a part is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return compiled(self.inner(x))
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about tensors that it looks at
-@pytest.mark.parametrize("placement", ["three devices", "CPU between"])
-@each_mode
-def test_compiled_layers(placement: str, mode: str):
-    pipe, oracle = pair(made(lambda: [Compiled(), Compiled(), Compiled()]), placement, mode)
-    wanted = train(oracle, "1f1b", loss_fn=counted)
-    torch.testing.assert_close(train(pipe, "1f1b", loss_fn=counted), wanted)
-
-
-class Within(torch.autograd.Function):
-    """The double of its input; its backward trains a pipe, on the thread of autograd for that device."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pipe: GPipe) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.pipe = pipe
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            ctx.pipe(leaf).square().sum().backward()
-        return gradient * 2 + leaf.grad.to(gradient.device), None
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@each_mode
-def test_a_backward_within_a_backward(placement: str, mode: str):
-    pipe, oracle = pair(made(MODELS["skip"]), placement, mode)
-    found = []
-    for each in (oracle, pipe):
-        x = rows().to(each.devices[-1]).requires_grad_()
-        Within.apply(x * 1, each).sum().backward()
-        found.append([x.grad.cpu(), *state(each)])
-    torch.testing.assert_close(found[1], found[0])
-
-
-def test_devices_are_the_simulated_ones():
-    assert [device(k) for k in range(DEVICES)] == [torch.device("simulated", k) for k in range(DEVICES)]

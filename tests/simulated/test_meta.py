@@ -86,32 +86,3 @@ def test_host_memory_never_holds_more_than_a_layer(init: str, tmp_path: Path) ->
     x = rows()
     loss = pipe.step(x, loss_fn=lambda output: output.square().mean())
     assert loss.isfinite()
-
-
-def test_what_partitions_share_and_nobody_initialises_is_named() -> None:
-    with torch.device("meta"):
-        meta = model()
-
-    def biases(module: nn.Module) -> None:
-        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-
-    with pytest.raises(ValueError, match=r"has not written to '0\.weight', .*'5\.weight'"):
-        GPipe(meta, [2, 2, 2], devices=devices("three devices"), init=biases)
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert meta[5].weight is meta[0].weight
-
-
-def test_a_move_that_fails_is_undone_with_gradients() -> None:
-    class Stuck(nn.Linear):
-        def _apply(self, fn: Any, recurse: bool = True) -> Any:
-            raise OSError("stuck")
-
-    layers = nn.Sequential(Stuck(WIDTH, WIDTH), linear())  # partitions move from the last to the first
-    layers[1](rows()).sum().backward()
-    before = [(p.device, p.data_ptr(), p.grad, None if p.grad is None else p.grad.clone()) for p in layers.parameters()]
-    with pytest.raises(OSError, match="stuck"):
-        GPipe(layers, [1, 1], devices=devices("two devices"))
-    for parameter, (device, address, gradient, values) in zip(layers.parameters(), before, strict=True):
-        assert (parameter.device, parameter.data_ptr()) == (device, address)
-        assert parameter.grad is gradient
-        assert gradient is None or torch.equal(gradient, values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of, trained
+from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of
 from .placements import PLACEMENTS, STREAMS, UNEVEN, devices
 
 
@@ -57,21 +57,6 @@ def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool)
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model().named_parameters()]
 
 
-def assert_tied(pipe: GPipe) -> None:
-    assert pipe[5].weight is pipe[0].weight
-    assert pipe[0].bias is pipe[2].bias
-    assert pipe[1][0] is pipe[3][0]
-    assert pipe[5].weight.device == pipe[1][0].scale.device == pipe.devices[0]
-
-
-@pytest.mark.parametrize("placement", ["three devices", "CPU first", "CPU last"])
-def test_the_tie_stays(placement: str):
-    pipe = piped(model(), placement)
-    trained(pipe, rows().to(pipe.devices[0]), "1f1b")
-    assert_tied(pipe)
-    assert_tied(pipe.float().double())
-
-
 @pytest.mark.parametrize("placement", ["three devices", "CPU between"])
 @pytest.mark.parametrize("inline", [False, True])
 def test_optimizers_see_one_parameter(placement: str, inline: bool):
@@ -87,27 +72,6 @@ def test_optimizers_see_one_parameter(placement: str, inline: bool):
                 optimizer.step()
             assert len(seen) == 3
     torch.testing.assert_close([p.cpu() for p in pipe.parameters()], list(plain.parameters()))
-
-
-def test_a_state_is_loaded_and_a_layer_replaced():
-    pipe, plain = piped(model(), "three devices"), model()
-    layer = linear()
-    for module in (pipe, plain):
-        module.load_state_dict({name: tensor + 0.1 for name, tensor in model().state_dict().items()})
-        module[4] = nn.Sequential(copy.deepcopy(layer), Tied(module[2]))
-    assert_trains_like(plain, pipe, "1f1b", "own")
-    assert_tied(pipe)
-    assert pipe[2].weight is pipe[4][1].weight
-    assert pipe[2].weight.device == pipe.devices[1]
-
-
-def test_a_model_without_data_gets_it_where_the_first_stage_is():
-    plain = model()
-    with torch.device("meta"):
-        empty = model()
-    pipe = GPipe(empty, [2, 2, 2], devices=devices("three devices"), chunks=3, init=plain.state_dict())
-    assert_tied(pipe)
-    assert_trains_like(plain, pipe, "1f1b", "own")
 
 
 class Masked(nn.Module):
@@ -126,11 +90,3 @@ def test_a_buffer_of_several_layers_is_where_the_first_of_them_is():
     assert pipe[0].mask is pipe[2].mask
     assert pipe[0].mask.device == pipe.devices[0]
     assert_trains_like(layers, pipe, "1f1b", "own")
-
-
-def test_views_on_several_devices_are_refused_and_nothing_has_moved():
-    layers = nn.Sequential(linear(), linear())
-    layers[1].weight = nn.Parameter(layers[0].weight.data)
-    with pytest.raises(ValueError, match=r"'0\.weight' of partition 0 on 'simulated:0' and '1\.weight' of partition 1"):
-        GPipe(layers, [1, 1], devices=devices("three devices")[:2])
-    assert {parameter.device.type for parameter in layers.parameters()} == {"cpu"}
