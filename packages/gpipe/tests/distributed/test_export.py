@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpipe import DeferredBatchNorm
 from gpipe.distributed import export
 from gpipe.schedule import Schedule
-from gpipe.skip import inspect_skip_layout, pop, skippable, stash
+from gpipe.skip import pop, skippable, stash
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -27,32 +27,18 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
 
 
-@skippable(stash=["near", "far"])
+@skippable(stash=["far"])
 class Stash(nn.Module):
     def forward(self, x: Tensor) -> Any:
-        yield stash("near", x.t())  # no contiguous one
-        yield stash("far", x * 2)
-        return x + 1
-
-
-@skippable(pop=["near"])
-class PopNear(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        near = yield pop("near")
-        return x * near.t()
+        yield stash("far", x)
+        return x
 
 
 @skippable(pop=["far"])
-class PopFar(nn.Module):
+class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
         far = yield pop("far")
         return x - far
-
-
-def skipping() -> nn.Sequential:
-    torch.manual_seed(0)
-    middle = [nn.Linear(6, 6), PopNear(), nn.Linear(6, 6)]
-    return nn.Sequential(nn.Linear(6, 6), Stash(), *middle, PopFar(), nn.Linear(6, 6), nn.Tanh())
 
 
 class Apart(nn.Module):
@@ -79,7 +65,7 @@ def normed() -> nn.Sequential:
     )
 
 
-@pytest.mark.parametrize("make", [network, skipping, forking, normed])
+@pytest.mark.parametrize("make", [network, forking, normed])
 @pytest.mark.parametrize(
     ("schedule", "balance"),
     [
@@ -162,50 +148,21 @@ def _summed(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-class _Mapping(nn.Module):
+class _Returns(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
     def forward(self, x: Tensor) -> Any:
-        return {"x": x}
+        return self.value
 
 
-class _Nothing(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x, None
-
-
-class _Single(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return (x,)
-
-
-@skippable(stash=["none"])
-class _StashNone(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("none", None)
-        return x
-
-
-@skippable(pop=["none"])
-class _PopNone(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield pop("none")
-        return x
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([_Mapping(), nn.Identity()], "stage 0 returns dict, which .* use gpipe.distributed.Rank"),
-        ([_Nothing(), nn.Identity()], "stage 0 returns a tuple with NoneType"),
-        ([_Single(), nn.Identity()], "stage 0 returns a tuple of one tensor"),
-        ([_StashNone(), _PopNone()], "stage 0 stashes as 'none' NoneType"),
-    ],
-)
-def test_values_that_torch_cannot_send(layers: list[nn.Module], message: str):
+@pytest.mark.parametrize("value", [{"x": torch.ones(2)}, (torch.ones(2), None), (torch.ones(2),), None])
+def test_values_that_torch_cannot_send(value: Any):
     from gpipe.distributed._torch_runtime import Carrier
 
-    partitions = [nn.Sequential(layer) for layer in layers]
-    with pytest.raises(TypeError, match=message):
-        Carrier(partitions[0], 0, 2, inspect_skip_layout(partitions))(torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"stage 0 returns .* use gpipe.distributed.Rank"):
+        Carrier(nn.Sequential(_Returns(value)), 0, 2)(torch.ones(2, 2))
 
 
 def test_what_torch_cannot_keep_is_refused_on_every_rank(worlds):
@@ -226,6 +183,8 @@ def _expect_refused() -> None:
             export(model, [4, 4], chunks=2, **arguments)
     with pytest.raises(ValueError, match=r"DeferredBatchNorm: .*use gpipe.distributed.Rank"):
         export(nn.Sequential(nn.Linear(6, 6), DeferredBatchNorm(6, chunks=2)), [1, 1], chunks=2)
+    with pytest.raises(ValueError, match=r"skip 'far' leads from partition 0 to 1: .*Rank"):
+        export(nn.Sequential(Stash(), Pop()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="duplicate parameters in distinct partitions"):
         export(tied, [4, 4], chunks=2)
     _, runtime = export(model, [4, 4], chunks=4, loss_fn=loss)
@@ -233,7 +192,7 @@ def _expect_refused() -> None:
         with pytest.raises(ValueError, match=f"has {rows} rows, .* 4 micro-batches of one size; .*Rank"):
             _step(runtime, torch.ones(rows, 6))
     _step(runtime, torch.ones(8, 6))
-    with pytest.raises(ValueError, match=r"of shape \[12, 6\], but was .*\[8, 6\] in the first step"):
+    with pytest.raises(ValueError, match=r"\[12, 6\]\], but was .*\[8, 6\]\] in the first step"):
         _step(runtime, torch.ones(12, 6))
 
 

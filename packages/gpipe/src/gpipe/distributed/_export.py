@@ -13,7 +13,7 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._walks import walk_of
 from ..module._arguments import Device, checked_chunks
 from ..module._init import means_of
-from ..module._partition import checked_balance, verify_module
+from ..module._partition import checked_balance, partitions_of, verify_module
 from ..module._sequential import as_sequential
 from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk
 from ..schedule._named import expect_schedule
@@ -81,17 +81,16 @@ def export(
     runtime_of = _runtime_of()
     group = expect_group(group)
     chunks, means, layers = checked_chunks(chunks), means_of(init), as_sequential(module, sample)
-    _refuse_deferred(layers)
     sizes = checked_balance(balance, len(layers))
     verify_skippables(layers)
     verify_module(layers, sizes)
+    _expect_plain(layers, sizes)
     places = checked_ranks(ranks, len(sizes), dist.get_world_size(group))
     walk = _walk(schedule, chunks, places)
     weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
     share = own_share(layers, sizes, places, dist.get_rank(group), device, means)
     own = dict(zip(share.numbers, share.partitions, strict=True))
-    layout = inspect_skip_layout(share.every)
-    return Exported(*runtime_of(own, share.devices, len(sizes), layout, walk, chunks, weighed, group))
+    return Exported(*runtime_of(own, share.devices, len(sizes), walk, chunks, weighed, group))
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
@@ -106,11 +105,16 @@ def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
     return runtime_of
 
 
-def _refuse_deferred(layers: nn.Module) -> None:
+def _expect_plain(layers: nn.Sequential, sizes: Sequence[int]) -> None:
     if any(isinstance(each, DeferredBatchNorm) for each in layers.modules()):
         raise ValueError(
             "DeferredBatchNorm: torch's pipelining runtime does not say where a mini-batch ends; use "
             "gpipe.distributed.Rank, or plain batch norm"
+        )
+    for (_, name), source, target in inspect_skip_layout([*partitions_of(layers, sizes)]).routes:
+        raise ValueError(
+            f"skip {name!r} leads from partition {source} to {target}: torch's pipelining runtime sends between "
+            "neighbours only; put both ends into one partition, or use gpipe.distributed.Rank"
         )
 
 

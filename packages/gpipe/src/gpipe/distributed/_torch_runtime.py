@@ -1,12 +1,8 @@
-"""Our stages and schedules in torch's pipelining runtime. This is the only file that uses torch's private names for it.
-
-Torch sends flat tuples of tensors between neighbouring stages. So a skip is appended to the values, and passes through
-all stages between the one that stashes it and the one that pops it.
-"""
+"""Our stages and schedules in torch's pipelining runtime; the only file that uses torch's private names for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..module._partition import Partition
 from ..schedule import Kind, Walk
-from ..skip import SkipLayout
-from ..skip._store import routed
+from ..values._describe import shapes
 
 _KINDS = {
     Kind.FORWARD: _ComputationType.FORWARD,
@@ -32,62 +27,39 @@ _KINDS = {
 
 
 class Carrier(Partition):
-    """A partition that takes and returns what torch sends: its values, then the skips that pass.
+    """A partition that takes and returns what torch sends: a tensor, or several.
 
     Args:
         partition: the layers, with the names that they have in the model.
         index: the number of the stage.
         stages: the number of stages.
-        layout: the stages between which skips go.
     """
 
-    def __init__(self, partition: nn.Module, index: int, stages: int, layout: SkipLayout) -> None:
+    def __init__(self, partition: nn.Module, index: int, stages: int) -> None:
         super().__init__()
         self._modules.update(partition.named_children())
         self.training = partition.training
         self._index, self._last = index, index == stages - 1
-        self._takes = [route.key for route in layout.routes if route.source < index <= route.target]
-        self._gives = [route.key for route in layout.routes if route.source <= index < route.target]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._index:
             for value in args:
                 if value.requires_grad:
                     value.register_hook(Tensor.contiguous)  # gloo sends contiguous tensors only
-        values, skips = args[: len(args) - len(self._takes)], args[len(args) - len(self._takes) :]
-        if self._index and len(values) > 1:
-            values = (values,)  # else torch would unpack a tuple into several values
-        store = dict(zip(self._takes, skips, strict=True))
-        with routed(store):
-            value = super().forward(*values, **kwargs)
-        return self._flat(value, [(key, store.pop(key)) for key in self._gives])
-
-    def _flat(self, value: Any, skips: Sequence[tuple[Any, Any]]) -> Any:
-        values = value if type(value) is tuple else (value,)
-        for each in values:
-            self._expect_tensor(each, "returns a tuple with" if type(value) is tuple else "returns")
-        for (_, name), skip in skips:
-            self._expect_tensor(skip, f"stashes as {name!r}")
-        if self._last:
-            return value
-        if type(value) is tuple and len(value) == 1:
-            raise TypeError(f"stage {self._index} returns a tuple of one tensor, {_CANNOT}")
-        flat = tuple([each.contiguous() for each in (*values, *[skip for _, skip in skips])])
-        return flat[0] if len(flat) == 1 else flat
-
-    def _expect_tensor(self, value: Any, what: str) -> None:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"stage {self._index} {what} {type(value).__name__}, {_CANNOT}")
-
-
-_CANNOT = (
-    "which torch's pipelining runtime cannot send: it takes a tensor, or a tuple of several; change the model or the "
-    "balance, or use gpipe.distributed.Rank"
-)
+            args = (args,) if len(args) > 1 else args  # a tuple, which torch has unpacked
+        value = super().forward(*args, **kwargs)
+        if self._last or isinstance(value, Tensor):
+            return value if self._last else value.contiguous()
+        if type(value) is not tuple or len(value) < 2 or not all(isinstance(each, Tensor) for each in value):
+            raise TypeError(
+                f"stage {self._index} returns {shapes(value)}, which torch's pipelining runtime cannot send: it takes "
+                "a tensor, or a tuple of several; change the model or the balance, or use gpipe.distributed.Rank"
+            )
+        return tuple([each.contiguous() for each in value])
 
 
 @contextmanager
-def _buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """A context in which the buffers of ``modules`` do not change, whatever is computed."""
     before = [(each._buffers, dict(each._buffers)) for module in modules for each in module.modules()]
     values = [(buffer, buffer.clone()) for _, own in before for buffer in own.values() if buffer is not None]
@@ -116,7 +88,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         super().__init__(list(stages), chunks, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
         self._splits = any(step.action.kind == Kind.BACKWARD_INPUT for steps in walk for step in steps)
         self._ready_for: bool | None = None
-        self._first: dict[str, list[Any]] = {}
+        self._first: dict[str, str] = {}
         self._prepare_schedule_with_comms(
             {rank: [_action(*step) for step in steps if step.action.kind in _KINDS] for rank, steps in enumerate(walk)}
         )
@@ -135,25 +107,23 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
             return super()._initialize_stages(*args, **kwargs)
         self._ready_for = self._has_backward
         # To find out shapes, torch computes a forward of uninitialised memory. Batch norm must not keep its statistics.
-        with torch.random.fork_rng(devices=[]), _buffers_kept(stage.submod for stage in self._stages):
+        with torch.random.fork_rng(devices=[]), _buffers_kept([stage.submod for stage in self._stages]):
             return super()._initialize_stages(*args, **kwargs)
 
     def _expect_rows(self, name: str, leaves: Sequence[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            rows = len(tensor) if tensor.ndim else 0
+        for rows in [len(tensor) if tensor.ndim else 0 for tensor in tensors]:
             if not rows or rows % self._n_microbatches:
                 raise ValueError(
                     f"{name} has {rows} rows, which torch's pipelining runtime cannot cut into "
                     f"{self._n_microbatches} micro-batches of one size; drop or pad rows, or use "
                     "gpipe.distributed.Rank"
                 )
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if found and found != self._first.setdefault(name, found):
+        found = shapes(tensors)
+        if tensors and found != self._first.setdefault(name, found):
             raise ValueError(
-                f"{name} is {_listed(found)}, but was {_listed(self._first[name])} in the first step, for which "
-                "torch's pipelining runtime made its buffers; export once more for these, or use "
-                "gpipe.distributed.Rank"
+                f"{name} is {found}, but was {self._first[name]} in the first step, for which torch's pipelining "
+                "runtime made its buffers; export once more for these, or use gpipe.distributed.Rank"
             )
 
     def _refuse_replicas(self) -> None:
@@ -170,15 +140,10 @@ def _action(stage: int, action: tuple[Kind, int]) -> Any:
     return _Action(stage, _KINDS[kind], microbatch)
 
 
-def _listed(found: Sequence[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{dtype} of shape {list(shape)}" for shape, dtype in found)
-
-
 def runtime_of(
     partitions: Mapping[int, nn.Module],
     devices: Sequence[torch.device],
     stages: int,
-    layout: SkipLayout,
     walk: Walk,
     chunks: int,
     loss_fn: Callable[..., Tensor] | None,
@@ -190,12 +155,11 @@ def runtime_of(
         partitions: the partitions of this rank, by the number of their stage.
         devices: the device of each of these.
         stages: how many stages the model has.
-        layout: the stages between which skips go.
         walk, chunks, loss_fn: see :class:`Runtime`.
         group: the processes that take part.
     """
     own = [
-        PipelineStage(Carrier(partition, j, stages, layout), j, stages, device, group=group)
+        PipelineStage(Carrier(partition, j, stages), j, stages, device, group=group)
         for (j, partition), device in zip(partitions.items(), devices, strict=True)
     ]
     return own, Runtime(own, walk, chunks, loss_fn)
