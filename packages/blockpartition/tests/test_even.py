@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
 
 from blockpartition import partition, verify
 
@@ -32,14 +31,6 @@ def test_exact_is_never_less_even_than_quantile(problem):
     exact, quantile = partition(costs, k, even="exact"), partition(costs, k)
     verify(exact, costs)
     assert squares(costs, exact) <= squares(costs, quantile)
-
-
-@given(st.integers(1, 50), st.integers(0, 150))
-def test_equal_layers_are_shared_out_evenly(k, more):
-    n = k + more
-    for even in ("quantile", "exact"):
-        sizes = partition([7] * n, k, even=even).sizes
-        assert max(sizes) - min(sizes) <= 1
 
 
 @given(large_problems())

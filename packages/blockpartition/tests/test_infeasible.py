@@ -58,14 +58,6 @@ def test_where_no_factor_helps_endless_room_does(problem):
     assert (refusal(problem.costs, endless, **problem.constraints) is None) == ("capacit" in str(error))
 
 
-def test_a_layer_that_fits_nowhere():
-    error = refusal([1, 9, 1], [Stage(1, 4), Stage(1, 5)])
-    assert (error.layer, error.scale, error.capacity) == (1, 2, None)
-    assert str(error) == (
-        "layer 1 needs 9 at least and fits on no stage; capacities 2.0 times as large are the least that would do"
-    )
-
-
 @given(placings(max_layers=6, forbid=[], modes=False))
 def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
@@ -95,20 +87,6 @@ def test_layers_that_no_cut_may_part():
     assert str(error) == (
         "layers 1 to 2, which no cut may part, need 8 at least and fit on no stage; "
         "a capacity of 9 on each stage is the least that would do"
-    )
-
-
-def test_layers_that_fit_one_by_one_but_not_together():
-    error = refusal([3, 3, 3], [Stage(1, 4), Stage(1, 4)])
-    assert (error.layer, error.scale, error.capacity) == (None, Fraction(3, 2), 6)
-    assert str(error) == ("no placement fits the capacities; a capacity of 6 on each stage is the least that would do")
-
-
-def test_a_stage_without_any_room():
-    error = refusal([3, 3], [Stage(1, 0), Stage(1, 4)])
-    assert (error.layer, error.scale, error.capacity) == (None, None, None)
-    assert str(error) == (
-        "no placement fits the capacities; no factor on the capacities would do: a stage with capacity 0 is in the way"
     )
 
 

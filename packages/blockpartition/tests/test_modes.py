@@ -40,24 +40,10 @@ def test_large_placements_with_modes_prove_themselves(objective):
     verify(found, costs, stages, **call, objective=objective, gap=0.05)
 
 
-@cases(
-    ("stage", "error", "message"),
-    [
-        (lambda: Stage(modes=[KEEP, "b"]), TypeError, r"^modes\[1\] must be a Mode, got 'b' of type str$"),
-        (lambda: Stage(modes=[KEEP, Mode("keep", 2)]), ValueError, r"^the names of a stage's modes must differ"),
-        (lambda: Stage(modes=[Mode("a", 0)]), ValueError, r"^time of mode 'a' of stage\[0\] must be positive, got 0$"),
-        (
-            lambda: Stage(modes=[Mode("a", [1])]),
-            TypeError,
-            r"^time of mode 'a' of stage\[0\] must be an int, a float or a Fraction, got \[1\]",
-        ),
-        (
-            lambda: Stage(modes=[Mode("a", transient=-1)]),
-            ValueError,
-            r"^transient of mode 'a' of stage\[0\] must not be",
-        ),
-    ],
-)
-def test_impossible_modes_are_named(stage, error, message):
-    with pytest.raises(error, match=message):
-        place([1, 2], [stage()])
+def test_impossible_modes_are_named():
+    with pytest.raises(TypeError, match=r"^modes\[1\] must be a Mode, got 'b' of type str$"):
+        Stage(modes=[KEEP, "b"])
+    with pytest.raises(ValueError, match=r"^the names of a stage's modes must differ"):
+        Stage(modes=[KEEP, Mode("keep", 2)])
+    with pytest.raises(ValueError, match=r"^time of mode 'a' of stage\[0\] must be positive, got 0$"):
+        place([1, 2], [Stage(modes=[Mode("a", 0)])])

@@ -3,14 +3,12 @@
 from fractions import Fraction
 from random import Random
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Mode, Stage, partition, place, verify
 
 from . import oracle
-from .instances import placing
 from .strategies import SMALL, Placing, placings
 
 
@@ -22,7 +20,15 @@ def placed(problem: Placing, **more):
         return None
 
 
-def check_bottleneck(problem: Placing) -> None:
+# The second layer is too heavy for the second stage, so the first must not stop before it: greedy would.
+@settings(max_examples=3 * settings.default.max_examples)
+@given(placings())
+@example(Placing([1, 5, 1], [Stage(1, 5), Stage(1, 2)], {}))
+@example(Placing([3, 1, 3], [Stage(1, 9), Stage(1, 2), Stage(1, 9)], {}))
+@example(
+    Placing([0, 7, 8, 1], [Stage(3), Stage(1), Stage(3)], {})
+)  # 7 is too much for the second, unless all may take 7
+def test_no_placement_is_faster(problem):
     outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
     found = placed(problem)
     assert (found is None) == (not outcomes)
@@ -31,7 +37,9 @@ def check_bottleneck(problem: Placing) -> None:
         verify(found, problem.costs, problem.stages, **problem.constraints)
 
 
-def check_makespan(problem: Placing, gap=0) -> None:
+@settings(max_examples=3 * settings.default.max_examples)
+@given(placings(), st.sampled_from([0, 0, 0.01, Fraction(1, 10), 1, 5]))
+def test_no_placement_finishes_earlier_than_the_gap_allows(problem, gap):
     outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
     found = placed(problem, objective="makespan", gap=gap)
     assert (found is None) == (not outcomes)
@@ -42,38 +50,6 @@ def check_makespan(problem: Placing, gap=0) -> None:
     assert found.gap <= gap
     assert oracle.at_most(found.makespan, least * (1 + Fraction(found.gap)))
     verify(found, problem.costs, problem.stages, objective="makespan", gap=gap, **problem.constraints)
-
-
-# The second layer is too heavy for the second stage, so the first must not stop before it: greedy would.
-@given(placings())
-@example(Placing([1, 5, 1], [Stage(1, 5), Stage(1, 2)], {}))
-@example(Placing([3, 1, 3], [Stage(1, 9), Stage(1, 2), Stage(1, 9)], {}))
-@example(
-    Placing([0, 7, 8, 1], [Stage(3), Stage(1), Stage(3)], {})
-)  # 7 is too much for the second, unless all may take 7
-def test_no_placement_is_faster(problem):
-    check_bottleneck(problem)
-
-
-@given(placings())
-def test_no_placement_finishes_earlier(problem):
-    check_makespan(problem)
-
-
-@given(placings(), st.sampled_from([0.01, Fraction(1, 10), 1, 5]))
-def test_a_gap_is_kept_and_stated(problem, gap):
-    check_makespan(problem, gap)
-
-
-def check_many(seed: int, count: int, max_layers: int) -> None:
-    random = Random(seed)
-    for _ in range(count):
-        check_bottleneck(placing(random, max_layers))
-        check_makespan(placing(random, max_layers), random.choice([0, 0, 0.05, 1]))
-
-
-def test_hundreds_of_drawn_placements():
-    check_many(0, 5 * settings.default.max_examples, 6)
 
 
 @given(st.lists(SMALL, min_size=1, max_size=40), st.data())
@@ -132,9 +108,8 @@ def test_cuts_follow_the_speeds_where_the_optimum_leaves_a_choice():
     assert place([1] * 9 + [100], [Stage(1), Stage(2), Stage(1)]).sizes == (3, 6, 1)
 
 
-@pytest.mark.parametrize("n", [60, 200])
-def test_large_placements_prove_themselves(n):
-    random = Random(n)
+def test_large_placements_prove_themselves():
+    n, random = 200, Random(200)
     costs, memory, transfer = ([random.randrange(1000) for _ in range(n)] for _ in range(3))
     k, room = n // 12, sum(memory) * 16 // n
     fast, slow = Stage(2, room + 1500), Stage(1, room + 1000)

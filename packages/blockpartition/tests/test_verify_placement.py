@@ -1,14 +1,12 @@
 from dataclasses import fields, replace
-from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Placement, Stage, place, verify
 
-from . import instances, oracle
-from .cases import cases
+from . import oracle
 from .strategies import ODDITIES, placings
 
 
@@ -34,7 +32,12 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
         other = place(problem.costs, problem.stages, **free.constraints, objective=objective)
     except Infeasible:
         return
-    if accepted(other, problem, objective):
+    best = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
+    allowed = not set(problem.constraints["forbid"]) & set(ends) and set(problem.constraints["pin"]) <= set(ends)
+    if allowed and not isinstance(best.makespan, float):  # equal floats may stand for unlike sums
+        as_good = getattr(other, objective) == getattr(best, objective)
+        assert accepted(other, problem, objective) == as_good
+    elif accepted(other, problem, objective):
         outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
         m = problem.constraints["microbatches"]
         if objective == "bottleneck":
@@ -53,30 +56,6 @@ def test_what_does_not_fit_is_refused(problem):
         return
     if accepted(found, problem, "bottleneck"):
         assert place(problem.costs, problem.stages, **problem.constraints).bottleneck == found.bottleneck
-
-
-@cases("objective", ["bottleneck", "makespan"])
-def test_all_that_are_as_good_as_the_best_are_accepted_and_no_others(objective):
-    """Cuts drawn at random."""
-    random, verdicts = Random(2), []
-    for i in range(8 * settings.default.max_examples):
-        problem = instances.placing(random, 6)
-        if i % 4:  # with less in the way, more is possible that is not the best
-            roomy = [replace(stage, capacity=None) for stage in problem.stages]
-            problem = replace(problem, stages=roomy, constraints={**problem.constraints, "forbid": [], "pin": []})
-        n, k = len(problem.costs), len(problem.stages)
-        try:
-            best = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
-            pin = random.choice(list(oracle.all_ends(n, k)))[1:-1]
-            constraints = {**problem.constraints, "pin": sorted({*pin, *problem.constraints["pin"]})}
-            other = place(problem.costs, problem.stages, **constraints, objective=objective)
-        except ValueError:
-            continue
-        if not isinstance(best.makespan, float):  # equal floats may stand for unlike sums
-            as_good = getattr(other, objective) == getattr(best, objective)
-            assert accepted(other, problem, objective) == as_good
-            verdicts.append(as_good)
-    assert 5 < sum(verdicts) < len(verdicts) - 5
 
 
 COSTS = [3, 1, 2, 4, 2]

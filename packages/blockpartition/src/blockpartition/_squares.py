@@ -36,14 +36,15 @@ def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
     # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
     high, low = prefix[-1] ** 2 + 1, -1
     coarse, fine = [0], list(range(len(prefix)))
+    price = (prefix[-1] // blocks) ** 2  # right at once where the layers are alike
     while len(coarse) - 1 < blocks < len(fine) - 1 and high - low > 1:
-        price = isqrt((low + 1) * (high + 1)) - 1  # in the middle of their digits
         price = min(max(price, low + 1), high - 1)
         ends = cheapest(prefix, bottleneck, 2 * price + 1)
         if len(ends) - 1 > blocks:
             low, fine = price, ends
         else:
             high, coarse = price, ends
+        price = isqrt((low + 1) * (high + 1)) - 1  # in the middle of their digits
     if len(coarse) == 1:  # no price was tried at which there are so few
         coarse = cheapest(prefix, bottleneck, 2 * high + 1)
     return _spliced(coarse, fine, blocks)
