@@ -66,6 +66,7 @@ class Tied:
 
     Attributes:
         shares: whether there are any; if not, nothing has to be applied or joined.
+        leaves: for each stage the leaves, owners and copies, whose gradients have to be summed.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -73,20 +74,21 @@ class Tied:
         parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
         shared = shared_tensors(parts)
         self.shares = bool(shared)
-        self._copies: list[_Copies] = []
-        self._looked = False
+        self.leaves: list[list[Tensor]] = [[] for _ in stages]
+        # The dicts of modules and the names in them that refer to copies during a run, and these copies.
+        self._swaps: list[tuple[dict[str, Any], str, Any]] = []
+        self._owners: dict[Tensor, tuple[int, Tensor]] = {}
+        self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
         for number, modules in enumerate(parts if shared else ()):
-            self._copies.append(_Copies(number, stages[number].device, modules, shared, frozenset(earlier)))
+            copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
+            self._swaps += copies.swaps(modules.keys() - earlier)
+            self._owners |= {copy: (number, tensor) for tensor, copy in copies.tensors.items()}
+            self._modules |= {copy: module for module, copy in copies.modules.items()}
+            self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
-        self._owners = {
-            copy: (number, tensor)
-            for number, copies in enumerate(self._copies)
-            for tensor, copy in copies.tensors.items()
-        }
-        self._versions = [
-            (tensor, _version(tensor)) for pair in self._owners.items() for tensor in (pair[0], pair[1][1])
-        ]
+        self._looked = False
+        self._then = self._seen()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -95,9 +97,8 @@ class Tied:
         Raises:
             RuntimeError: in the first use, which includes all forwards, if a forward has changed what is shared.
         """
-        swaps = [swap for copies in self._copies for swap in copies.swaps]
-        before = [entries.get(name) for entries, name, _ in swaps]
-        for entries, name, copy in swaps:
+        before = [entries.get(name) for entries, name, _ in self._swaps]
+        for entries, name, copy in self._swaps:
             dict.__setitem__(entries, name, copy)
         try:
             yield
@@ -107,15 +108,9 @@ class Tied:
             raise
         finally:
             self._looked = True
-            for (entries, name, copy), own in zip(swaps, before, strict=True):
+            for (entries, name, copy), own in zip(self._swaps, before, strict=True):
                 if entries.get(name) is copy:  # a layer may have set something else
                     dict.__setitem__(entries, name, own)
-
-    @property
-    def leaves(self) -> list[list[Tensor]]:
-        """For each stage the leaves, owners and copies, whose gradients have to be summed."""
-        found = [list(filter(_is_trained, copies.tensors.values())) for copies in self._copies]
-        return found or [[]] * len(self._stages)
 
     def joined(self, grown: Sequence[Grown]) -> list[Grown]:
         """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
@@ -124,41 +119,39 @@ class Tied:
         # An owner may have been frozen since the forward: then autograd drops its gradient too.
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
+    def _seen(self) -> dict[tuple[Any, str], Any]:
+        """What layers may only read: versions of tensors, and the identity and version of all that copied modules hold.
+
+        By a tensor or module and a name in it.
+        """
+        tensors = ((tensor, _version(tensor)) for copy, (_, own) in self._owners.items() for tensor in (copy, own))
+        seen: dict[tuple[Any, str], Any] = {(tensor, ""): version for tensor, version in tensors}
+        for module in self._modules:
+            for entries in (vars(module), *_entries(module)):
+                seen |= {(module, name): (id(value), _version(value)) for name, value in entries.items()}
+        return seen
+
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
-        change = None if self._looked else self._change()
-        if change is not None:
+        now = self._then if self._looked else self._seen()
+        changed = [key for key in {**self._then, **now} if now.get(key) != self._then.get(key)]
+        if changed:
             raise RuntimeError(
-                f"a layer changed {change}, which partitions share; they work side by side, so that they may only read "
-                "it: put the layers that share it into one partition, or give each a copy of its own"
+                f"a layer changed {self._name(*changed[0])}, which partitions share; they work side by side, so that "
+                "they may only read it: put the layers that share it into one partition, or give each a copy of its own"
             ) from cause
 
-    def _change(self) -> str | None:
-        """The name of something shared that a layer has changed."""
-        tensors = (self._owners[tensor][1] for tensor, version in self._versions if _version(tensor) != version)
-        names = ((module, name) for copies in self._copies for module, name in copies.changed())
-        return next(
-            chain(
-                (f"{self._name(tensor)} in place" for tensor in tensors),
-                (f"{name!r} of {self._name(module)}" for module, name in names),
-            ),
-            None,
-        )
-
-    def _name(self, wanted: Tensor | nn.Module) -> str:
-        """The names of a shared tensor or module in the first and the last stage that have it."""
-        found = [
-            f"{name!r} of partition {stage.index}"
-            for stage, copies in zip(self._stages, self._copies, strict=True)
-            for name, value in _named(stage.module)
-            if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)
-        ]
-        return " and ".join(dict.fromkeys([*found[:1], *found[-1:]]))
-
-
-def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from root.named_parameters(remove_duplicate=False)
-    yield from root.named_buffers(remove_duplicate=False)
-    yield from root.named_modules(remove_duplicate=False)
+    def _name(self, changed: Tensor | nn.Module, what: str) -> str:
+        """The name of something that was changed in the first partition that has it."""
+        is_tensor = isinstance(changed, Tensor)
+        own = self._owners[changed][1] if is_tensor else self._modules[changed]  # type: ignore[index]
+        for stage in self._stages:
+            module = stage.module
+            named = (module.named_parameters, module.named_buffers) if is_tensor else (module.named_modules,)
+            for name, value in chain.from_iterable(each(remove_duplicate=False) for each in named):
+                if value is own:
+                    place = f"{name!r} of partition {stage.index}"
+                    return f"{place} in place" if is_tensor else f"{what!r} of {place}"
+        return repr(what)
 
 
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
@@ -174,46 +167,36 @@ class _Copies:
     Args:
         number: the number of the partition among those in this process.
         device: its device.
-        modules: its modules.
         shared: by identity of a tensor, the number of the first partition that has it.
         earlier: the modules of the partitions before.
 
     Attributes:
         tensors: for each shared tensor that of this partition: a copy, or the tensor itself.
         modules: copies of the modules that an earlier partition has too.
-        swaps: the dicts of modules and the names in them that refer to copies during a run, and these copies.
     """
 
     def __init__(
-        self,
-        number: int,
-        device: torch.device,
-        modules: Mapping[nn.Module, None],
-        shared: Mapping[int, int],
-        earlier: frozenset[nn.Module],
+        self, number: int, device: torch.device, shared: Mapping[int, int], earlier: frozenset[nn.Module]
     ) -> None:
-        self._owned = {key for key, first in shared.items() if first == number}
-        self._device = device
-        self._shared = shared
-        self._earlier = earlier
+        self._number, self._device, self._shared, self._earlier = number, device, shared, earlier
         self.tensors: dict[Any, Tensor] = {}
         self.modules: dict[Any, nn.Module] = {}
-        self.swaps: list[tuple[dict[str, Any], str, Any]] = [
-            (entries, name, own)
-            for module in modules.keys() - earlier
-            for entries in _entries(module)
-            for name, value in entries.items()
-            if (own := self._own(value)) is not value
-        ]
-        self._then = {module: _seen(copy) for module, copy in self.modules.items()}
+
+    def swaps(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+        """Where ``modules`` hold what is copied, and the copy."""
+        held = [(entries, *item) for module in modules for entries in _entries(module) for item in entries.items()]
+        return [(entries, name, own) for entries, name, value in held if (own := self._own(value)) is not value]
 
     def _own(self, value: Any) -> Any:
         """What this partition has in place of a tensor or module."""
         if isinstance(value, nn.Module):
             return self._own_module(value) if value in self._earlier and holds_tensors(value) else value
-        if id(value) in self._shared and value not in self.tensors:
-            self.tensors[value] = value if id(value) in self._owned else copy_of(value, self._device)
-        return self.tensors[value] if id(value) in self._shared else value
+        if id(value) not in self._shared:
+            return value
+        if value not in self.tensors:
+            is_owner = self._shared[id(value)] == self._number
+            self.tensors[value] = value if is_owner else copy_of(value, self._device)
+        return self.tensors[value]
 
     def _own_module(self, module: nn.Module) -> nn.Module:
         if module not in self.modules:
@@ -223,12 +206,6 @@ class _Copies:
                 vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
         return self.modules[module]
 
-    def changed(self) -> Iterator[tuple[nn.Module, str]]:
-        """Shared modules in which the stage has changed something, and its name."""
-        for module, then in self._then.items():
-            now = _seen(self.modules[module])
-            yield from ((module, name) for name in {**now, **then} if now.get(name) != then.get(name))
-
 
 _KINDS = ("_parameters", "_buffers", "_modules")
 
@@ -236,12 +213,6 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 def _entries(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts in which ``module`` holds tensors and modules."""
     return [vars(module)[kind] for kind in _KINDS]
-
-
-def _seen(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """The identity and version of all that ``module`` holds, by name."""
-    held = [item for entries in (vars(module), *_entries(module)) for item in entries.items()]
-    return {name: (id(value), _version(value)) for name, value in held}
 
 
 def _version(value: Any) -> int:
