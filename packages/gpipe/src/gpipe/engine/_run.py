@@ -37,7 +37,7 @@ from ._parameters import parameters_of
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
-from ._stage_run import ACTIONS, StageRun
+from ._stage_run import StageRun
 from ._tied import Tied
 from ._walks import forwards_and_backwards, forwards_of
 
@@ -266,7 +266,7 @@ class Run:
                     if failures.earliest is not None and failures.forestall(step):
                         return
                     if do is None:
-                        ACTIONS[action.kind](stages[j], action.microbatch)
+                        getattr(stages[j], action.kind)(action.microbatch)
                     else:
                         do(stages[j], action)
         except Cancelled:

@@ -125,3 +125,12 @@ class Stage:
         names = [name for name, _ in self.module.named_children()]
         ends = names if len(names) < 2 else (names[0], names[-1])
         return " to ".join(f"'{name}'" for name in ends) or "none"
+
+    def elsewhere(self) -> str:
+        """A parameter or buffer that is not on the device of its stage, in words; empty if all are."""
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            there = tensor.device
+            # Torch knows no numbers of CPUs.
+            if there.type != self.device.type or (there.type != "cpu" and there.index != self.device.index):
+                return f"{name!r} of partition {self.index} is on {there}, expected {self.device}"
+        return ""

@@ -6,8 +6,7 @@ place and whether what they return is memory of their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,6 @@ from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
 from ._deferred_gradients import hooks_of
-from ._graph_leaves import Below
 from ._losses import Losses
 from ._out_of_memory import is_out_of_memory
 from ._recomputation import Recomputation
@@ -50,12 +48,16 @@ _NEEDS_LESS = (
     "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
 )
 
-
 _USED_UP = (
     "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
     "micro-batch has used up: compute it inside the layer, pass it to the pipe as an input, or detach it; or a layer "
     "has left a tensor with its graph in an attribute or a list, and the loss has used that graph up: return it from "
     "the layer, or leave its detach()"
+)
+
+_LATE_CHANGE = (
+    "the layers of this partition changed their input in place on this micro-batch but not on the first, by which a "
+    "run decides whether they need a copy; let them work on a clone"
 )
 
 
@@ -92,10 +94,9 @@ class StageRun:
         self.given: list[tuple[Tensor, int]] = []
         self.adds = False
         # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
-        self._rng, self._microbatches, self._keeps = run.rng, run.microbatches, run.keeps
+        self._rng, self._left, self._microbatches, self._keeps = run.rng, run.microbatches, run.microbatches, run.keeps
         self._loss, self._deferred = run.loss, run.deferred
-        self._arrival = arrival
-        self._departure = departure
+        self._arrival, self._departure = arrival, departure
         self._parameters, self._tied = parameters, tied
         self._checkpoint_stop = stop = run.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
@@ -105,20 +106,19 @@ class StageRun:
         has_blocks = stage.blocks and run.keeps and stage.module.training
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
         self.recomputes = bool(stop or has_blocks)
-        self._sums = self._sums_outside(run)
-        self._changes_input = False
-        self._seen_outputs = False
-        self._looks_for_hooks = False
-        self._has_begun = False
+        self._sums: GradientSums | None = None
+        if run.kept_nodes and not {*map(id, run.kept_nodes)}.isdisjoint(map(id, parameters)):
+            self._sums = GradientSums()
+            run.sums.append(self._sums)
+        self._observed = self._looks_for_hooks = self._has_begun = False
         self._cells: dict[int, Cell] = {}
-        self._forwards = 0
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
         repeats = current.microbatch is not None and current.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def do(self, action: Action) -> None:
         """Do one action of the stage."""
-        ACTIONS[action.kind](self, action.microbatch)
+        getattr(self, action.kind)(action.microbatch)
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
@@ -134,8 +134,8 @@ class StageRun:
         outputs = cell.forward(self, inputs)
         current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
         current.blocks = ()
-        self._forwards += 1
-        if self._forwards == self._microbatches and self._statistics:
+        self._left -= 1
+        if not self._left and self._statistics:
             commit(self._statistics)
         if not self._keeps:
             del self._cells[i]
@@ -185,12 +185,11 @@ class StageRun:
                 output = stage.call(value)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
-                raise self._late_change() from error
+                raise RuntimeError(_LATE_CHANGE) from error
             raise
-        if before and before != (after := versions(inputs)):
-            changed = zip(inputs.ties, before, after, strict=True)
-            if any(tie and a != b for tie, a, b in changed):  # other stages or the caller use that tensor too
-                raise self._late_change()
+        # Other stages or the caller use tensors with a tie too.
+        if before and any(tie and a != b for tie, a, b in zip(inputs.ties, before, versions(inputs), strict=True)):
+            raise RuntimeError(_LATE_CHANGE)
         return Activation(output)
 
     def _compute_watched(self, inputs: Activation) -> Activation:
@@ -207,26 +206,18 @@ class StageRun:
         place.
         """
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
-        value = as_nonleaf(inputs).value
         hooked = [*map(hooks_of, self._parameters)]
-        outputs = Activation(stage.call(value))
+        outputs = Activation(stage.call(as_nonleaf(inputs).value))
         expect_no_more_hooks(stage.module, self._parameters, hooked)
-        after = versions(inputs)
-        if after != before or uncounted:
+        changed = versions(inputs) != before
+        if changed or uncounted:
             expect_unseen("the layers of this partition", inputs, before, uncounted)
-        if not self._seen_outputs:
+        if not self._observed:
+            self._observed = True
             self.given = given_state(stage.module, outputs.tensors)
-            self._seen_outputs = True
-        # The version counter of an inference tensor does not count.
-        if after != before or not any(map(Tensor.is_inference, inputs.tensors)):
-            self._changes_input = self.may_change_input = self._changes_input or after != before
+            # The version counter of an inference tensor does not count.
+            self.may_change_input = changed or any(map(Tensor.is_inference, inputs.tensors))
         return outputs
-
-    def _late_change(self) -> RuntimeError:
-        return RuntimeError(
-            "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
-            "which a run decides whether they need a copy; let them work on a clone"
-        )
 
     def look_for_hooks(self) -> None:
         """In all forwards of this run, until some are seen, look for hooks: a split backward would call some twice."""
@@ -235,16 +226,12 @@ class StageRun:
     def explained(self, error: BaseException, action: Action) -> BaseException:
         """``error``, which ``action`` raised, with a note that names the cell and what to do."""
         # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
-        if (
-            type(error) is RuntimeError
-            and action.kind != Kind.FORWARD
-            and "backward through the graph a second time" in str(error)
-        ):
+        is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
+        if is_second and action.kind != Kind.FORWARD:
             error, error.__cause__ = RuntimeError(_USED_UP), error
         stage = self.stage
-        inputs = getattr(
-            self._cells.get(action.microbatch), "inputs", None
-        )  # a cell may be interrupted before it has any
+        # A cell may be interrupted before it has any inputs.
+        inputs = getattr(self._cells.get(action.microbatch), "inputs", None)
         # An error of a pipe inside a layer has this note already.
         is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
         add_note(
@@ -254,7 +241,7 @@ class StageRun:
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)
-        if "device" in str(error) and (found := _elsewhere(stage)):
+        if "device" in str(error) and (found := stage.elsewhere()):
             add_note(
                 error,
                 f"{found}: the model was moved after its pipe was made; a new pipe, GPipe(pipe[:], pipe.balance, "
@@ -262,50 +249,19 @@ class StageRun:
             )
         return error
 
-    def _sums_outside(self, run: Run) -> GradientSums | None:
-        """Collects the gradients of the stage outside ``.grad``; None if they are added to ``.grad`` at once."""
-        if {*map(id, run.kept_nodes)}.isdisjoint(map(id, self._parameters)):
-            return None
-        run.sums.append(GradientSums())
-        return run.sums[-1]
-
     def _defer(self, i: int) -> None:
         """Before a backward: remove hooks, and ``.grad`` where gradients have to be scaled, from its leaves."""
         deferred = self._deferred
         every = self._loss is not None and self._loss.scales
         if not self._has_begun:
             self._has_begun = True
-            if self._tied:
-                deferred.hold(self._tied, every=True)
+            deferred.hold(self._tied, every=True)
             deferred.hold(self._parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
-            self._expect_shown(graph)
+            if self._sums is not None and graph.hides:
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    raise RuntimeError(_HIDES)
+                self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
         self.adds = not every and self._sums is None
-
-    def _expect_shown(self, graph: Below) -> None:
-        if self._sums is not None and graph.hides:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                raise RuntimeError(_HIDES)
-            self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
-
-
-def _elsewhere(stage: Stage) -> str:
-    """A parameter or buffer that is not on the device of its stage, in words; empty if all are."""
-    for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
-        there = tensor.device
-        # Torch knows no numbers of CPUs.
-        if there.type != stage.device.type or (there.type != "cpu" and there.index != stage.device.index):
-            return f"{name!r} of partition {stage.index} is on {there}, expected {stage.device}"
-    return ""
-
-
-ACTIONS: dict[Kind, Callable[[StageRun, int], None]] = {
-    Kind.FORWARD: StageRun.forward,
-    Kind.RECOMPUTE: StageRun.recompute,
-    Kind.BACKWARD: StageRun.backward,
-    Kind.BACKWARD_INPUT: StageRun.backward_input,
-    Kind.BACKWARD_WEIGHT: StageRun.backward_weight,
-}
-"""For each kind of action, the method that does it for a micro-batch."""
