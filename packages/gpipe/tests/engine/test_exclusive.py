@@ -122,14 +122,10 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed here")
-@pytest.mark.parametrize("how", ["hooks", "group"])
-def test_threads_are_refused_where_autograd_adds_the_gradients(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks have to see them; or there is a process group, and perhaps a DistributedDataParallel."""
+def test_threads_are_refused_where_autograd_adds_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a process group, and perhaps a DistributedDataParallel."""
     pipe = piped(linears(), [1, 2], chunks=2)
-    if how == "hooks":
-        pipe[0].weight.register_hook(lambda gradient: None)
-    else:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     earlier, output = pipe(rows()), pipe(rows())  # the first graph refers to the nodes of the parameters
     ran, seen = threading.Event(), threading.Event()
 

@@ -6,7 +6,7 @@ have the right shapes. A root, and an end, is a tensor or a ``GradientEdge``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,20 @@ def gradients(
     return found
 
 
-def accumulate_whole(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def accumulate_whole(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Add complete gradients to the ``.grad`` of leaves, and continue the backward from other roots, all in one
     backward.
 
     It is one backward because hooks may wait for the gradients of several leaves, and runs on this thread, where hooks
     may do anything. The gradients are ready on this thread's current streams.
+
+    Args:
+        gradients: leaves and other roots, each with its gradient.
     """
-    with torch.autograd.set_multithreading_enabled(False):
-        accumulate(tuple(_on_current_streams(roots)), tuple(gradients))
+    roots, seeds = [*zip(*gradients, strict=True)] or [(), ()]
+    if roots:
+        with torch.autograd.set_multithreading_enabled(False):
+            accumulate(tuple(_on_current_streams(roots)), seeds)
 
 
 def _on_current_streams(roots: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from streams import AbstractStream, add_note
 from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
-from ..transport._copy import CopyStreams, StagePlace
+from ..transport._copy import CopyStreams
 from ..transport._link import Link
 from ..transport._transport import Transport
 from ..values._leaves import Activation, detach_leaves
@@ -27,7 +27,6 @@ from ..values._sharing import KEPT, flag_aliases, owned
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
-from ._deferred_gradients import hooks_of
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -155,11 +154,13 @@ class Pipeline:
                     gradients = run.train(self._entering(batches), walk, order)
                 leaves, whole = self.processes.whole(run)
                 adds = True
-                inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
+                flowing = [
+                    *_flowing(batches[: len(gradients)], gradients, loss.scale),
+                    *zip(leaves, whole, strict=True),
+                ]
                 # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
                 # several gradients.
-                if inputs or leaves:
-                    accumulate_whole([*inputs, *leaves], [*flowing, *whole])
+                accumulate_whole(flowing)
             except BaseException as error:
                 run.deferred.give_back()
                 _restore(run, empty, error, adds or run.adds)
@@ -181,12 +182,9 @@ class Pipeline:
     ) -> Transport:
         """The channels of a run whose stages compute on ``streams``."""
         remote = partial(self.processes.channel, failures=failures, loss=loss)
-        return Transport(self.places(streams), self.count, self._layout, link, failures.forestall_current, remote)
-
-    def places(self, streams: Sequence[AbstractStream]) -> dict[int, StagePlace]:
-        """The device and the streams of each stage, by its number, in a run that computes on ``streams``."""
-        found = zip(self.devices, streams, self._copy_streams, strict=True)
-        return dict(zip([stage.index for stage in self.stages], found, strict=True))
+        places = zip(self.devices, streams, self._copy_streams, strict=True)
+        own = {stage.index: place for stage, place in zip(self.stages, places, strict=True)}
+        return Transport(own, self.count, self._layout, link, failures.forestall_current, remote)
 
     def _attached(
         self,
@@ -202,37 +200,32 @@ class Pipeline:
 
         def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
             versions.sync()
-            flowing = iter(seeds)
-            gradients = iter([next(flowing) if flag else None for flag in flags])
+            gradients = iter(seeds)
             with self.workers.section.entered():
                 self.workers.section.claim(run.parameters)
-                several = len(self._trainers) > 1
-                if several:
-                    _expect_unwatched(left)
-                each = [list(islice(gradients, count)) for count in counts]
+                if left and len(self._trainers) > 1:
+                    raise RuntimeError(_SEVERAL_THREADS)
+                each = iter([next(gradients) if flag else None for flag in flags])
                 try:
-                    found, own = run.backward(each, [] if several else left)
+                    found, own = run.backward([[*islice(each, count)] for count in counts], left)
                 except BaseException:
                     run.deferred.give_back()  # an interrupt may come after the workers are done
                     raise
-            return [*chain.from_iterable(found), *(own or [None] * len(left))]
+            return [*chain.from_iterable(found), *own]
 
-        # Hooks on the nodes of these parameters, such as those of DistributedDataParallel, have to see one gradient,
-        # with that from other parts of the caller's graph. But autograd adds it after this section, when another
-        # thread that trains the pipe may accumulate outside .grad. So with several threads it is added here.
-        left = run.kept_nodes if may_be_data_parallel() or len(self._trainers) == 1 else []
+        # DistributedDataParallel has hooks on the nodes of these parameters, which have to see one gradient, with that
+        # from other parts of the caller's graph. But autograd adds it after this section, when another thread that
+        # trains the pipe may accumulate outside .grad.
+        left = run.kept_nodes if may_be_data_parallel() else []
         attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
 
 
-def _expect_unwatched(parameters: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if hooks wait for the gradients of these ``parameters``, which autograd was to add."""
-    if parameters and (may_be_data_parallel() or any(map(hooks_of, parameters))):
-        raise RuntimeError(
-            "several threads train this pipe, and hooks of its parameters, such as those of DistributedDataParallel, "
-            "wait for gradients that the caller's backward adds; train it in one thread, or by step()"
-        )
+_SEVERAL_THREADS = (
+    "several threads train this pipe, and hooks of its parameters, such as those of DistributedDataParallel, wait for "
+    "gradients that the caller's backward adds; train it in one thread, or by step()"
+)
 
 
 def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
@@ -250,18 +243,19 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
 
 def _entering(batch: Batch) -> Activation:
     """A micro-batch as the input of the first stage, marked as memory of the caller."""
+    if isinstance(batch.value, Tensor):
+        return Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(KEPT,))
     leaves = detach_leaves(Activation(batch.value))
     return flag_aliases(leaves, leaves, [(tensor, KEPT) for tensor in leaves.tensors])
 
 
 def _flowing(
     batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: Scale
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of the micro-batches that are connected to a graph, and ``scale`` times their gradients."""
-    flowing = [
+) -> list[tuple[Tensor, Tensor]]:
+    """Tensors of the micro-batches that are connected to a graph, each with ``scale`` times its gradient."""
+    pairs = (zip(batch, each, strict=True) for batch, each in zip(batches, gradients, strict=True))
+    return [
         (tensor, scaled(gradient, scale))
-        for batch, each in zip(batches, gradients, strict=True)
-        for tensor, gradient in zip(batch, each, strict=True)
+        for tensor, gradient in chain.from_iterable(pairs)
         if gradient is not None and tensor.requires_grad  # a layer may have made its own leaf require grad
     ]
-    return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]

@@ -183,8 +183,7 @@ class Run:
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in left]
-        if whole:
-            accumulate_whole(list(whole), list(whole.values()))
+        accumulate_whole(whole.items())
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
