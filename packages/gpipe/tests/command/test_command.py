@@ -54,16 +54,9 @@ answer = 42
 def leaving():
     raise SystemExit(0)
 
-class Leaves(nn.Module):
-    def forward(self, x):
-        raise SystemExit(0)
-
 class Shouts(nn.Module):
     def forward(self, x):
         raise RuntimeError("one line [bold]\\nand another")
-
-def leaving_later():
-    return nn.Sequential(Leaves())
 
 def shouting():
     return nn.Sequential(Shouts())
@@ -80,18 +73,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_check_ends_with_0_if_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", "some_models:clean", "--sample", "8,8"]) == 0
-    assert "nothing found: 3 layers, 8 rows in 4 micro-batches" in capsys.readouterr().out
-
-
-def test_check_ends_with_1_on_findings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_ends_with_1_on_findings_and_else_with_0(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert run(["check", "some_models:clean", "--sample", "8,8", "--html", "check.txt"]) == 0
+    told = capsys.readouterr().out
+    assert "nothing found: 3 layers, 8 rows in 4 micro-batches" in told
+    assert (folder / "check.txt").read_text() == told
     assert run(["check", "some_models:mixing", "--sample", "8,8", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [(finding["code"], finding["layer"]) for finding in found["findings"]] == [("mixes-rows", "1")]
-
-
-def test_check_takes_named_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--sample", "tokens=8,5:int64:16", "--loss", "torch.nn.functional:mse_loss", "--loss-target", "8,5,8"]
     assert run(["check", "some_models:Blocks", *given]) == 0
 
@@ -155,22 +144,17 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     [
         (["check", "some_models:clean"], "sample"),
         (["check", "no_such_module:build", "--sample", "8,8"], "No module named"),
-        (["check", "some_models:nothing", "--sample", "8,8"], "has no attribute"),
         (["check", "some_models", "--sample", "8,8"], "expected package.module:name"),
         (["check", "some_models:failing", "--sample", "8,8"], "no weights"),
-        (["check", "some_models:clean", "--sample", "8,8:float99"], "expected a shape"),
         (["check", "some_models:clean", "--sample", "8,8:float32:5"], "expected a shape"),
         (["check", "some_models:clean", "--sample", "some_models:broken_batch"], "ZeroDivisionError"),
         (["check", "some_models:clean", "--sample", "a=8,8", "8,8"], "names for all"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
         (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html or .json or .txt"),
-        (["plan", "some_models:clean", "--sample", "8,8"], "either --devices or --fake, got neither"),
         (["plan", "some_models:clean", "--sample", "8,8", "--fake", "1x1GB", "--devices", "cpu"], "got both"),
         (["plan", "some_models:leaving", "--sample", "8,8", "--devices", "cpu"], "SystemExit"),
         (["timeline", "some_models:shouting", "--sample", "8,8", "--devices", "cpu"], "one line [bold]; and another; "),
-        (["check", "some_models:leaving_later", "--sample", "8,8"], "SystemExit"),
-        (["check", "some_models:failing", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
         (["check", "some_models:failing", "--sample", "8,8", "--html", "folder.html"], "it is a folder"),
         (["simulate", "some_models:clean", "--sample", "8,8", "--devices"], "expected at least one"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80"], "with their unit"),

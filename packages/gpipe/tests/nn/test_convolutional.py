@@ -71,7 +71,7 @@ def activated(width: int, out: int, stride: int = 1) -> nn.Sequential:
 
 
 class Features(nn.Module):
-    """One Sequential of layers of all kinds, and a classifier: as VGG, MobileNet, DenseNet and EfficientNet are."""
+    """One Sequential of layers of all kinds, and a classifier: as VGG and EfficientNet are."""
 
     def __init__(self, *features: nn.Module) -> None:
         super().__init__()
@@ -138,10 +138,6 @@ class UNet(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet(2, 2, 2),
-    "resnet10": lambda: ResNet(1, 1, 1),
-    "resnet14": lambda: ResNet(1, 2, 1),
-    "vgg": lambda: Features(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU(True)),
-    "mobilenet": lambda: Features(activated(3, 4, 2), Basic(4, 4), Basic(4, 8, 2), activated(8, 8)),
     "efficientnet": lambda: Features(activated(3, 4), nn.Sequential(Basic(4, 4), Basic(4, 4)), activated(4, 8)),
     "timm": Tower,
     "u-net": UNet,
@@ -164,8 +160,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("schedule", "checkpoint", "inline"),
-    [("1f1b", "never", False), ("fill_drain", "always", True), ("zero_bubble", "never", False)],
+    ("schedule", "checkpoint", "inline"), [("fill_drain", "always", True), ("zero_bubble", "never", False)]
 )
 def test_it_trains_as_the_model_does(name: str, schedule: str, checkpoint: str, inline: bool) -> None:
     model, plain = pair(name)
