@@ -133,16 +133,6 @@ class TestRefused:
                 {"x": X, "target": Y},
                 r"Clashing\.forward.*'reduction', 'target' can be meant for step\(\) too",
             ),
-            (
-                Clashing,
-                {"x": X},
-                r"'reduction'.* can .* as step\(Arguments\(args, kwargs\), target",
-            ),
-            (
-                Several,
-                {"x": X, "labels": Y},
-                r"Several\.forward\(x, mask=None, scale=1\.0, \*, shift=None\); the arguments of step\(\) ",
-            ),
             (Several, {"x": X, "labels": Y}, r"do not fit: got an unexpected keyword argument 'labels'"),
             (Several, {"mask": Y}, r"do not fit: missing a required argument: 'x'"),
             (

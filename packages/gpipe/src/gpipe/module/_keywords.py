@@ -14,14 +14,9 @@ from ..values._leaves import Arguments
 from ._signature import signature_of
 
 
-class _Nothing:
+class NOTHING:
     """The default of an argument that may also be None."""
 
-    def __repr__(self) -> str:
-        return "NOTHING"
-
-
-NOTHING = _Nothing()
 
 _ANYTHING = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -75,7 +70,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():
         raise TypeError(
-            f"the first layer is {type(model_of(layer) or layer).__name__}.forward{_bare(signature)}; the arguments of "
+            f"the first layer is {type(model_of(layer) or layer).__name__}.forward{signature}; the arguments of "
             f"{call.method}() do not fit: {problem or 'some keywords are in its input too; pass them once'}"
         )
     return inputs
@@ -99,9 +94,3 @@ def _problem(signature: Signature, inputs: Arguments, call: Call) -> str:
     except TypeError as error:
         return f"{error}; leave out what it does not take"
     return ""
-
-
-def _bare(signature: Signature) -> Signature:
-    """Without annotations, which may be long."""
-    parameters = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=Signature.empty)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -38,26 +37,22 @@ def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module 
         return kind
     model = model_of(first)
     suffix = "" if model is None else f"Of{type(model).__name__}"
-    try:
-        return _cached(kind, signature, suffix)
-    except TypeError:  # a default value that cannot be hashed
-        return _class_for(kind, signature, suffix)
+    # One class for equal signatures and names, so that a pipe and its copy are of one type.
+    key = kind, str(signature), suffix
+    if key not in _classes:
+        members = {
+            "forward": _with_signature(kind.forward, signature),
+            "_plain_class": kind,
+            "__reduce__": _reduce,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__ + suffix,
+            "__doc__": kind.__doc__,
+        }
+        _classes[key] = type(kind.__name__ + suffix, (kind,), members)
+    return _classes[key]
 
 
-def _class_for(kind: type[Module], signature: inspect.Signature, suffix: str) -> type[Module]:
-    members = {
-        "forward": _with_signature(kind.forward, signature),
-        "_plain_class": kind,
-        "__reduce__": _reduce,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__ + suffix,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__ + suffix, (kind,), members)
-
-
-# One class for equal signatures and names, so that a pipe and its copy are of one type.
-_cached: Callable[..., type[Any]] = lru_cache(maxsize=64)(_class_for)
+_classes: dict[tuple[type, str, str], type[Any]] = {}
 
 
 def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> FunctionType:

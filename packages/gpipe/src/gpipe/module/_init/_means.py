@@ -93,18 +93,13 @@ class Loaded:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._prefix = ""
 
     def expect_names(self, layers: Layers) -> None:
         """Raise ValueError, naming all, if the names are other ones than those of the model."""
         expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
-        # gpipe.distributed.save() has the optimizer beside the model, which is called so there.
-        bare = any(key in self._state for key in expected)
-        self._prefix = "" if bare or not any(f"model.{key}" in self._state for key in expected) else "model."
-        names = [key.removeprefix(self._prefix) for key in self._state if key.startswith(self._prefix)]
-        there = {id(expected[key]) for key in names if key in expected}  # a tied tensor may have one of its names only
+        there = {id(expected[key]) for key in self._state if key in expected}  # a tied tensor may have one name only
         missing = [key for key, tensor in expected.items() if id(tensor) not in there]
-        unexpected = [key for key in names if key not in expected and not _is_allowed(layers, key)]
+        unexpected = [key for key in self._state if key not in expected and not _is_allowed(layers, key)]
         if missing or unexpected:
             raise ValueError(
                 f"init: the state dict does not fit the model; missing: {_listed(missing)}; unexpected: "
@@ -115,7 +110,7 @@ class Loaded:
         for owned in modules_of_layer(layers, name):
             _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
         names = names_of(layers, name)
-        found = {key: self._state[self._prefix + key] for key in names if self._prefix + key in self._state}
+        found = {key: self._state[key] for key in names if key in self._state}
         # A tied tensor may be saved under one of its names: under the others it is itself.
         state = OrderedDict({key: found[key] if key in found else value.detach() for key, value in names.items()})
         state._metadata = getattr(self._state, "_metadata", None)  # type: ignore[attr-defined]  # versions of modules

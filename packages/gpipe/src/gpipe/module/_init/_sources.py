@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_IN_FOLDERS = ("model.safetensors.index.json", "model.safetensors", ".metadata")
+_IN_FOLDERS = ("model.safetensors.index.json", "model.safetensors")
 
 
 def state_dict_at(path: str | os.PathLike[str]) -> Any:
@@ -34,11 +32,10 @@ def state_dict_at(path: str | os.PathLike[str]) -> Any:
         )
     if file.is_dir():
         raise ValueError(
-            f"init={str(path)!r} has no checkpoint: expected one of {', '.join(_IN_FOLDERS)}, as save_pretrained() and "
-            "torch.distributed.checkpoint.save() write them; a single file can be given by its own path"
+            f"init={str(path)!r} has no checkpoint: expected {' or '.join(_IN_FOLDERS)}, as save_pretrained() writes "
+            "them; a single file can be given by its own path, and a checkpoint of torch.distributed.checkpoint is "
+            "loaded into the pipe: GPipe(..., init='reset'), then gpipe.distributed.load(path, pipe)"
         )
-    if file.name == ".metadata":
-        return CheckpointFolder(file.parent)
     if file.name.endswith(".index.json"):
         shards = json.loads(file.read_text())["weight_map"].values()
         return Safetensors([file.parent / shard for shard in dict.fromkeys(shards)])
@@ -70,37 +67,3 @@ class Safetensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-
-class CheckpointFolder(Mapping[str, Any]):
-    """The entries of a folder of ``torch.distributed.checkpoint``, however many processes wrote it."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        self._reader = FileSystemReader(folder)
-        self._entries: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
-
-    def __getitem__(self, name: str) -> Any:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        entry = self._entries[name]
-        room = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        state = {name: room}
-        with alone_is_meant():
-            load(state, storage_reader=self._reader, no_dist=True)
-        return state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-@contextmanager
-def alone_is_meant() -> Iterator[None]:
-    """A context without torch's warning that only one process reads or writes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
