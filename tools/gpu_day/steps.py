@@ -83,8 +83,9 @@ PARTS = {
         (
             _tests(
                 "tests",
-                "All tests that need a GPU",
+                "All tests that need a GPU, those of virtual devices first",
                 480,
+                "packages/gpipe/tests/test_virtual.py",
                 "packages",
             ),
             _program(

@@ -99,6 +99,24 @@ def trained(module: nn.Module, x: Tensor, target: torch.device) -> list[Tensor]:
     return [t.detach().cpu() for t in (output, leaf.grad, *[p.grad for p in module.parameters()])]
 
 
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("inline", [False, True])
+def test_parity(name: str, mode: str, inline: bool):
+    plain, places = model(), devices(name)
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    for count in (8, 5):
+        expected = trained(plain, rows(count), torch.device("cpu"))
+        for source in ("cpu", places[0]):
+            x = rows(count).to(source)
+            if inline:
+                with gpipe.inline():
+                    found = trained(pipe, x, places[-1])
+            else:
+                found = within(60, lambda x=x: trained(pipe, x, places[-1]))
+            torch.testing.assert_close(found, expected)
+
+
 @settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=6),
@@ -133,6 +151,21 @@ def test_nobody_reads_before_it_is_written(name: str, mode: str, backward: bool)
 
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
+def test_input_that_is_still_being_computed(name: str, mode: str):
+    plain, places = model(), devices(name)
+    if places[0].type == "cpu":
+        places[0] = gpu()
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    expected = trained(plain, rows(), torch.device("cpu"))
+    source = rows().to(places[0])
+    torch.cuda.synchronize()
+    nap(places[0])
+    found = trained(pipe, source * 1.0, places[-1])
+    torch.testing.assert_close(found, expected)
+
+
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_caller_s_own_streams(name: str, mode: str):
     """Forward on one stream, backward on another, and what comes before and after on either is in order."""
     plain, places = model(), devices(name)
@@ -158,6 +191,20 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.cuda.synchronize()
         found = [t.detach().cpu() for t in (shown, leaf.grad, *gradients)]
         torch.testing.assert_close(found, expected)
+
+
+def test_a_pinned_input_may_change_right_after_the_call():
+    """Also where the first stage, on the CPU, gives its input on."""
+    pipe = GPipe(nn.Sequential(nn.Identity(), nn.Tanh()), [1, 1], devices=["cpu", gpu()], chunks=2)
+    x = rows(1 << 20).pin_memory()
+    last = x[-1000:]
+    expected = last.tanh()
+    with torch.no_grad():
+        pipe(x)
+        torch.cuda.synchronize()
+        output = pipe(x)  # 128 MiB: the host is back before a copy of the last rows would be done
+    last.zero_()
+    torch.testing.assert_close(output[-1000:].cpu(), expected)
 
 
 @each_mode
@@ -248,6 +295,77 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)[0]
+
+
+def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
+    """The output for an input of ones, and the gradient there: equal, if a pipe only multiplies by random numbers."""
+    x = torch.ones(8, 64, device=gpu(), requires_grad=True)
+    output = pipe(x)
+    output.sum().backward()
+    return output.to(gpu()), x.grad
+
+
+@each_mode
+def test_mask_of_a_recomputation_is_that_of_its_forward(mode: str):
+    pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=[gpu(), gpu(1)], chunks=4, checkpoint=mode)
+    for _ in range(3):
+        assert torch.equal(*of_ones(pipe))
+
+
+@each_mode
+def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str):
+    pipe = GPipe(nn.Sequential(nn.Dropout()), [1], devices=[gpu()], chunks=2, checkpoint=mode)
+    output = pipe(torch.ones(8, 64, device=gpu(), requires_grad=True))
+    before = torch.cuda.get_rng_state(gpu())
+    output.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(gpu()), before)
+
+
+@each_mode
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_generator_of_a_layer_that_starts_to_draw(mode: str, place: str):
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator(place).manual_seed(1)
+            self.begun = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2 * self.begun):
+                x = x * torch.rand(x.shape, generator=self.generator, device=place).to(x.device)
+            return x * 1
+
+    layer = Noise()
+    pipe = GPipe(nn.Sequential(layer), [1], devices=[gpu()], chunks=4, checkpoint=mode)
+    for layer.begun in (False, False, True, True):
+        torch.testing.assert_close(*of_ones(pipe))
+
+
+@each_mode
+def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
+    """As layer drop does: the first cell that draws keeps its graph, and those after it are watched."""
+    runs = {"begun": False}
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(()).item() if runs["begun"] else 1.0)
+
+    pipe = GPipe(nn.Sequential(Call(drop)), [1], devices=[gpu()], chunks=4, checkpoint=mode)
+    for runs["begun"] in (False, False, True, True):
+        assert torch.equal(*of_ones(pipe))
+
+
+@each_mode
+@pytest.mark.parametrize("name", ["one GPU", "two GPUs"])
+def test_autocast(name: str, mode: str):
+    places = devices(name)
+    pipe = GPipe(model().float(), [2, 2, 2], devices=places, chunks=2, checkpoint=mode)
+    plain = model().float().to(gpu())
+    x = rows().float()
+    with torch.autocast("cuda", torch.bfloat16):
+        output, expected = pipe(x), plain(x.to(gpu()))
+    torch.testing.assert_close(output.float().cpu(), expected.float().cpu(), rtol=0.05, atol=0.05)
+    output.float().sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())
 
 
 def test_error_on_a_gpu_leaves_the_pipe_usable():
@@ -348,6 +466,23 @@ def test_a_step_does_not_wait_for_the_losses_to_be_counted():
     end.record()
     assert not end.query(), "the host waited for the device"
     torch.cuda.synchronize()
+
+
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_deferred_batch_norm(name: str, mode: str):
+    """Running statistics are those of the plain model, whose mini-batch is whole."""
+    places = devices(name)
+    plain = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16)))).double()
+    layers = copy.deepcopy(plain)
+    pipe = GPipe(layers, [2, 2, 2], devices=places, chunks=2, checkpoint=mode, deferred_batch_norm=True)
+    plain[:2](rows())
+    for _ in range(2):
+        within(60, lambda: trained(pipe, rows(), places[-1]))
+    plain[:2](rows())
+    for ours, theirs in zip(pipe[1].buffers(), plain[1].buffers(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert [int(norm.num_batches_tracked) for norm in pipe[1::2]] == [2, 2, 2]
 
 
 @each_mode

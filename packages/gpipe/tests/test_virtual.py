@@ -1,0 +1,57 @@
+"""On one GPU: stages with workers, streams and links of their own, each in turn the slow one."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+
+from .layers import OnBackward, linears, rows, within
+from .virtual import virtual_devices
+
+pytestmark = [pytest.mark.cuda]
+
+HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
+TICKS = 50_000_000
+
+
+class Slow(nn.Module):
+    """The identity, which first keeps its stream busy for tens of milliseconds, in the backward too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.work(x)
+        return OnBackward.apply(x * 1, lambda: self.work(x))
+
+    def work(self, x: Tensor) -> None:
+        if x.is_cuda:
+            torch.cuda._sleep(TICKS)
+
+
+def trained(module: nn.Module, x: Tensor, how: str) -> list[Tensor]:
+    """Gradients of the input and of all parameters, on the CPU."""
+    leaf = x.detach().clone().requires_grad_()
+    if how == "call":
+        module(leaf).square().sum().backward()
+    else:
+        module.step(leaf, loss_fn=lambda output, _: output.square().sum(), reduction="sum", schedule=how)
+    return [tensor.grad.cpu() for tensor in (leaf, *module.parameters())]
+
+
+@pytest.mark.parametrize("slow", range(3))
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("how", HOWS)
+def test_nobody_reads_before_it_is_written(slow: int, mode: str, inline: bool, how: str):
+    plain = linears(3)
+    wanted = trained(plain, rows(), "call")
+    layers = [nn.Sequential(layer, Slow()) if j == slow else layer for j, layer in enumerate(copy.deepcopy(linears(3)))]
+    with virtual_devices(), gpipe.inline() if inline else nullcontext():
+        pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cuda:0"] * 3, chunks=3, checkpoint=mode)
+        found = within(60, lambda: trained(pipe, rows().to("cuda:0"), how))
+    torch.testing.assert_close(found, wanted)

@@ -1,0 +1,60 @@
+"""Virtual devices, which try the order of several devices on one, are themselves in order, and show what is not."""
+
+from __future__ import annotations
+
+import pytest
+from packages.gpipe.tests.virtual import virtual_devices
+
+from .accelerator import found, library
+from .faults import planted
+from .models import HOWS, MODES, assert_trains_like, model, piped
+from .test_faults import FAULTS
+
+ON_ONE_DEVICE = (
+    "a copy does not wait for what computes its source",
+    "the event of a copy is recorded where nothing is copied",
+    "the target does not wait for a copy",
+    "workers compute on the default streams",
+    "an inline run stays on the streams of its caller",
+)
+"""Faults that show without a second device, and not only where memory is freed.
+
+Those of a backward on other streams do not: on one device autograd itself lets the streams of a forward and those of
+its backward wait for each other.
+"""
+
+
+def races() -> list[str]:
+    """Those of reading and writing. Memory that is freed may go back to a stream that waits before it is used again."""
+    return [race.text for race in found() if not race.text.startswith("FREE")]
+
+
+def train(how: str = "call", mode: str = "never", streams: str = "own", inline: bool = False) -> list[str]:
+    """Train a pipe with all stages on one device; the races."""
+    found()
+    with virtual_devices():
+        assert_trains_like(model(), piped(model(), "all on one device", mode), how, streams, inline=inline)
+    return races()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+def test_one_device_works_as_three(how: str, mode: str, inline: bool):
+    assert train(how, mode, "foreign" if how == "call" else "own", inline) == []
+
+
+def test_links_wait_and_copy():
+    library().take_counters()
+    assert train() == []
+    with_links = library().take_counters()
+    assert_trains_like(model(), piped(model(), "all on one device", "never"), "call", "own")
+    without = library().take_counters()
+    assert with_links["waits"] > without["waits"]
+
+
+@pytest.mark.parametrize("name", ON_ONE_DEVICE)
+def test_faults_are_found_on_one_device(name: str):
+    (fault,) = [fault for fault, _ in FAULTS if fault.name == name]
+    with planted(fault):
+        assert train(streams="foreign") + train(mode="always", streams="foreign", inline=True) != []
