@@ -49,7 +49,7 @@ class Noted(nn.Module):
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.embed(tokens)
+        x = F.dropout(self.embed(tokens), 0.1, self.training)
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=mask)
         logits = self.head(x)

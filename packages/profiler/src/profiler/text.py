@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_seconds", "format_share", "time_unit"]
+__all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_seconds", "format_share"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
@@ -92,21 +92,6 @@ def format_cost(value: float, by: str) -> str:
     if by.endswith("bytes"):
         return format_bytes(value)
     return format_seconds(value) if by.endswith("seconds") else format_flops(value)
-
-
-def time_unit(span: float) -> tuple[float, str]:
-    """The unit in which ``span`` seconds are a number of at least one.
-
-    Args:
-        span: the time in seconds.
-
-    Returns:
-        The unit's length in seconds, and its name.
-
-    >>> time_unit(0.25)
-    (0.001, 'ms')
-    """
-    return next((unit for unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if span >= unit[0]), (1e-9, "ns"))
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:

@@ -63,16 +63,12 @@ class StageCost:
         return self.backward / 2 if other is None else self.backward - other
 
 
-def stage_costs(
-    profile: Profile, balance: Sequence[int], chunks: int | None = None, *, input_bytes: int = 0
-) -> list[StageCost]:
+def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 0) -> list[StageCost]:
     """The cost of each stage, from a profile of the layers.
 
     Args:
         profile: a profile of the model on a micro-batch.
         balance: the number of layers of each stage.
-        chunks: the number of micro-batches of the mini-batch. If the profile has another number, seconds and bytes are
-            scaled in proportion.
         input_bytes: bytes of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
     A profile without seconds, such as that of a model on ``meta``, has only bytes. Each stage then counts as one second
@@ -84,27 +80,24 @@ def stage_costs(
         A cost for each stage.
 
     Raises:
-        ValueError: ``balance`` does not fit, or ``chunks`` is below 1.
+        ValueError: ``balance`` does not fit.
     """
     if sum(balance) != len(profile) or min(balance, default=1) < 1:
         raise ValueError(
             f"balance: expected positive numbers that sum up to {len(profile)} layers, got {list(balance)}"
         )
-    if chunks is not None and chunks < 1:
-        raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
-    scale = 1.0 if chunks is None else profile.chunks / chunks
     timed = all(layer.seconds is not None for layer in profile.layers)
     costs = list[StageCost]()
     for first, end in pairwise(accumulate(balance, initial=0)):
         layers = profile.layers[first:end]
-        boundary = round(profile.layers[first - 1].output_bytes * scale) if first else input_bytes
+        boundary = profile.layers[first - 1].output_bytes if first else input_bytes
         # Elsewhere the input is the output that the stage before keeps, and counts there.
         copied = boundary if first and profile.device.startswith("cuda") else 0
         costs.append(
             StageCost(
-                forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
-                backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
-                activation_bytes=round(scale * kept_bytes(layers)) + copied,
+                forward=sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
+                backward=sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
+                activation_bytes=kept_bytes(layers) + copied,
                 boundary_bytes=boundary,
                 layers=", ".join(layer.name for layer in layers),
             )

@@ -5,11 +5,10 @@ The picture follows the reader's choice of light or dark, and each cell says in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from profiler.text import format_bytes, format_seconds, format_share, time_unit
+from profiler.text import format_bytes, format_seconds, format_share
 
 from .._page import escaped
 from ..schedule import Kind
@@ -67,7 +66,9 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     for title, timeline in panels:
         body += _panel(title, timeline, scale, y)
         y += TOP + max(1, len(timeline.lanes)) * PITCH
-    body += [*_axis(scale, y), *_legend({event.kind for timeline in timelines for event in timeline.events}, y + 28)]
+    quarters = [span * part / 4 for part in range(5)]
+    body += [_text(LEFT + scale.pixels(time), y + 10, format_seconds(time), "faint") for time in quarters]
+    body += _legend({event.kind for timeline in timelines for event in timeline.events}, y + 28)
     width, height = f"{LEFT + scale.width + RIGHT:g}", y + BELOW
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
@@ -123,18 +124,6 @@ def describe(event: Event, begin: float) -> str:
         f"duration: {format_seconds(event.seconds)}\nwaited: {format_seconds(event.wait)}\n"
         f"moved: {format_bytes(event.bytes_moved)}\nkept after: {held}"
     )
-
-
-def _axis(scale: Scale, y: float) -> Iterator[str]:
-    """Up to ten round times, the last of them with the unit."""
-    factor, unit = time_unit(scale.span) if scale.span else (1.0, "s")
-    span = scale.span / factor
-    step = next((step * 10.0**e for e in range(-9, 30) for step in (1, 2, 5) if span <= step * 10.0**e * 10), 1.0)
-    # A span such as 0.30000000000000004 must not lose its last tick.
-    last = math.floor(span / step + 1e-9)
-    for tick in range(last + 1):
-        label = f"{tick * step:.10g}" + (f" {unit}" if tick == last else "")
-        yield _text(LEFT + scale.pixels(tick * step * factor), y + 10, label, "faint")
 
 
 def _legend(kinds: set[Kind], y: float) -> Iterator[str]:
