@@ -171,7 +171,7 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     settle = Wires.settle
 
     def watched(wires: Wires) -> None:
-        ready = [wire._last for wire in wires._found.values() if wire._last is not None]
+        ready = [wire._last for wire in wires.found.values() if wire._last is not None]
         seen.append(all(event.query() for event in ready))
         settle(wires)
         seen.append(all(event.query() for event in ready))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -500,14 +499,3 @@ def _recorded() -> tuple[list[str], dict[int, int]]:
     with gpipe.record() as timeline:
         rank.step(*batch(), loss_fn=nn.functional.mse_loss)
     return sorted(map(str, timeline.events)), timeline.workers
-
-
-def test_a_rank_is_not_copied(worlds):
-    worlds(1).run(_expect_not_copied)
-
-
-def _expect_not_copied() -> None:
-    rank = Rank(network(), [8])
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="connected to other processes"):
-            copied(rank)

@@ -97,7 +97,7 @@ def described(module: nn.Sequential) -> dict[str, Any]:
 
 
 def checksums(module: nn.Module) -> dict[str, int]:
-    """What replicas compare of their parameters and buffers: for each, by its name, a sum over its bytes."""
+    """What replicas compare of their parameters and buffers: for each, by its name, the sum of its bytes."""
     with torch.no_grad():
         return {
             f"the checksum of {name!r}": _checksum(tensor)
@@ -110,10 +110,8 @@ def checksums(module: nn.Module) -> dict[str, int]:
 def _checksum(tensor: Any) -> int:
     if tensor.is_meta:
         return 0
-    data = tensor.detach().to_dense().reshape(-1).clone().view(torch.uint8)
-    rest = len(data) % 4
-    words, rest = data[: len(data) - rest].view(torch.int32), data[len(data) - rest :]
-    return int(words.sum(dtype=torch.int64)) + int(rest.sum(dtype=torch.int64))
+    data = tensor.detach().to_dense().reshape(-1).contiguous()
+    return int(data.view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _digest(facts: Iterator[tuple[Any, ...]]) -> str:

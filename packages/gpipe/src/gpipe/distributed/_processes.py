@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, NoReturn
@@ -94,6 +95,8 @@ class Ranks(Processes):
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends, told[0]["name"])
+        # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
+        weakref.finalize(self, self._wires.end)
         self._opening = Opening()
         self._crossings: dict[int, Crossing] = {}
         tied: dict[int, RemoteLink] = {}
@@ -104,7 +107,7 @@ class Ranks(Processes):
                 if not leads_away:
                     out, into, here, there = into, out, b, a
                 peer = Peer(groups.gloo, ranks[there], out, into)
-                link = RemoteLink(peer, devices[here], self._wires.get(out), self._wires.get(into))
+                link = RemoteLink(peer, devices[here], self._wires.found.get(out), self._wires.found.get(into))
                 if number >= len(ranks) + len(layout.routes):
                     tied[link.member] = link
                 else:
@@ -152,6 +155,7 @@ class Ranks(Processes):
         if not self._closed:
             self._closed = True
             self._replicas.close()
+            self._wires.end()
             del self._groups, self._rendezvous, self._crossings, self._twins, self._wires
 
     def _expect_all(self) -> None:

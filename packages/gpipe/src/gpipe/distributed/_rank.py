@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from microbatch import Batch, Versions, unwrap
-from streams import add_note
 
 from .._batchnorm import DeferredBatchNorm
 from .._flatten._ending import without_loss_only
@@ -268,12 +267,6 @@ class Rank(Stepping):
         with self._pipeline.workers.section.entered():
             self._processes.close()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a Rank cannot be copied or pickled, because it is connected to other processes; copy its state_dict(), or "
-            "the model before the Rank is made of it"
-        )
-
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
@@ -317,19 +310,8 @@ class Rank(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         assert self._last is not None
         own = schedule if isinstance(schedule, Schedule) else self._last
-        with self._heard(), self._advised(), self._sharding.reduced_once(loss):
+        with self._heard(), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
-
-    @contextmanager
-    def _advised(self) -> Iterator[None]:
-        """A context for a step: if it fails where there were gradients before, the error says what to do with them."""
-        try:
-            yield
-        except BaseException as error:
-            told = any("zero_grad" in note for note in getattr(error, "__notes__", ()))
-            if not told and any(parameter.grad is not None for parameter in self.parameters()):
-                add_note(error, "other ranks may have added gradients of this step; call zero_grad() on all of them")
-            raise
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         if not self._pipeline.ends:

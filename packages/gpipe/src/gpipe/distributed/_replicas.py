@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -62,19 +62,8 @@ class Replicas:
             yield
         except BaseException as error:
             give_up()
-            if not self._met and self._lost is None and self._meeting is not None:
-                self._tell(error)
+            self._end(error)
             raise
-
-    def _tell(self, error: BaseException) -> None:
-        reports: list[Report] = []
-        with suppress(LostRankError):  # the next step raises it
-            reports = self._meet(_failure(error))
-        if is_of_gloo(str(error)):
-            told = _first(reports)
-            if told is not None and not is_of_gloo(told):
-                raise RemoteError(f"another replica has failed: {told}") from None
-            self.begin()
 
     def close(self) -> None:
         """Close the connections. No step begins any more."""
@@ -87,27 +76,25 @@ class Replicas:
             RemoteError: another one has failed.
             LostRankError: a rank has ended, or does not answer.
         """
-        if self._meeting is None:
-            return
-        reports = self._meet({})
-        if any("lost" in report for report in reports):
-            self.begin()
-        told = _first(reports)
-        if told is not None:
-            raise RemoteError(f"another replica has failed: {told}")
+        self._end(None)
 
-    def _meet(self, report: Report) -> list[Report]:
+    def _end(self, error: BaseException | None) -> None:
+        """Meet, unless this step has; raise the failure of others, unless ``error`` is this rank's own."""
+        if self._meeting is None or self._met or self._lost is not None:
+            return
         self._met = True
-        assert self._meeting is not None
+        failed: list[str] = []
         try:
-            reports = self._meeting.meet(report)
-        except LostRankError as error:
-            self._lost = error
-            raise
-        for each in reports:
-            if "lost" in each:
-                self._lost = LostRankError(each["lost"])
-        return reports
+            reports = self._meeting.meet({} if error is None else _failure(error))
+            failed = [each["failed"] for each in reports if "failed" in each]
+            self._lost = next((LostRankError(each["lost"]) for each in reports if "lost" in each), None)
+        except LostRankError as lost:
+            self._lost = lost
+        if error is not None and not is_of_gloo(str(error)):
+            return
+        self.begin()
+        for told in sorted(failed, key=is_of_gloo):  # those that have only followed from another come last
+            raise RemoteError(f"another replica has failed: {told}") from None
 
 
 def _failure(error: BaseException) -> Report:
@@ -117,8 +104,3 @@ def _failure(error: BaseException) -> Report:
     if isinstance(error, RemoteError):
         return {"failed": str(error)}
     return {"failed": f"rank {dist.get_rank()} failed: {text_of(error)}"}
-
-
-def _first(reports: Sequence[Report]) -> str | None:
-    """The text of a failure; of one that has not only followed from another, if there is any."""
-    return next(iter(sorted([each["failed"] for each in reports if "failed" in each], key=is_of_gloo)), None)

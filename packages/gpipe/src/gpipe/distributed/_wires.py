@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -53,8 +52,8 @@ from ._routes import Route, direct
 _MOMENT, _PAUSE = 2.0, 0.05  # seconds: what a process has sent comes in this time after its end
 
 
-class Watch:
-    """Aborts the communicators of a rank when the process at the other end of a transfer has ended.
+class Wires:
+    """All wires of a rank. They end when the process at the other end of a transfer has ended.
 
     The device would wait for that one forever, and so would each thread that waits for the device, in a call of the
     driver that Python cannot interrupt. A process that has ended shows in its closed connection of gloo's. Whoever
@@ -66,10 +65,12 @@ class Watch:
             rank ends its transfers.
 
     Attributes:
+        found: the wires, by the tag of their direction; other messages go through host memory.
         last: for each wire the member at the other end, and the last transfer.
     """
 
     def __init__(self, groups: Groups) -> None:
+        self.found: dict[int, Wire] = {}
         self.last: dict[Wire, tuple[int, Any]] = {}
         self._ranks = groups
         self._groups: dict[int, list[dist.ProcessGroup]] = {}
@@ -81,8 +82,13 @@ class Watch:
             threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
         self._groups.setdefault(member, []).append(group)
 
+    def settle(self) -> None:
+        """Wait until everything has been received, or transfers were aborted."""
+        for wire in self.found.values():
+            wire.settle()
+
     def check(self) -> None:
-        """Raise :class:`UnreachableError` if communicators were aborted because a member has ended."""
+        """Raise :class:`UnreachableError` if transfers were aborted because a member has ended."""
         if self._lost is not None:
             raise self._lost
 
@@ -115,13 +121,13 @@ class Wire:
     Args:
         peer: the other end, in a process group of the two.
         device: the device of this end.
-        watch: checks the transfers of this rank.
+        wires: all of this rank.
     """
 
-    def __init__(self, peer: Peer, device: torch.device, watch: Watch) -> None:
+    def __init__(self, peer: Peer, device: torch.device, wires: Wires) -> None:
         self._peer = peer
         self._device = device
-        self._watch = watch
+        self._wires = wires
         self._stream = new_stream(device)
         self._owed: Form | None = None
         self._last: AbstractEvent = None
@@ -153,7 +159,7 @@ class Wire:
         else:
             self.receive(Form(None, (Dense(torch.uint8, torch.Size([1]), (1,), requires_grad=False),)))
         wait_stream(CPUStream, self._stream)
-        self._watch.check()
+        self._wires.check()
 
     def drain(self) -> None:
         """After a failed run: receive what was not read, for which the sender waits."""
@@ -163,39 +169,12 @@ class Wire:
     def settle(self) -> None:
         """Wait until everything has been received, or the communicator was aborted."""
         wait_event(CPUStream, self._last)
-        self._watch.last.pop(self, None)  # it may refer to tensors
+        self._wires.last.pop(self, None)  # it may refer to tensors
 
     def _transfer(self, works: list[Any]) -> None:
         for work in works:
-            self._watch.last[self] = self._peer.member, work
+            self._wires.last[self] = self._peer.member, work
             self._peer.wait(work)  # lets the current stream wait, not the thread
-
-
-class Wires:
-    """All wires of a rank, by the tag of their direction."""
-
-    def __init__(self, found: dict[int, Wire], watch: Watch) -> None:
-        self._found = found
-        self._watch = watch
-        # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
-        weakref.finalize(self, watch.end)
-
-    def get(self, tag: int) -> Wire | None:
-        """The wire with that tag; None if such messages go through host memory."""
-        return self._found.get(tag)
-
-    def settle(self) -> None:
-        """Wait until everything has been received, or transfers were aborted."""
-        for wire in self._found.values():
-            wire.settle()
-
-    def check(self) -> None:
-        """Raise UnreachableError if a process has ended, whose transfers were then aborted."""
-        self._watch.check()
-
-    def end(self) -> None:
-        """Abort all transfers, because a rank is lost."""
-        self._watch.end()
 
 
 def open_wires(
@@ -221,7 +200,7 @@ def open_wires(
     """
     groups = meeting.groups
     directions = direct(routes, backends)
-    found, watch = {}, Watch(groups.again("present") if directions else groups)
+    wires = Wires(groups.again("present") if directions else groups)
     if directions:
         with agreement(meeting):
             # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
@@ -229,8 +208,8 @@ def open_wires(
             for tag, source, target in directions:
                 if groups.me in (ranks[source], ranks[target]):
                     ends, backend = (source, target), str(backends[source])
-                    found[tag] = _opened(ends, groups, ranks, devices, watch, backend, f"{name}/{tag}")
-    return Wires(found, watch)
+                    wires.found[tag] = _opened(ends, groups, ranks, devices, wires, backend, f"{name}/{tag}")
+    return wires
 
 
 def _opened(
@@ -238,7 +217,7 @@ def _opened(
     groups: Groups,
     ranks: Sequence[int],
     devices: Mapping[int, torch.device],
-    watch: Watch,
+    wires: Wires,
     backend: str,
     name: str,
 ) -> Wire:
@@ -248,8 +227,8 @@ def _opened(
     mine, other = groups.members[groups.me], groups.members[ranks[there]]
     try:
         communicator = _communicator_of_two(backend, name, groups.timeout, mine, other)
-        watch.own(communicator, ranks[there])
-        wire = Wire(Peer(communicator, ranks[there], 0, 0, number=int(mine < other)), devices[here], watch)
+        wires.own(communicator, ranks[there])
+        wire = Wire(Peer(communicator, ranks[there], 0, 0, number=int(mine < other)), devices[here], wires)
         wire.open(leads_away=leads_away)
     except (RuntimeError, UnreachableError) as error:
         raise RuntimeError(
