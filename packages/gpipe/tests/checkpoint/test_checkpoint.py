@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from gpipe import GPipe, inline, is_checkpointing, is_recomputing
 
@@ -86,20 +85,6 @@ class TestModes:
         expected = written(checkpoint).entries
         assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
         assert sorted(pipe[1].entries) == sorted(expected)
-
-    def test_a_recomputation_that_fails_leaves_no_mark(self) -> None:
-        def fail(x: Tensor) -> Tensor:
-            if is_recomputing():
-                raise ValueError("no more")
-            return x
-
-        pipe = piped(nn.Sequential(Call(fail), Diary()), [2], chunks=1, checkpoint="always")
-        with pytest.raises(ValueError, match="no more"):
-            pipe(rows(grad=True)).sum().backward()
-        pipe[0].function = torch.clone
-        pipe[1].entries.clear()
-        pipe.eval()(rows())
-        assert [entry[1:] for entry in pipe[1].entries] == [(False, False)]
 
 
 class TestBuffers:
@@ -298,22 +283,6 @@ class TestChangesBeforeTheRecomputation:
             assert_trains_like(pipe, model)
         pipe.close()
 
-    def test_hooks_and_modules_that_a_layer_makes_anew_in_each_forward(self) -> None:
-        class Puts(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner, self.handles = linears(1), []
-
-            def forward(self, x: Tensor) -> Tensor:
-                for handle in self.handles:
-                    handle.remove()
-                self.inner.activation = nn.Tanh()
-                self.handles[:] = [self.inner.register_forward_hook(lambda module, inputs, output: output * 2)]
-                return self.inner(x)
-
-        model = nn.Sequential(*linears(1), Puts())
-        assert_trains_like(piped(model, [1, 1], chunks=3, checkpoint="always"), model)
-
     @pytest.mark.parametrize("change", [_scale_in_place, _replace_buffer])
     def test_buffers_are_put_back(self, change: Change) -> None:
         model = with_buffer()
@@ -324,23 +293,6 @@ class TestChangesBeforeTheRecomputation:
         output.square().sum().backward()
         assert_same(pipe, model)
         assert torch.equal(pipe[2].scale, torch.full((3,), 2.0, dtype=DOUBLE))
-
-    @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-    def test_gradients_of_parameters_given_for_one_call(self, checkpoint: str) -> None:
-        model = with_buffer()
-        pipe = piped(model, [1, 4], chunks=2, checkpoint=checkpoint)
-        fresh = {name: 2 * p.detach() for name, p in model.named_parameters()}
-
-        def ask(module: nn.Module) -> dict[str, Tensor | None]:
-            given = {name: value.clone().requires_grad_() for name, value in fresh.items()}
-            functional_call(module, given, (rows(),)).square().sum().backward()
-            return {name: value.grad for name, value in given.items()}
-
-        if checkpoint == "never":
-            torch.testing.assert_close(ask(pipe), ask(model))
-        else:
-            with pytest.raises(RuntimeError, match=r"'\d\.(weight|bias|scale)'"):
-                ask(pipe)
 
 
 class TestInPlace:
@@ -358,14 +310,6 @@ class TestInPlace:
         )
         with pytest.raises(RuntimeError, match=named):
             output.sum().backward()
-
-    @each_mode
-    @pytest.mark.parametrize("view", [nn.Flatten(), nn.Identity(), Call(lambda x: x[:, :])])
-    def test_a_stage_that_hands_on_its_input_to_one_that_overwrites_it(self, checkpoint: str, view: nn.Module) -> None:
-        first, last = linears(2)
-        model = nn.Sequential(first, copy.deepcopy(view), nn.LeakyReLU(0.5, inplace=True), last)
-        pipe = piped(model, [1, 1, 2], chunks=2, checkpoint=checkpoint)
-        assert_trains_like(pipe, model)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is .*:DeprecationWarning")

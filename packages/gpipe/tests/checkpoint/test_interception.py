@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
 from gpipe import GPipe
@@ -94,28 +92,6 @@ except RuntimeError as error:
 def test_where_the_key_is_taken_a_pipe_is_refused():
     found = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, timeout=300, check=True)
     assert "another library has kernels for torch's dispatch key DeferredInit" in found.stdout
-
-
-def test_another_thread_draws_from_torchs_generator():
-    """While a layer draws numbers of its own."""
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    cell = CellRNG(RunRNG(), 0, 0)
-    with interception.on(), setting(rng=cell):
-        found: list[Tensor] = []
-        thread = threading.Thread(target=lambda: found.append(torch.rand(3)))
-        thread.start()
-        thread.join()
-    assert torch.equal(found[0], expected)
-    assert not cell._generators
-
-
-def test_what_is_only_traced_draws_nothing():
-    cell = CellRNG(RunRNG(), 0, 0)
-    with interception.on(), setting(rng=cell), FakeTensorMode():
-        assert nn.functional.dropout(torch.rand(3)).shape == (3,)
-    assert not cell._generators
 
 
 @pytest.mark.parametrize("takes", [False, True])

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe._current import setting
-from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG, interception
+from gpipe.checkpoint._random import CellRNG, RunRNG
 
 from ..layers import Call
 from ..models import Recipe, main_of, recipes
@@ -106,12 +105,6 @@ def test_numbers_depend_on_layer_and_micro_batch_alone(recipe: Recipe, one: Way,
     torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-def test_every_cell_and_every_step_draws_its_own():
-    pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=4)
-    rows = torch.cat([pipe(torch.ones(4, 64)) for _ in range(3)])
-    assert len({tuple(row.tolist()) for row in rows}) == 12
-
-
 @settings(max_examples=settings.default.max_examples // 10)
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
@@ -149,23 +142,6 @@ def test_draws_that_come_and_go(mode: str, inline: bool):
                 torch.randint(2**32, ())
             assert torch.equal(torch.get_rng_state(), found[1])
     pipe.close()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inline", [False, True])
-def test_generator_of_the_process_by_name(mode: str, inline: bool):
-    layers = [Call(lambda x: x * torch.rand(x.shape, generator=torch.default_generator)) for _ in range(2)]
-    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-    outputs = []
-    with gpipe.inline() if inline else nullcontext():
-        for _ in range(3):
-            torch.manual_seed(1)
-            x = torch.ones(6, 5, requires_grad=True)
-            outputs.append(pipe(x))
-            outputs[-1].sum().backward()
-            assert torch.equal(x.grad, outputs[-1])
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[1], outputs[2])
 
 
 class Drawn(nn.Module):
@@ -358,88 +334,3 @@ def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode
         return found
 
     torch.testing.assert_close(trained(False), trained(True), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("train", [True, None, False])
-@pytest.mark.parametrize("shape", [(5, 7), (0, 3)])
-def test_fused_dropout_is_that_of_torch(shape: tuple[int, ...], train: bool | None, p: float, dtype: torch.dtype):
-    """In a cell, and with the same numbers outside of one."""
-    x = torch.randn(shape).to(dtype).requires_grad_()
-    results = []
-    for inside in (True, False):
-        generator = torch.manual_seed(5)
-        cell = CellRNG(RunRNG(), 0, 0)
-        cell._generators[OUTSIDE] = generator.clone_state()
-        with interception.on() if inside else nullcontext(), setting(rng=cell):
-            output, mask = torch.native_dropout(x, p, train)
-        (gradient,) = torch.autograd.grad(output.sum(), x)
-        # Where train is None, torch scales the output, and not its gradient.
-        results.append((output.detach(), mask, torch.zeros(1) if train is None else gradient))
-    for own, torchs in zip(*results, strict=True):
-        torch.testing.assert_close(own, torchs, rtol=0, atol=0, equal_nan=True)
-
-
-def test_attention_that_drops_nothing_draws_nothing():
-    x = torch.randn(2, 4, 8, 6)
-    cell = CellRNG(RunRNG(), 0, 0)
-    with interception.on(), setting(rng=cell):
-        nn.functional.scaled_dot_product_attention(x, x, x)
-    assert not cell._generators
-
-
-def pipe_of(*layers: nn.Module, balance: list[int], mode: str = "never", chunks: int = 3) -> GPipe:
-    return GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode)
-
-
-def ones() -> Tensor:
-    return torch.ones(6, 8, requires_grad=True)
-
-
-def way(inline: bool) -> Any:
-    return gpipe.inline() if inline else nullcontext()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_loss_draws_the_same_from_one_seed(schedule: str, inline: bool):
-    """And what it takes from the process's generator is what layers take: one number."""
-    losses = []
-    for balance in ([2, 1], [3], [1, 1, 1]):
-        torch.manual_seed(7)
-        pipe = pipe_of(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), balance=balance)
-        torch.manual_seed(0)
-        with way(inline):
-            for _ in range(3):
-                losses.append(
-                    pipe.step(ones(), loss_fn=lambda y, _: nn.functional.dropout(y).square().sum(), schedule=schedule)
-                )
-        after = torch.get_rng_state()
-        torch.manual_seed(0)
-        for _ in range(3):
-            torch.randint(2**32, ())
-        assert torch.equal(torch.get_rng_state(), after)
-    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6]))
-    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[6:]))
-    assert len(set(map(float, losses))) == 3
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_pipe_in_a_layer_draws_the_same_wherever_the_layer_is(mode: str, inline: bool):
-    results = []
-    for balance, inner in (([2, 2], [1, 1]), ([4], [2]), ([1, 2, 1], [2])):
-        nested = pipe_of(nn.Dropout(), nn.Dropout(), balance=inner, mode=mode, chunks=2)
-        pipe = pipe_of(nn.Identity(), nn.Dropout(), nested, nn.Identity(), balance=balance, mode=mode)
-        torch.manual_seed(0)
-        with way(inline):
-            for _ in range(3):
-                x = ones()
-                output = pipe(x)
-                output.sum().backward()
-                assert torch.equal(x.grad, output)
-                results.append(output.detach())
-    first = torch.stack(results[:3])
-    assert torch.equal(torch.stack(results[3:6]), first)
-    assert torch.equal(torch.stack(results[6:]), first)

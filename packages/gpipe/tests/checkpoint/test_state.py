@@ -71,11 +71,6 @@ class ByNumPy(Average):
         self.mean.numpy()[...] = fresh.numpy()
 
 
-class ByData(Average):
-    def move(self, fresh: Tensor) -> None:
-        self.mean.data.copy_(fresh)
-
-
 class Large(Average):
     """More than is copied just in case."""
 
@@ -90,13 +85,6 @@ class Large(Average):
         return output
 
 
-class Alternating(Average):
-    """Changes values, and no version, so that every other micro-batch finds what the first one found."""
-
-    def move(self, fresh: Tensor) -> None:
-        self.mean.numpy()[...] = 3 - self.mean.numpy()
-
-
 class Statistics(Starting):
     """Batch norm by hand, whose kernel changes buffers and no version."""
 
@@ -107,39 +95,6 @@ class Statistics(Starting):
 
     def act(self, x: Tensor, *, begun: bool) -> Tensor:
         return nn.functional.batch_norm(x, self.mean, self.var, training=True) if begun else x * 1
-
-
-class Swapping(Starting):
-    """Keeps its average under one name and then another, so that as many names come as go."""
-
-    def __init__(self, start: int = 0) -> None:
-        super().__init__(start)
-        self.register_buffer("even", torch.ones((), dtype=DOUBLE))
-        self.register_buffer("odd", None)
-
-    def act(self, x: Tensor, *, begun: bool) -> Tensor:
-        old, new = ("odd", "even") if self.even is None else ("even", "odd")
-        mean = getattr(self, old)
-        if begun:
-            setattr(self, new, 0.5 * mean + x.detach().mean())
-            setattr(self, old, None)
-        return x * mean
-
-
-class Renaming(Starting):
-    """The same with a number that is no buffer."""
-
-    def __init__(self, start: int = 0) -> None:
-        super().__init__(start)
-        self.even = 1.0
-
-    def act(self, x: Tensor, *, begun: bool) -> Tensor:
-        old, new = ("even", "odd") if hasattr(self, "even") else ("odd", "even")
-        factor = getattr(self, old)
-        if begun:
-            setattr(self, new, 0.5 * factor + 1)
-            delattr(self, old)
-        return x * factor
 
 
 class Attribute(Starting):
@@ -154,19 +109,6 @@ class Attribute(Starting):
         if begun:
             self.factor *= 0.8
         return output
-
-
-class Counter(nn.Module):
-    """Counts in a number of its own."""
-
-    def __init__(self, start: int = 0) -> None:
-        super().__init__()
-        self.start = start
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1 + max(0, self.calls - self.start))
 
 
 class Hidden(Starting):
@@ -273,11 +215,11 @@ class Again(nn.Module):
         return x
 
 
-WORKING = (Average, Replaced, Swapping, Alternating, Statistics, Polite, Noise)
+WORKING = (Average, Replaced, Statistics, Polite, Noise)
 """Those that are right whenever they begin, in all modes."""
-KEEPING = (Renaming, Attribute, Counter, Hidden, InPlaceAttribute, Decaying, Large, Bag)
+KEEPING = (Attribute, Hidden, InPlaceAttribute, Decaying, Large, Bag)
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
-REMEMBERING = (*WORKING, *KEEPING, ByNumPy, ByData, Closure)
+REMEMBERING = (*WORKING, *KEEPING, ByNumPy, Closure)
 
 
 def loop(model: nn.Module, x: Tensor, chunks: int) -> list[Tensor]:
@@ -306,7 +248,7 @@ def assert_state_alike(pipe: nn.Module, model: nn.Module) -> None:
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
     torch.testing.assert_close(dict(pipe.named_parameters()), dict(model.named_parameters()))
     for ours, theirs in zip(pipe.modules(), model.modules(), strict=True):
-        for name in ("calls", "factor", "h", "total", "even", "odd"):
+        for name in ("factor", "h", "total"):
             torch.testing.assert_close(getattr(ours, name, None), getattr(theirs, name, None), msg=name)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import gpipe
 from gpipe import GPipe
 
-from ..layers import INDUCTOR, Call, OnBackward, assert_same, piped, rows
+from ..layers import Call, OnBackward, assert_same, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,60 +195,3 @@ def test_context_variables_and_function_modes(mode: str):
     inner = 2 * rows(4).sin()
     torch.testing.assert_close(output, 2 * inner.sin())
     torch.testing.assert_close(x.grad, 2 * inner.cos() * 2 * rows(4).cos())
-
-
-@each_mode
-def test_default_device(mode: str):
-    made = []
-    layer = Call(lambda x: made.append(torch.zeros(1).device.type) or x)
-    with torch.device("meta"):
-        piped(nn.Sequential(layer), [1], checkpoint=mode)(torch.zeros(2, 2, device="cpu"))
-    assert made == ["meta"]
-
-
-@each_mode
-def test_anomaly_mode_names_the_layer(mode: str):
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * float("nan")
-
-    pipe = piped(nn.Sequential(nn.Linear(3, 3), Call(Bad.apply)), [1, 1], chunks=2, checkpoint=mode)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is slow
-        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match=r"BadBackward.*nan"):
-            pipe(torch.randn(4, 3)).sum().backward()
-
-
-class Drop(nn.Module):
-    def __init__(self, inner: Any = None) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * 1.0, 0.5, self.training) if self.inner is None else self.inner(x)
-
-
-@each_mode
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own making
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
-def test_compiled_dropout(backend: str, mode: str):
-    """The masks of the forward are those of its gradient: the output is linear in the last layer's bias times them."""
-    torch._dynamo.reset()
-    drop = torch.compile(Drop(), backend=backend)
-    pipe = GPipe(nn.Sequential(Drop(drop), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-    outputs = []
-    for _ in range(3):
-        torch.manual_seed(5)
-        x = torch.ones(8, 16, requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        torch.testing.assert_close(x.grad, output)
-        outputs.append(output.detach())
-    assert torch.equal(outputs[1], outputs[2])
-    assert 0 < int((outputs[0] == 0).sum()) < outputs[0].numel()
-    torch._dynamo.reset()

@@ -53,11 +53,6 @@ class TestShares:
         monkeypatch.setattr("gpipe.engine._cores._position", lambda core: (0, core % 2, core))
         assert shares(range(4), 2) == [{0, 2}, {1, 3}]
 
-    def test_another_word_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_PIN_WORKERS", "yes")
-        with pytest.raises(ValueError, match=r"GPIPE_PIN_WORKERS must be 1, .*, or 0; got 'yes'"):
-            shares({0, 1}, 2)
-
 
 @many_cores
 class TestPipe:
@@ -92,11 +87,6 @@ class TestPipe:
         assert seen == [usable()] * 2
 
 
-def on_a_thread(look: Callable[[], frozenset[int]]) -> frozenset[int]:
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(look).result()
-
-
 def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
     return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))
 
@@ -118,11 +108,6 @@ class TestWhatLayersStart:
         shares = [own for own, _, _ in found]
         assert (shares == [usable()] * 2) == (pin == "0")
         return shares, [other for _, other, _ in found]
-
-    @pytest.mark.parametrize("pin", ["0", "1"])
-    def test_a_thread_has_those_of_the_worker(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
-        shares, theirs = self.seen(lambda: on_a_thread(usable), monkeypatch, pin)
-        assert theirs == shares
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
     @pytest.mark.parametrize("pin", ["0", "1"])
@@ -155,8 +140,3 @@ class TestCallersHelpers:
         with inline() if value == "inline" else nullcontext():
             pipe(torch.ones(1, 2)).sum().backward()
         assert not calls
-
-    def test_nonsense_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", "maybe")
-        with pytest.raises(ValueError, match=r"GPIPE_PAUSE_HELPERS must be 1, .*, or 0; got 'maybe'"):
-            GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])

@@ -286,16 +286,6 @@ class TestPipesInside:
         assert seen == [(threading.current_thread(), False)]
 
 
-@pytest.mark.cuda
-def test_a_hook_of_a_parameter_on_a_gpu_may_call_the_pipe() -> None:
-    pipe = GPipe(linears(2), [1, 1], devices=["cuda:0", "cuda:0"], chunks=2)
-    outputs: list[Tensor] = []
-    pipe[0].weight.register_hook(lambda _: outputs.append(pipe(rows().cuda()).detach()))
-    within(40, lambda: pipe(rows().cuda()).sum().backward())
-    within(40, lambda: pipe.step(rows().cuda(), rows().cuda(), loss_fn=loss))
-    torch.testing.assert_close(outputs, [linears(2)(rows()).detach().cuda()] * 2)
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 class TestForks:

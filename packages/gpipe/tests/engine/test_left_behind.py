@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from contextvars import ContextVar
-from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, Call, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, assert_same, piped, rows, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,22 +151,3 @@ def test_the_place_and_the_way_out_are_named(balance: list[int], schedule: str |
     pipe = piped(model_with("attribute", head=True, at=1), balance, chunks=2)
     with closing(pipe), pytest.raises(RuntimeError, match=message):
         train(pipe, 1, "attribute", schedule)
-
-
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    """An exception whose attributes cannot be set."""
-
-    code: int
-
-
-@pytest.mark.parametrize("inline", [False, True])
-def test_an_exception_that_refuses_attributes_is_the_context(inline: bool) -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise FrozenError(3)
-
-    pipe = piped(nn.Sequential(*linears(1), Call(fail)), [1, 1], chunks=2)
-    with closing(pipe), running(inline), pytest.raises(FrozenInstanceError) as caught:
-        pipe(rows())
-    assert caught.value.__context__ == FrozenError(3)
-    assert "in partition 1" in "".join(caught.value.__notes__)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
@@ -137,50 +134,3 @@ def test_without_gradients_a_micro_batch_is_gone_before_the_next_but_one(block: 
             pipe(rows(2 * microbatches))
         most.append(max(memory.counts))
     assert most[0] == most[1]
-
-
-class Thing:
-    """What a caller has in a context variable."""
-
-
-class Passive(TorchFunctionMode):
-    """A mode that does nothing."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("gpipe.tests.variable", default=None)
-
-
-@each_mode
-@each_way
-@pytest.mark.parametrize("trains", [False, True])
-def test_what_a_caller_had_switched_on_is_of_its_run_alone(trains: bool, way: Block, mode: str):
-    """The first run opens the threads; still they keep nothing of what its caller saw, and show it to no other run."""
-    seen: list[Any] = []
-    layer = Call(lambda x: seen.append(weakref.ref(v) if (v := VARIABLE.get()) else None) or x * 2)
-    pipe = GPipe(nn.Sequential(layer, *linears(1)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-
-    def run(switched_on: bool) -> list[weakref.ref[Any]]:
-        thing, function_mode, pack = Thing(), Passive(), lambda tensor: tensor
-        with ExitStack() as stack:
-            stack.enter_context(way())
-            stack.enter_context(nullcontext() if trains else torch.no_grad())
-            if switched_on:
-                token = VARIABLE.set(thing)
-                stack.callback(VARIABLE.reset, token)
-                stack.enter_context(function_mode)
-                stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            output = pipe(rows(4))
-        if trains:
-            output.sum().backward()
-        return [weakref.ref(each) for each in (thing, function_mode, pack)]
-
-    for switched_on in (True, False, True, False):
-        seen.clear()
-        kept = run(switched_on)
-        assert {each is not None for each in seen} == {switched_on}
-        assert [each() for each in kept] == [None] * 3
-        assert [each() for each in seen if each is not None] == [None] * len(seen) * switched_on
-    pipe.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -81,13 +80,6 @@ def test_counts_are_any_numbers(count: Any):
     assert_same(pipe, model)
 
 
-@pytest.mark.parametrize("count", [torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0, dtype=torch.bfloat16)])
-def test_counts_add_up_in_any_dtype(count: Tensor):
-    pipe = piped(linears(), [1, 2], chunks=3)
-    loss = pipe.step(rows(), loss_fn=lambda o, _: (o.sum() * 0 + 1, count))
-    assert loss.item() == pytest.approx(1 / float(count))
-
-
 @each_schedule
 def test_sum_of_nothing_is_what_torch_makes_of_it(schedule: str):
     pipe = piped(linears(), [1, 2], chunks=3)
@@ -97,18 +89,6 @@ def test_sum_of_nothing_is_what_torch_makes_of_it(schedule: str):
     assert loss.isnan()
     assert calls[0].isnan().all()
     assert torch.equal(calls[0], pipe[0].weight.grad) or pipe[0].weight.grad.isnan().all()
-
-
-def test_loss_function_sees_the_autocast_of_the_caller():
-    pipe, seen = piped(linears().float(), [1, 2], chunks=2), []
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
-        return F.mse_loss(output.float(), target)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipe.step(rows().float(), rows().float(), loss_fn=loss_fn)
-    assert seen == [(True, torch.bfloat16)] * 2
 
 
 def test_loss_function_may_work_in_place_on_some_microbatches_only():
@@ -123,43 +103,6 @@ def test_loss_function_may_work_in_place_on_some_microbatches_only():
     factors = torch.tensor([1, 1, 2, 2, 1, 1], dtype=DOUBLE)[:, None]
     (model(x) * factors).square().mean().backward()
     assert_same(pipe, model)
-
-
-def stepped(pipe: GPipe, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:
-    pipe.step(x, target, loss_fn=lambda output, target: scaler.scale(F.mse_loss(output, target)))
-
-
-def plainly(model: nn.Module, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:
-    scaler.scale(F.mse_loss(model(x), target)).backward()
-
-
-def test_gradient_scaler():
-    models = [linears().float(), piped(linears().float(), [1, 2], chunks=4)]
-    x, target = rows(7).float(), rows(7).float()
-    for model in models:
-        step = partial(stepped, model) if isinstance(model, GPipe) else partial(plainly, model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(x, target, scaler)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-    assert_same(*models)
-    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_a_sum_in_half_precision_may_overflow_where_the_mean_does_not(dtype: torch.dtype | None):
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).half()
-    x = torch.full((64, 1), 100.0).half()
-
-    def loss_fn(output: Tensor, _: Any) -> tuple[Tensor, int]:
-        return (output - 100 - output.detach()).square().sum(dtype=dtype), output.numel()
-
-    loss = piped(model, [1, 1], chunks=2).step(x, loss_fn=loss_fn)
-    assert loss == (torch.inf if dtype is None else 1e4)
 
 
 class TestBadLosses:
@@ -208,18 +151,6 @@ class TestBadLosses:
         with pytest.raises(ValueError, match="normalizer must not be 0"):
             pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
         assert all(p.grad is None for p in pipe.parameters())
-
-    def test_counts_of_some_microbatches_only(self) -> None:
-        """No sum of these means anything."""
-        pipe, calls = piped(linears(), [1, 2], chunks=3), []
-
-        def loss_fn(output: Tensor, target: Tensor) -> Any:
-            calls.append(1)
-            loss = F.mse_loss(output, target)
-            return (loss, 1) if len(calls) == 2 else loss
-
-        with pytest.raises((TypeError, ValueError)):
-            pipe.step(rows(), rows(), loss_fn=loss_fn)
 
 
 class TestCheckpointed:

@@ -95,23 +95,3 @@ def test_what_says_that_memory_ran_out(error: str, wrapped: bool):
         with pytest.raises((RuntimeError, MemoryError, ArithmeticError)) as caught:
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
         assert len(advice(caught.value)) == 1
-
-
-def test_other_errors_get_no_advice_about_memory():
-    def layer(x: Tensor) -> Tensor:
-        raise RuntimeError("out of luck")
-
-    with closing(piped(nn.Sequential(*linears(1), Call(layer)), [1, 1], chunks=1)) as pipe:
-        with pytest.raises(RuntimeError, match="luck") as caught:
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        assert not advice(caught.value)
-
-
-def test_the_advice_is_given_once_by_pipes_in_pipes():
-    with closing(piped(nn.Sequential(*linears(1), Limited(0)), [1, 1], chunks=2)) as inner:
-        with (
-            closing(GPipe(nn.Sequential(*linears(1), inner), [1, 1], devices=["cpu"] * 2)) as pipe,
-            pytest.raises(torch.OutOfMemoryError) as caught,
-        ):
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        assert len(advice(caught.value)) == 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import inline, is_recomputing
+from gpipe import inline
 from gpipe.pipeline import Pipeline
 from gpipe.skip import inspect_skip_layout, pop, skippable, stash
 from microbatch import Batch
@@ -125,23 +125,6 @@ def applied(model: nn.Sequential, value: Any) -> Any:
 
 
 @each_way
-@pytest.mark.parametrize("stop", range(5))
-def test_the_first_micro_batches_are_checkpointed(stop: int, way: Way) -> None:
-    recomputed: list[float] = []
-
-    def layer(x: Tensor) -> Tensor:
-        if is_recomputing():
-            recomputed.append(x[0].item())
-        return x * 2
-
-    batches = [Batch(x.requires_grad_()) for x in numbered(3).split(1)]
-    with way():
-        Pipeline(batches, [Call(layer), Call(torch.sin)], checkpoint_stop=stop).run()
-        sum(batch.tensor.sum() for batch in batches).backward()
-    assert sorted(recomputed) == [float(i) for i in range(min(stop, 3))]
-
-
-@each_way
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 2], [0, 1, 2]])
 def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: Way) -> None:
     """Of several the earliest is raised, with the micro-batch and the partition in a note; a second run is whole."""
@@ -164,11 +147,3 @@ def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: 
     failing.clear()
     pipeline.run()
     torch.testing.assert_close([batch.tensor for batch in batches], inputs)
-
-
-@pytest.mark.parametrize("option", ["devices", "copy_streams"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_each_partition_needs_one_device_and_one_stream(option: str, count: int) -> None:
-    each = {"devices": torch.device("cpu"), "copy_streams": [CPUStream]}[option]
-    with pytest.raises(ValueError, match=f"{option} .*must have one entry for each of the 2 partitions"):
-        Pipeline([Batch(rows(1))], linears(2), **{option: [each] * count})

@@ -6,7 +6,7 @@ The stand-ins know what waits for what, and a layer queues work on the one that 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.engine import _autograd_calls, _run
+from gpipe.engine import _run
 from streams import current_stream, use_stream
 
 from ..layers import Call, OnBackward, rows
@@ -84,16 +84,6 @@ def test_everything_is_on_the_stream_of_the_forward(fake: FakeAccelerator, mode:
     assert back.comes_after(forth)
 
 
-@each_mode
-@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "interleaved", "zero_bubble"])
-def test_a_step_is_on_the_caller_s_stream(fake: FakeAccelerator, mode: str, schedule: str, walked: None) -> None:
-    pipe, seen = piped(fake, mode)
-    own = fake.stream(0, 1)
-    with use_stream(own):
-        pipe.step(rows(), loss_fn=lambda output, _: output.sum(), schedule=schedule)
-    assert set(seen) == {(own, 0)}
-
-
 class BrokenError(RuntimeError):
     pass
 
@@ -119,33 +109,3 @@ def test_the_caller_waits_also_for_a_backward_that_fails(fake: FakeAccelerator, 
     with use_stream(back), pytest.raises(BrokenError):
         output.sum().backward()
     assert back.comes_after(forth)
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("counts", [False, True])
-def test_leaves_on_several_devices_get_their_gradients_in_one_backward(
-    hooked: bool, counts: bool, walked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By way of nodes of their own devices: hooks, also those that wait for several, see what they always saw."""
-    found = [_trained(hooked, counts)]
-    monkeypatch.setattr(_autograd_calls, "_on_several", lambda roots: True)
-    found.append(_trained(hooked, counts))
-    torch.testing.assert_close(found[1], found[0])
-
-
-def _trained(hooked: bool, counts: bool) -> list[Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
-    pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
-    events: list[Any] = []
-    handle: AbstractContextManager[Any] = nullcontext()
-    if hooked:
-        model[0].weight.register_hook(lambda gradient: events.append(gradient.clone()))
-        model[2].bias.register_post_accumulate_grad_hook(lambda leaf: events.append(leaf.grad.clone()))
-        handle = torch.autograd.graph.register_multi_grad_hook(
-            [model[0].bias, model[1].weight, model[2].weight], lambda gradients: events.extend(gradients)
-        )
-    x = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
-    with handle:
-        pipe.step(x * 2, loss_fn=lambda o, _: (o.square().sum(), o.numel()) if counts else o.square().mean())
-    return [x.grad, *[p.grad for p in pipe.parameters()], *sorted(events, key=lambda g: (g.dim(), float(g.sum())))]

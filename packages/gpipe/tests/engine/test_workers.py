@@ -5,28 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe.engine._workers import Workers, placement
-from streams import CPUStream, Task
 
 from ..children import in_child
-from ..layers import Call, OnBackward, assert_trains_like, linears, numbered, piped, rows, within
+from ..layers import Call, OnBackward, assert_trains_like, linears, piped, rows, within
 
 CPU = torch.device("cpu")
-devices = st.lists(
-    st.sampled_from([CPU, torch.device("cuda", 0), torch.device("cuda", 1), torch.device("meta")]), max_size=6
-)
 
 
 @pytest.fixture
@@ -57,16 +48,6 @@ def spied(stages: int, **options: Any) -> tuple[GPipe, list[list[threading.Threa
     return pipe, list(threads)
 
 
-class TestPlacement:
-    @given(devices)
-    def test_stages_share_a_worker_exactly_when_they_share_an_accelerator(self, devices: list[torch.device]) -> None:
-        workers = placement(devices)
-        for a in range(len(devices)):
-            for b in range(a):
-                shared = devices[a] == devices[b] and devices[a].type != "cpu"
-                assert (workers[a] == workers[b]) == shared
-
-
 class TestThreads:
     def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run(self) -> None:
         pipe, threads = spied(3, chunks=2)
@@ -74,21 +55,6 @@ class TestThreads:
             pipe(rows(grad=True)).sum().backward()
         assert [len(set(each)) for each in threads] == [1, 1, 1]
         assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
-
-    def test_they_work_at_the_same_time(self) -> None:
-        meeting = threading.Barrier(3, timeout=300)
-
-        def layer(stage: int) -> Callable[[Tensor], Tensor]:
-            def meet(x: Tensor) -> Tensor:
-                if x[0, 0] + stage == 2:  # the tick at which all three have something to do
-                    meeting.wait()
-                return x
-
-            return meet
-
-        model = nn.Sequential(*(Call(layer(j)) for j in range(3)))
-        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
-        assert torch.equal(pipe(numbered(3)), numbered(3))
 
     def test_close_ends_them_and_the_next_run_starts_new_ones(self, born: Callable[[], set[threading.Thread]]) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
@@ -99,16 +65,6 @@ class TestThreads:
             pipe.close()
             assert not born()
             pipe.close()
-
-    def test_they_go_with_a_pipe_that_refers_to_itself(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        pipe.__dict__["me"] = pipe
-        pipe(rows()).sum().backward()
-        del pipe
-        gc.collect()
-        for thread in born():
-            thread.join(60)
-        assert not born()
 
     def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(
         self, born: Callable[[], set[threading.Thread]]
@@ -194,21 +150,3 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
 
     assert in_child(train_again) == "True"
     assert_trains_like(pipe, linears())
-
-
-def test_a_run_leaves_nothing_behind_in_the_hands_of_workers(monkeypatch: pytest.MonkeyPatch):
-    """A worker may still refer to its task when the caller goes on."""
-    workers, tasks, make = Workers([CPU]), [], Task.__init__
-
-    def keep(self: Task[Any], *args: Any, **kwargs: Any) -> None:
-        tasks.append(self)
-        make(self, *args, **kwargs)
-
-    monkeypatch.setattr(Task, "__init__", keep)
-    layer = nn.Linear(1, 1)
-    alive = weakref.ref(layer)
-    workers.run([(CPUStream, partial(id, layer))], partial(id, layer))
-    del layer
-    assert tasks
-    assert alive() is None
-    workers.close()

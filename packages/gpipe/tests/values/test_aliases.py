@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -354,77 +354,6 @@ def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str
             pipe(rows(4, WIDTH)).sum().backward()
 
 
-@skippable(stash=["a", "b"])
-class StashTwice(nn.Module):
-    """Gives one tensor, or views of one, to two later layers, and perhaps to the next one."""
-
-    def __init__(self, view: str) -> None:
-        super().__init__()
-        self.view = VIEWS[view]
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("a", x)
-        yield stash("b", self.view(x)[0])
-        return x
-
-
-def popping(name: str, change: str | None) -> nn.Module:
-    @skippable(pop=[name])
-    class PopOne(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop(name)
-            if change is not None:
-                CHANGES[change](skip)
-            return x + skip.sum(1, keepdim=True)
-
-    return PopOne()
-
-
-MIDDLE = st.sampled_from(["fresh", "identity", "square", "flat"])
-
-
-@given(
-    view=st.sampled_from(["same", "alias", "column", "detach"]),
-    changes=st.tuples(*[st.sampled_from([None, "add", "scale", "part"])] * 2),
-    first=st.sampled_from(["a", "b"]),
-    middles=st.tuples(MIDDLE, MIDDLE, MIDDLE),
-    sizes=st.sampled_from([(2, 1, 1, 1, 1, 2), (2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1), (3, 1, 4), (4, 4)]),
-    mode=st.sampled_from(MODES),
-    chunks=st.integers(1, 2),
-)
-@example("same", ("scale", None), "a", ("fresh", "fresh", "fresh"), (2, 1, 1, 1, 1, 2), "never", 2)
-@example("same", ("scale", None), "a", ("identity", "fresh", "fresh"), (2, 2, 2, 2), "always", 1)
-def test_two_skips_of_one_tensor_to_different_stages(
-    view: str,
-    changes: tuple[str | None, str | None],
-    first: str,
-    middles: tuple[str, str, str],
-    sizes: tuple[int, ...],
-    mode: str,
-    chunks: int,
-):
-    """The stage that pops one may have all else for itself, and the other one still see what it does."""
-    second = "b" if first == "a" else "a"
-    pops = [popping(first, changes[0]), popping(second, changes[1])]
-    one, two, three = (Call(MAPS[name]) for name in middles)
-    layers = [linears(1, WIDTH)[0], StashTwice(view), one, two, pops[0], three, pops[1], linears(1, WIDTH)[0]]
-    model = nn.Sequential(*layers)
-    ours, theirs = (rows(4, WIDTH, grad=True) for _ in range(2))
-    try:
-        for part in theirs.chunk(chunks):
-            model(part).square().sum().backward()
-    except RuntimeError:
-        return
-    with inline(), closing(piped(model, list(sizes), chunks=chunks, checkpoint=mode)) as pipe:
-        try:
-            pipe(ours).square().sum().backward()
-        except RuntimeError as error:
-            known(error)
-            return
-        torch.testing.assert_close(ours.grad, theirs.grad)
-        assert_same(pipe, model)
-
-
 class Gives(nn.Module):
     """Gives its state along."""
 
@@ -462,16 +391,6 @@ def test_memory_that_autograd_does_not_know_is_shared_must_not_be_changed(where:
     pipe = GPipe(nn.Sequential(*layers), [2, 1], devices=["cpu"] * 2)
     with inline(), pytest.raises(RuntimeError, match=r"shares its memory|modified inplace"):
         pipe(rows(4, WIDTH))[0].mul_(2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_rows_of_one_micro_batch_in_another_must_not_be_changed(chunks: int, mode: str):
-    x = rows(6, WIDTH)
-    layers = [Call(lambda v: (v[0].mul_(2), v[1])), Call(lambda v: v[0] + v[1])]
-    pipe = piped(nn.Sequential(*layers), [1, 1], chunks=chunks, checkpoint=mode)
-    with inline(), pytest.raises(RuntimeError, match="shares its memory"):
-        pipe((x[:-1], x[1:]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -514,20 +433,3 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
 
 def squares(output: Tensor, _: Any) -> Tensor:
     return output.square().sum()
-
-
-def test_layers_with_a_flag_that_change_what_shares_memory_are_as_in_the_plain_model():
-    """They keep what they have saved: copies of their input would not see each other's changes."""
-
-    def change(value: tuple[Tensor, Tensor]) -> Tensor:
-        value[0].mul_(2)
-        return value[1].square()
-
-    model = nn.Sequential(linears(1, WIDTH)[0], Call(lambda x: (y := x * 1, y[:, :2])), Call(change))
-    with closing(piped(model, [3], chunks=2, checkpoint=[[False, False, True]])) as pipe:
-        for part in rows(4, WIDTH).chunk(2):
-            model(part).sum().backward()
-        for _ in range(2):
-            pipe.zero_grad()
-            pipe(rows(4, WIDTH)).sum().backward()
-            assert_same(pipe, model)

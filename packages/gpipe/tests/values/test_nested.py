@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,32 +49,3 @@ def test_other_lengths_in_the_recomputation_are_refused():
     lengths = r"float64\[2, 2, 3\] with grad; now float64\[2, 3, 3\]"
     with closing(piped(model, [2, 1], checkpoint="always")) as pipe, pytest.raises(RuntimeError, match=lengths):
         pipe.step(rows(4), loss_fn=lambda output: output)
-
-
-class Unfriendly(NamedTuple):
-    """Cannot be shown."""
-
-    value: Tensor
-
-    def __repr__(self) -> str:
-        raise ArithmeticError("no text")
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (lambda x: ragged(x.detach(), torch.strided), r"float64\[\[1, 3\], \[2, 3\], \[3, 3\]\]"),
-        (ragged, r"float64\[3, 6, 3\]"),
-        (lambda x: (x, x), r"\(float64\[3, 3\], float64\[3, 3\]\)"),
-        (lambda x: Unfriendly(x), "Unfriendly"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_the_error_of_a_layer_is_told_whatever_it_was_given(value: Any, shown: str, mode: str):
-    def fails(value: Any) -> Any:
-        raise KeyError("of the layer")
-
-    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), Call(value), Call(fails))
-    with closing(piped(model, [2, 1], checkpoint=mode)) as pipe, pytest.raises(KeyError, match="layer") as caught:
-        pipe(rows(3))
-    assert re.search(shown, caught.value.__notes__[0])

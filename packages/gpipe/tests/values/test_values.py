@@ -82,37 +82,6 @@ def test_out_of_a_pipe_and_into_it(name: str, mode: str):
     assert_trains_like(nn.Sequential(*pipes), nn.Sequential(*ends))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_several_inputs(mode: str):
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = linear()
-
-        def forward(self, x: Tensor, y: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-            z = self.inner(x)
-            z = z if y is None else z * y
-            return z if mask is None else z.masked_fill(mask, 0.5)
-
-    first, later = Masked(), linear()
-    pipe = piped(nn.Sequential(first, later), [1, 1], chunks=3, checkpoint=mode)
-    y, mask = rows(grad=True), rows() > 0
-    plain_y = rows(grad=True)
-    calls: list[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
-        ((rows(), y), (rows(), plain_y), {"mask": mask}),
-        ((rows(), None), (rows(), None), {"mask": mask}),
-        ((rows(),), (rows(),), {"y": None}),
-        ((rows(),), (rows(),), {}),
-    ]
-    for ours, theirs, options in calls:
-        found, expected = pipe(*ours, **options), later(first(*theirs, **options))
-        torch.testing.assert_close(found, expected)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-        assert_same(pipe, nn.Sequential(first, later))
-    torch.testing.assert_close(y.grad, plain_y.grad)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -133,11 +102,6 @@ def test_outputs_that_cannot_be_put_together_are_named(change: Any, error: type[
 def test_inputs_that_cannot_be_cut_are_refused(args: Any, options: Any, error: type[Exception]):
     with pytest.raises(error):
         piped(linears(), [1, 2], chunks=2)(*args, **options)
-
-
-def test_no_rows_are_as_in_the_plain_model():
-    model = linears()
-    assert_trains_like(piped(model, [1, 2], chunks=2), model, rows(0))
 
 
 @pytest.mark.parametrize("mode", MODES)
