@@ -30,7 +30,7 @@ from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
-from ..module._training import Kind, LossOptions, losses_of, returned
+from ..module._training import Kind, losses_of, returned
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
@@ -275,7 +275,7 @@ class Rank(Stepping):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _with_losses(
-        self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
+        self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
 
@@ -286,7 +286,7 @@ class Rank(Stepping):
 
         with self._heard() if kind is LossStage else nullcontext():
             batches = self._agreed(call.method, schedule, given).batches
-            losses: Any = self._losses(kind, call, options, batches) if self._pipeline.ends else FarLoss()
+            losses: Any = self._losses(kind, call, batches) if self._pipeline.ends else FarLoss()
         return batches, losses
 
     def _heard(self) -> AbstractContextManager[None]:
@@ -299,11 +299,11 @@ class Rank(Stepping):
             self._broken = self._broken or group.size() > 1
             end_collectives(group)
 
-    def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
+    def _losses(self, kind: type[Kind], call: Call, batches: Sequence[Batch]) -> Kind:
         """The losses of the mini-batch, on the rank of the last stage."""
         try:
-            own, device = self._own_loss(options), self._pipeline.stages[-1].device
-            return losses_of(kind, options, call.target, batches, self._chunks, device, own)
+            own, device = self._own_loss(call), self._pipeline.stages[-1].device
+            return losses_of(kind, call, batches, self._chunks, device, own)
         except Exception as error:
             self._processes.call_off(error)
 
@@ -313,10 +313,8 @@ class Rank(Stepping):
         with self._heard(), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
-    def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
-        if not self._pipeline.ends:
-            options = options._replace(return_outputs=False)
-        return returned(losses, batches, self.out_spec, options)
+    def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
+        return returned(losses, batches, self.out_spec, call.return_outputs and self._pipeline.ends)
 
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
         """What all ranks know of a run before it begins.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._flatten._names import model_of
+from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments
 from ._signature import signature_of
 
@@ -23,21 +23,29 @@ _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class Call(NamedTuple):
-    """A call of a method of a pipe that takes a mini-batch and a target.
+    """A call of ``step`` or ``evaluate``.
 
     Attributes:
-        method: the name of the method.
-        options: the names of the method's own keywords.
+        method: which of both.
         input: the first positional argument; :data:`NOTHING` if there is none.
         target: the second positional argument, or None.
-        arguments: keywords that are not the method's own.
+        arguments: keywords that are not the method's own, hence those of the first layer.
+        loss_fn, reduction, normalizer, return_outputs: as of :meth:`GPipe.step`.
     """
 
     method: str
-    options: Sequence[str]
     input: Any
     target: Any
     arguments: dict[str, Any]
+    loss_fn: LossFunction | None
+    reduction: str
+    normalizer: float | Tensor | None
+    return_outputs: bool
+
+    @property
+    def options(self) -> list[str]:
+        """The names of the method's own keywords."""
+        return [*self._fields[4:], *(["schedule"] if self.method == "step" else [])]
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._hooks import refuse_hooks
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
+from ._training import Kind, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
 
 
@@ -102,12 +102,11 @@ class Stepping(Divided):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
-        options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
-        with self._combining(options):
-            batches, losses = self._with_losses(LossStage, call, options, schedule)
+        call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
+        with self._combining(call):
+            batches, losses = self._with_losses(LossStage, call, schedule)
             self._train(batches, losses, schedule)
-            return self._returned(losses, batches, options)
+            return self._returned(losses, batches, call)
 
     @not_compiled
     def evaluate(
@@ -148,15 +147,14 @@ class Stepping(Divided):
         >>> torch.equal(pipe.evaluate(x, y, loss_fn=loss_fn), pipe.step(x, y, loss_fn=loss_fn))
         True
         """
-        options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("evaluate", LossOptions._fields, input, target, arguments)
-        with self._combining(options):
-            batches, losses = self._with_losses(Losses, call, options)
+        call = Call("evaluate", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
+        with self._combining(call):
+            batches, losses = self._with_losses(Losses, call)
             self._pipeline.evaluate(batches, losses)
-            return self._returned(losses, batches, options)
+            return self._returned(losses, batches, call)
 
-    def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
-        return returned(losses, batches, self.out_spec, options)
+    def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
+        return returned(losses, batches, self.out_spec, call.return_outputs)
 
     def _ending(self) -> Segment | None:
         """The last layer, if it makes the whole output of a model that computes its own loss."""
@@ -168,13 +166,13 @@ class Stepping(Divided):
         last = next(reversed(self._layers().values()), None)
         return last if isinstance(last, Segment) else None
 
-    def _own_loss(self, options: LossOptions) -> OwnLoss | None:
+    def _own_loss(self, call: Call) -> OwnLoss | None:
         """How losses are combined that a flattened model computes itself."""
         last = self._last_segment()
-        return last.own_loss if last is not None and options.loss_fn is None else None
+        return last.own_loss if last is not None and call.loss_fn is None else None
 
-    def _combining(self, options: LossOptions) -> AbstractContextManager[None]:
-        own = self._own_loss(options)
+    def _combining(self, call: Call) -> AbstractContextManager[None]:
+        own = self._own_loss(call)
         return nullcontext() if own is None else own.wanted()
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
@@ -184,14 +182,14 @@ class Stepping(Divided):
         return batches, versions
 
     def _with_losses(
-        self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
+        self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
         inputs = called_with(next(iter(self._layers().values())), call)
         batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
-        return batches, losses_of(kind, options, call.target, batches, self._chunks, device, self._own_loss(options))
+        return batches, losses_of(kind, call, batches, self._chunks, device, self._own_loss(call))
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,10 @@ from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..values._gather import gathered
 from ._cut import checked, cut, expect_same_rows
+from ._keywords import Call
 from ._signature import binds
 
 Kind = TypeVar("Kind", bound=Losses)
-
-
-class LossOptions(NamedTuple):
-    """The keywords that ``step`` and ``evaluate`` share."""
-
-    loss_fn: LossFunction | None
-    reduction: str
-    normalizer: float | Tensor | None
-    return_outputs: bool
 
 
 def expect_grad_mode() -> None:
@@ -44,8 +36,7 @@ def expect_grad_mode() -> None:
 
 def losses_of(
     kind: type[Kind],
-    options: LossOptions,
-    target: Any,
+    call: Call,
     batches: Sequence[Batch],
     chunks: int,
     device: torch.device,
@@ -56,37 +47,37 @@ def losses_of(
     Args:
         own: how the losses are combined that a flattened model computes, if there is no ``loss_fn``.
     """
-    loss_fn = own_loss if options.loss_fn is None else options.loss_fn
-    arguments = _arguments(options.loss_fn, target, batches, chunks, device)
-    weights = _weights(batches, options.reduction, options.normalizer)
+    loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+    arguments = _arguments(call.loss_fn, call.target, batches, chunks, device)
+    weights = _weights(batches, call.reduction, call.normalizer)
     rows = [batch.rows for batch in batches]
     if own is not None:
         own.expect_combined()
-        _expect_defaults(options)
+        _expect_defaults(call)
         return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
-    return kind(loss_fn, arguments, weights, rows, keep_outputs=options.return_outputs)
+    return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs)
 
 
-def _expect_defaults(options: LossOptions) -> None:
-    """Raise ValueError for options that a loss of the model's own does not have."""
-    if options.reduction != "mean" or options.normalizer is not None:
+def _expect_defaults(call: Call) -> None:
+    """Raise ValueError for arguments that a loss of the model's own does not have."""
+    if call.reduction != "mean" or call.normalizer is not None:
         raise ValueError(
             "reduction= and normalizer= go with a loss_fn; the model computes this loss, which is that of the whole "
             "mini-batch, also if num_items_in_batch is given: leave them out"
         )
-    if options.return_outputs:
+    if call.return_outputs:
         raise ValueError(
             "return_outputs=True goes with a loss_fn; the output of this pipe is the loss that the model computes: "
             "leave it out, or call pipe(**batch) for the other fields"
         )
 
 
-def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, options: LossOptions) -> Any:
-    """The loss; with metrics if there are any, and with outputs if they were asked for."""
+def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool) -> Any:
+    """The loss; with metrics if there are any, and perhaps with outputs."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
         found.append(losses.metrics)
-    if options.return_outputs:
+    if with_outputs:
         found.append(_outputs(losses, batches, out_spec))
     return found[0] if len(found) == 1 else tuple(found)
 
