@@ -114,3 +114,13 @@ def test_preferences(make: Any, ahead: bool, tmp_path: Path) -> None:
     options = {"precompute_ref_log_probs": ahead, "max_length": 32}
     data = texts("prompt", "chosen", "rejected")
     expect_the_same("DPO", make, inputs, tmp_path, data, options, ref_model=make())
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_rewards_of_generated_texts(make: Any, tmp_path: Path) -> None:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text))) for text in completions]
+
+    options = {"num_generations": 3, "max_completion_length": 8}
+    inputs = sample("input_ids", "attention_mask")
+    expect_the_same("GRPO", make, inputs, tmp_path, texts("prompt"), options, reward_funcs=reward)

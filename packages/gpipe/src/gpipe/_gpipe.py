@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from microbatch import Batch, unwrap
 
 from ._batchnorm import DeferredBatchNorm
 from ._flatten._ending import without_loss_only
+from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
 from ._flatten._names import Flattened, divide_names
 from ._flatten._shapes import has_data
@@ -284,11 +286,12 @@ class GPipe(Stepping):
             if model is None or private or not hasattr(model, name):
                 raise
             if name == "generate":
-                raise AttributeError(
-                    "a pipe does not generate; call model.generate(...) of the model that it was made of, whose "
-                    "weights it trains"
-                ) from None
+                return partial(self._generate, model)
             return getattr(model, name)
+
+    def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self._workers.section.entered():
+            return generate(model, self._layers().values(), *args, **kwargs)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.

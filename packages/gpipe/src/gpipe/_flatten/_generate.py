@@ -1,0 +1,79 @@
+"""Generate tokens with the model of a pipe, whose modules are on the devices of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ._segment import ModelBlock
+
+
+def generate(model: Any, layers: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """What ``model.generate(*args, **kwargs)`` returns.
+
+    Stages take turns, with all rows. Groups of rows in threads would let stages overlap, but read every weight, and
+    start every kernel, once for each group and token, which is what most of the time is spent on.
+
+    Args:
+        model: the model that was flattened, on the devices of the stages.
+        layers: of the pipe.
+    """
+    first = next(model.parameters(), None)
+    if first is not None:
+        args, kwargs = _moved(args, first.device), _moved(kwargs, first.device)
+    with _across_devices(model, {layer.net for layer in layers if isinstance(layer, ModelBlock)}):
+        return model.generate(*args, **kwargs)
+
+
+@contextmanager
+def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
+    """A context in which modules of ``model`` take inputs from any device.
+
+    Modules beside ``blocks`` return their output to the device of their input. So what the model itself computes with
+    outputs of two of them is on one device, although tied weights may be on another one.
+    """
+    with ExitStack() as scope:
+        for module, device in _placed(model):
+            visit = _Visit(device, returns=module not in blocks)
+            scope.callback(module.register_forward_pre_hook(visit.begin, with_kwargs=True, prepend=True).remove)
+            scope.callback(module.register_forward_hook(visit.end).remove)
+        yield
+
+
+def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
+    """The outermost modules inside ``module`` that are on one device each, with it."""
+    for child in module.children():
+        devices = {tensor.device for tensor in chain(child.parameters(), child.buffers())}
+        if len(devices) == 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these are not called
+            yield child, devices.pop()
+        else:
+            yield from _placed(child)
+
+
+class _Visit:
+    """Hooks of a module on ``device``: its inputs are moved there, and, if it ``returns``, its output back."""
+
+    def __init__(self, device: torch.device, *, returns: bool) -> None:
+        self._device = device
+        self._returns = returns
+        self._origins: list[torch.device] = []
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._origins.append(given[0].device if given and self._returns else self._device)
+        return _moved(args, self._device), _moved(kwargs, self._device)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _moved(output, self._origins.pop())
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``. A cache is left as it is: it has each layer's part on its device."""
+    move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    return _pytree.tree_map(move, value, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))
