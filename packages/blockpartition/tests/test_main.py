@@ -1,10 +1,9 @@
 import io
 import json
+import runpy
 import sys
 
 import pytest
-
-from blockpartition.__main__ import main
 
 from .cases import cases
 
@@ -13,7 +12,9 @@ from .cases import cases
 def run(capsys, monkeypatch):
     def call(*arguments, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        main(arguments)
+        monkeypatch.setattr(sys, "argv", ["blockpartition", *arguments])
+        monkeypatch.delitem(sys.modules, "blockpartition.__main__", raising=False)
+        runpy.run_module("blockpartition", run_name="__main__")
         return capsys.readouterr().out
 
     return call

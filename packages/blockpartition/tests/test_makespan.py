@@ -15,6 +15,7 @@ def test_equal_stages_without_transfers_have_the_same_best_for_both(costs, data,
     k = data.draw(st.integers(1, len(costs)))
     found = place(costs, k, objective="makespan", microbatches=m)
     assert found.makespan == sum(map(Fraction, costs)) + (m - 1) * place(costs, k).bottleneck
+    assert place(costs, 1, objective="makespan", microbatches=m, gap=1).gap == 0  # less than was asked for is proven
 
 
 def test_a_gap_ends_the_search_where_the_exact_one_looks_long():

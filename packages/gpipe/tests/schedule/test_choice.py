@@ -69,23 +69,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_it_is_as_fast_as_any_and_of_those_it_holds_the_least(case: Case):
+    """By the times of a simulation; and it splits what may be split and is worth it."""
     choice = choose(*case)
     assert set(choice.seconds) == set(BY_MEMORY)
     fastest = min(choice.seconds.values())
     ties = [name for name in BY_MEMORY if choice.seconds[name] <= fastest * (1 + TIE)]
     assert choice.name == ties[0]
-
-
-@given(cases())
-def test_it_expects_what_a_simulation_does(case: Case):
-    choice = choose(*case)
     makespan = simulate(case.schedule(choice), case.costs(), placement=case.placement).makespan
     assert choice.seconds[choice.name] == makespan
-
-
-@given(cases())
-def test_what_is_split_may_be_and_is_worth_it(case: Case):
-    choice = choose(*case)
     assert set(choice.split) <= set(case.may_split)
     assert all(case.seconds[j, Kind.BACKWARD] >= SPLIT_SECONDS for j in choice.split)
     assert choice.name == "zero_bubble" or not choice.split
@@ -98,14 +89,6 @@ def test_nothing_is_chosen_before_all_forwards_and_backwards_are_known(case: Cas
     unknown = data.draw(st.sampled_from([cell for cell in case.seconds if cell[1] in ("forward", "backward")]))
     seconds = {cell: each for cell, each in case.seconds.items() if cell != unknown}
     assert choose(*case._replace(seconds=seconds)) == Choice("1f1b")
-
-
-@given(cases())
-def test_on_one_worker_it_is_the_one_that_holds_the_least(case: Case):
-    """Unless the parts of a backward were measured to be faster than the whole."""
-    seconds = {cell: each for cell, each in case.seconds.items() if cell[1] in ("forward", "backward")}
-    choice = choose(*case._replace(placement=(0,) * len(case.placement), seconds=seconds))
-    assert choice.name == "1f1b"
 
 
 def test_parts_that_are_known_count_instead_of_halves():

@@ -88,13 +88,3 @@ class TestDualPipeV:
         assert max(most) <= 2 * k + 1
         if m >= 2 * k:
             assert most == [2 * k + 1] * k
-
-    @given(counts, workers)
-    def test_in_the_middle_a_forward_is_followed_by_a_backward_of_the_other_way(self, more: int, k: int) -> None:
-        m = 2 * k - 1 + more
-        for r, steps in enumerate(on_a_v(dualpipev(m, 2 * k))):
-            first = 2 * (k - r - 1) + 2 * (r + 1) + 3 * (k - r - 1)
-            middle = steps[first : first + 4 * (m - (2 * k - r - 1))]
-            for forward, backward in zip(middle[::2], middle[1::2], strict=True):
-                assert (forward.action.kind, backward.action.kind) == (Kind.FORWARD, Kind.BACKWARD)
-                assert {forward.stage, backward.stage} == {r, 2 * k - 1 - r}
