@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import calls, compare, distributed, workloads
-from benchmarks.contenders import LOOP, TWO_LOOPS, Contender, Task, contenders, rivals
-from benchmarks.distributed import SkipRelay, connect
-from benchmarks.match import Match, Outcome, Rules
-from benchmarks.programs import build, named_results, slices
+from benchmarks import calls, workloads
+from benchmarks.contenders import LOOP, TWO_LOOPS, Contender, Task, contenders
+from benchmarks.programs import build, named_results
 from benchmarks.report import Table, write
 
 SMALL = ("W 64", "U-Net", "ResNet")
@@ -54,52 +51,6 @@ class TestSameWork:
         for contender in [one for one in OURS if quarters or one.schedule != "interleaved"] + [TWO_LOOPS]:
             assert_same(results(contender, task), wanted)
 
-    def test_the_skips_that_stages_relay_are_the_skips_of_the_model(self) -> None:
-        workload, task = workloads.by_name("U-Net"), Task("U-Net", 1)
-        torch.manual_seed(0)
-        stages = [SkipRelay(layers) for layers in slices(workload.model(distributed), workload.balance)]
-        connect(stages)
-        torch.manual_seed(1)
-        crossing = stages[0](workload.batch())
-        workload.loss(stages[1](*crossing)).backward()
-        found = {name: p.grad for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
-        assert stages[0].outgoing == ["level0", "level1", "level2"]
-        assert_same(found, results(LOOP, task))
-
-
-class TestRivals:
-    @pytest.mark.parametrize("workload", compare.RANKS_WORKLOADS)
-    def test_ranks_meet_torchs_with_the_same_cuts(self, workload: str) -> None:
-        contenders = compare.field_of_ranks(Task(workload, 8))
-        for ours in [one for one in contenders if one.library == "ranks"]:
-            (theirs,) = rivals(ours, "distributed", contenders)
-            cuts = [distributed.cuts(workloads.by_name(workload), one) for one in (ours, theirs)]
-            assert cuts[0] == cuts[1]
-
-    def test_ours_is_compared_with_the_faster_of_both(self) -> None:
-        ours, slow = Contender("gpipe"), Contender("torchgpipe")
-        outcomes = {
-            LOOP: Outcome([4.0, 4.0]),
-            ours: Outcome([2.0, 1.0]),
-            slow: Outcome([8.0, 8.0]),
-            replace(slow, threads=1): Outcome([4.0, 4.0]),
-        }
-        assert compare.against(ours, "torchgpipe", outcomes) == [0.5, 0.25]
-        outcomes[replace(slow, threads=1)] = Outcome(failure="it died")
-        assert compare.against(ours, "torchgpipe", outcomes) == [0.25, 0.125]
-
-
-class TestMatch:
-    @pytest.mark.long  # an interpreter for each contender
-    def test_a_contender_that_fails_is_named_and_the_others_go_on(self) -> None:
-        stranger = Contender("nobody knows")
-        with Match(Rules(rounds=2, turn=0.001, limit=100)) as match:
-            outcomes = match.play(Task("W 64", 4), [LOOP, stranger], lambda contender: True)
-        loop = outcomes[LOOP]
-        assert len(loop.seconds) == len(loop.faults) == 2
-        assert (loop.difference, loop.threads) == (0, 1)
-        assert outcomes[stranger].failure == "KeyError: 'nobody knows'"
-
 
 class TestCalls:
     def test_counts_are_the_same_every_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +75,3 @@ class TestTables:
         assert once.startswith("# Before\n\n<!-- begin: sizes -->\n\nIn a unit\n")
         assert once.endswith("*today*\n\n<!-- end: sizes -->\n\nAfter.\n")
         assert "old" not in once
-
-    def test_a_page_without_the_markers_is_refused_by_name(self, tmp_path: Path) -> None:
-        (tmp_path / "page.md").write_text("nothing\n")
-        with pytest.raises(ValueError, match=r"page\.md must have the markers of the table 'sizes' once"):
-            write(self.table(), "today", tmp_path)

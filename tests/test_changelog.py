@@ -28,10 +28,3 @@ def test_every_fragment_is_in_the_draft(package: str) -> None:
     assert draft.exit_code == 0, draft.output
     for fragment in folder.glob("changelog.d/[!.]*"):
         assert "- " + "\n  ".join(fragment.read_text(encoding="utf-8").splitlines()) in draft.output
-
-
-@each_package
-def test_they_go_below_the_first_heading(package: str) -> None:
-    before, mark, _ = (ROOT / "packages" / package / "CHANGELOG.md").read_text(encoding="utf-8").partition(MARK)
-    assert mark
-    assert before.count("\n## ") == 1

@@ -8,27 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.gpu_day import outcomes as running
-from tools.gpu_day.outcomes import Outcome, outcomes
-from tools.gpu_day.page import page
-from tools.gpu_day.steps import PARTS, ROOT, Part, Step
+from tools.gpu_day.steps import PARTS, ROOT
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be busy for minutes")
-
-
-def some_tests(folder: Path, *bodies: str) -> Step:
-    """A step that runs a test for each body."""
-    file = folder / "test_some.py"
-    tests = "".join(f"\ndef test_{k}():\n    {body}\n" for k, body in enumerate(bodies))
-    file.write_text(f"import pytest, time\n{tests}", encoding="utf-8")
-    options = ("-v", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "default", "--rootdir", str(folder))
-    return Step("some", "Some tests", ("-m", "pytest", *options, str(file)), 60, tests=True, needs="pytest")
-
-
-def run(step: Step, folder: Path, *, gpu: bool = True, seconds: float = 100) -> Outcome:
-    (found,) = outcomes(Part("One", seconds, (step,)), folder / "log.txt", gpu=gpu)
-    assert (folder / "log.txt").read_text(encoding="utf-8").endswith(found.output)
-    return found
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -36,37 +18,6 @@ def test_the_limits_of_a_part_add_up_to_less_than_ten_minutes(name: str) -> None
     part = PARTS[name]
     assert sum(step.limit for step in part.steps) <= part.seconds - 5 * len(part.steps)
     assert part.seconds <= 570
-
-
-@pytest.mark.parametrize(
-    ("bodies", "words", "failures"),
-    [
-        (("pass", "pytest.skip('why')"), "passed: 1 passed, 0 failed, 1 skipped", []),
-        (("pass", "assert 1 == 2"), "failed with status 1: failed: 1 passed, 1 failed, 0 skipped", ["test_1"]),
-    ],
-)
-def test_tests_are_counted_and_failures_named(
-    bodies: tuple[str, ...], words: str, failures: list[str], tmp_path: Path
-) -> None:
-    found = run(some_tests(tmp_path, *bodies), tmp_path)
-    assert (found.words, found.good) == (words, not failures)
-    assert [name.rpartition("::")[2] for name in found.failures] == failures
-    assert not failures or "assert 1 == 2" in page("A", [found])
-
-
-def test_what_hangs_is_stopped_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "LEAST", 0)
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
-    found = run(Step("hangs", "Hangs", ("-c", f"print('begun', flush=True); {code}"), 3), tmp_path)
-    assert found.words == "stopped after 3 s"
-    assert "begun" in page("A", [found])
-
-
-def test_what_is_missing_or_too_late_is_not_run(tmp_path: Path) -> None:
-    step = Step("x", "X", ("-c", ""), 60)
-    assert run(step._replace(needs="not_there"), tmp_path).words == "not run: no not_there"
-    assert run(step, tmp_path, gpu=False).words == "not run: no GPU"
-    assert run(step, tmp_path, seconds=1).words == "not run: no time left"
 
 
 @without_gpu

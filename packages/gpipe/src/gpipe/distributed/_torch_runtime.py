@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ..module._partition import Partition
+from ..module._partition import StageLayers
 from ..schedule import Kind, Walk
 from ..values._describe import shapes
 
@@ -26,7 +26,7 @@ _KINDS = {
 }
 
 
-class Carrier(Partition):
+class Carrier(StageLayers):
     """A partition that takes and returns what torch sends: a tensor, or several.
 
     Args:

@@ -21,7 +21,7 @@ from ._init import Means, expect_materializable, materialize
 from ._tied import expect_shareable, move_all
 
 
-class Partition(nn.Sequential):
+class StageLayers(nn.Sequential):
     """The layers of one stage under their own names. The first layer may take several arguments."""
 
     tells_layers = True
@@ -127,7 +127,7 @@ def expect_sequential(module: object) -> None:
             f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; of any other model, "
             "GPipe(model, sample=...) makes one, where sample is an input of the model, such as two rows of a batch"
         )
-    expect_plain(module, known=(Partition, Flattened))
+    expect_plain(module, known=(StageLayers, Flattened))
 
 
 def split_module(
@@ -190,9 +190,9 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
     return nn.ModuleList(partition_of(block, module.training) for block in blocks)
 
 
-def partition_of(layers: Iterable[Named], training: bool) -> Partition:
+def partition_of(layers: Iterable[Named], training: bool) -> StageLayers:
     """A partition of these layers, with their names."""
-    partition = Partition()
+    partition = StageLayers()
     partition._modules.update(layers)
     partition.training = training
     return partition
