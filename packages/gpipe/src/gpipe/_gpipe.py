@@ -408,7 +408,7 @@ class GPipe(Stepping):
 
     def _whole(self) -> nn.Sequential:
         layers = OrderedDict(self._layers())
-        return nn.Sequential(layers) if self._model is None else Flattened(layers).of(self._model, self._twins)
+        return nn.Sequential(layers) if self._model is None else Flattened(layers).of(self._model)
 
 
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:

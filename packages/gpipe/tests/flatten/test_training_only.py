@@ -235,7 +235,7 @@ REFUSED = {
     norm_at_both_ends: r"'norm\.\w+'.*changes.*parts",
     counter: r"'calls'.*buffer",
     replaced: r"'count'.*in place",
-    kept_by_a_block: r"reads 'blocks\.0\.kept'.*sets anew.*return it",
+    kept_by_a_block: r"sets 'blocks\.0\.kept' anew.*return it",
     told_to_a_block: r"sets 'shift' of block 'blocks\.1'; call the block with it",
 }
 

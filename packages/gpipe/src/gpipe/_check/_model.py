@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._flatten._names import Flattened
+from .._flatten._skeleton import followers
 from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
@@ -104,9 +104,8 @@ def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
     for layer, step in zip(copied.children(), steps, strict=True):
         calm(layer, step.given, step.gave.used.drew)
     # A pipe of a flattened model follows the mode of that model.
-    twins = copied.twins if isinstance(copied, Flattened) else ()
-    for twin in twins:
+    for twin in followers(copied):
         twin.lead()
-    for twin in twins:
+    for twin in followers(copied):
         twin.follow()
     return copied

@@ -1,8 +1,8 @@
-"""Observe one run of a model: which modules it calls, and how values pass between blocks."""
+"""Observe runs of a model: what its modules return, and which parts of its forward use what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,42 +10,62 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
 from ._inputs import Inputs
+from ._sources import Sources, tensors_of
 from ._tree import Tree, flattened
 
 
-def order_of_calls(model: nn.Module, inputs: Inputs, names: Collection[str]) -> list[str]:
-    """The names in ``names`` of the modules that ``model`` calls, in order, each as often as it is called."""
-    called: list[str] = []
-    with ExitStack() as scope, torch.no_grad():
-        for name in names:
-            hook = partial(_note, called, name)
-            scope.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
-        inputs.call(model)
-    return called
-
-
-def _note(called: list[str], name: str, *_: Any) -> None:
-    called.append(name)
-
-
-class Shape(NamedTuple):
-    """The shape, dtype and device of a tensor."""
+class Like(NamedTuple):
+    """The shape and dtype of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-def shape_of(leaf: Any) -> Any:
-    """The :class:`Shape` of a tensor; other objects are returned as they are."""
-    return Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def like(leaf: Any) -> Any:
+    """The :class:`Like` of a tensor; other objects are returned as they are."""
+    return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+class Call(NamedTuple):
+    """What a module returned.
+
+    Attributes:
+        outputs: the leaves, tensors as :class:`Like`.
+        result: what puts these together.
+        given: the dtype of the first tensor among its arguments.
+    """
+
+    outputs: list[Any]
+    result: Tree
+    given: torch.dtype | None
+
+    @classmethod
+    def of(cls, args: Any, output: Any) -> Call:
+        leaves, tree = flattened(output)
+        first = next(iter(tensors_of(args)), None)
+        return cls(list(map(like, leaves)), tree, None if first is None else first.dtype)
+
+
+Called = list[tuple[nn.Module, Call]]
+
+
+def observe(model: nn.Module, inputs: Inputs) -> tuple[Called, Any]:
+    """All calls of modules in a run without gradients, in the order in which they end, and the output of the model."""
+    called: Called = []
+    with ExitStack() as scope, torch.no_grad():
+        for module in model.modules():
+            scope.callback(module.register_forward_hook(partial(_note, called), with_kwargs=True).remove)
+        return called, inputs.call(model)
+
+
+def _note(called: Called, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    called.append((module, Call.of((args, kwargs), output)))
 
 
 class Origin(NamedTuple):
-    """A tensor that a block or another module returned.
+    """A tensor that a block or another module returned, or that was drawn at random.
 
     Attributes:
         name: of the module in the model.
@@ -64,30 +84,7 @@ class Origin(NamedTuple):
 
 Key = tuple[str, int, int]
 """The name, call and place of a :class:`Origin`."""
-
-
-@dataclass
-class ModuleCall:
-    """What a block, or a module outside of blocks, returned.
-
-    Attributes:
-        segment: where a module outside of blocks was called.
-        given: the dtype of the first tensor among its arguments.
-        outputs: the leaves, tensors as :class:`Shape`.
-        result: what puts these together.
-        written: whether operations change it in place afterwards.
-    """
-
-    segment: int = 0
-    given: torch.dtype | None = None
-    outputs: list[Any] = field(default_factory=list)
-    result: Tree | None = None
-    written: bool = False
-
-    def returned(self, output: Any) -> None:
-        """Record the end of the call."""
-        leaves, self.result = flattened(output)
-        self.outputs = list(map(shape_of, leaves))
+_DRAWN = "random numbers"
 
 
 @dataclass
@@ -97,15 +94,13 @@ class Calls:
     Attributes:
         blocks: the calls of all blocks, in order.
         modules: the calls of each module that is called outside of blocks, and not by another such one.
-        tensors: for each parameter and buffer that operations outside of blocks read: its segments.
-        between: names of modules that are called between two blocks of a trunk.
+        segments: for each such module, parameter and buffer, by identity, the segments that call or read it.
         needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
     """
 
-    blocks: list[ModuleCall] = field(default_factory=list)
-    modules: dict[nn.Module, list[ModuleCall]] = field(default_factory=dict)
-    tensors: dict[int, set[int]] = field(default_factory=dict)
-    between: list[str] = field(default_factory=list)
+    blocks: list[Call] = field(default_factory=list)
+    modules: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    segments: dict[int, set[int]] = field(default_factory=dict)
     needs: dict[int, set[Origin]] = field(default_factory=dict)
 
     def skips(self, wanted: Callable[[Origin, int], bool]) -> dict[str, Key]:
@@ -117,165 +112,100 @@ class Calls:
             if wanted(source, segment)
         }
 
+    def segments_of(self, unit: nn.Module) -> set[int]:
+        """The segments that call ``unit``, or read what it has."""
+        parts = (unit, *unit.parameters(), *unit.buffers())
+        return set[int]().union(*(self.segments.get(id(part), ()) for part in parts))
+
     def add(self, other: Calls) -> None:
         """Add what another run needs besides."""
-        for key, segments in other.tensors.items():
-            self.tensors.setdefault(key, set()).update(segments)
+        for key, segments in other.segments.items():
+            self.segments.setdefault(key, set()).update(segments)
         for segment, sources in other.needs.items():
             self.needs.setdefault(segment, set()).update(sources)
-        for module, calls in other.modules.items():
-            self.modules.setdefault(module, calls)
-        for call, again in zip(self.blocks, other.blocks, strict=False):
-            call.written |= again.written
+        self.modules = {**other.modules, **self.modules}
+
+    def expect_drawn_once(self, name: str) -> None:
+        """Raise ValueError, naming the model, if random numbers are used after blocks that were drawn before these."""
+        if any(source.name == _DRAWN for sources in self.needs.values() for source in sources):
+            raise ValueError(
+                f"{name} cannot be divided: its forward draws random numbers before blocks and uses them after these, "
+                "where they would be drawn again; pass them as arguments, or let a module draw and return them"
+            )
 
 
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
-    """Run ``model`` once, without gradients, and record what it calls."""
+    """Run ``model`` once, without gradients, and record what the parts of its forward use."""
     watcher = _Watcher(model, trunks)
-    with torch.no_grad(), watcher.hooks(), _Reads(watcher):
+    with torch.no_grad(), watcher.hooks(), watcher:
         inputs.call(model)
-    for call, tensor, version in watcher.versions:
-        call.written |= tensor._version != version
     return watcher.calls
 
 
-class _Watcher:
-    """Knows in which segment the run is; None inside a trunk."""
+class _Watcher(Sources):  # type: ignore[no-untyped-call]
+    """Knows in which segment the run is, and follows what modules return, and parameters and buffers by identity."""
 
     def __init__(self, model: nn.Module, trunks: Sequence[Sequence[str]]) -> None:
+        super().__init__()
         self.calls = Calls()
-        self.state = {id(t) for t in (*model.parameters(), *model.buffers())}
-        self.segment: int | None = 0
-        self.inside = 0
-        self._origins: dict[int, frozenset[Origin | int]] = {}
-        self._held: list[Any] = []  # or identities would be given out again
-        self.versions: list[tuple[ModuleCall, Tensor, int]] = []
+        self._segment = 0
+        self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
         self._model = model
-        self._names = {model.get_submodule(name): name for trunk in trunks for name in trunk}
-        self._blocks = [[model.get_submodule(name) for name in trunk] for trunk in trunks]
+        self._blocks = {model.get_submodule(name): name for trunk in trunks for name in trunk}
+        self._last = [trunk[-1] for trunk in trunks]
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.add(tensor, frozenset([id(tensor)]))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        blocks = {block for trunk in self._blocks for block in trunk}
-        inner = {module for block in blocks for module in block.modules()}
+        inner = {module for block in self._blocks for module in block.modules()}
         with ExitStack() as scope:
-            for t, trunk in enumerate(self._blocks):
-                for block in trunk:
-                    begin = partial(self._begin, t)
-                    scope.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                    scope.callback(block.register_forward_hook(partial(self._end, t)).remove)
             for name, module in self._model.named_modules():
-                if module not in inner and blocks.isdisjoint(module.modules()):
-                    enter, leave = partial(self._enter, name), partial(self._leave, name)
-                    scope.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                    scope.callback(module.register_forward_hook(leave).remove)
+                if module in self._blocks or (module not in inner and self._blocks.keys().isdisjoint(module.modules())):
+                    scope.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                    leave = partial(self._leave, self._blocks.get(module, name))
+                    scope.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
             yield
 
-    def _begin(self, trunk: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._use((args, kwargs), trunk)
-        self.segment = None
-        self.inside += 1
-        first = next((leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        self.calls.blocks.append(ModuleCall(given=None if first is None else first.dtype))
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._inside:
+            self._use((args, kwargs))
+            self._note(id(module))
+        self._inside.append(module)
 
-    def _end(self, trunk: int, block: nn.Module, args: Any, output: Any) -> None:
-        self.inside -= 1
-        self.calls.blocks[-1].returned(output)
-        self._name(output, self.calls.blocks[-1], Origin(self._names[block], 0, 0, trunk, is_block=True))
-        self.segment = trunk + 1 if block is self._blocks[trunk][-1] else None
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.inside:
-            if self.segment is not None:
-                self._use((args, kwargs), self.segment)
-            if self.segment is None:
-                self.calls.between.append(name)
-            else:
-                self.calls.modules.setdefault(module, []).append(ModuleCall(segment=self.segment))
-        self.inside += 1
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.inside -= 1
-        if not self.inside and self.segment is not None:
-            calls = self.calls.modules[module]
-            calls[-1].returned(output)
-            self._name(output, calls[-1], Origin(name, len(calls) - 1, 0, self.segment))
-
-    def _name(self, output: Any, call: ModuleCall, source: Origin) -> None:
-        """Note where tensors come from. A module may return what it was given, which then comes from both."""
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside.pop()
+        if self._inside:
+            return
+        is_block = module in self._blocks
+        calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
+        source = Origin(name, 0 if is_block else len(calls), 0, self._segment, is_block)
+        calls.append(Call.of((args, kwargs), output))
         for place, leaf in enumerate(flattened(output)[0]):
-            if isinstance(leaf, Tensor):
-                self._made(leaf, frozenset([source._replace(place=place)]))
-                self.versions.append((call, leaf, leaf._version))
+            # A module may return what it was given, which then comes from both.
+            self.add(leaf, frozenset([source._replace(place=place)]))
+        self._segment += name in self._last
 
-    def _made(self, tensor: Tensor, origins: frozenset[Origin | int]) -> None:
-        self._origins[id(tensor)] = self._origins.get(id(tensor), frozenset()) | origins
-        self._held.append(tensor)
+    def _use(self, value: Any) -> None:
+        """Note that this segment uses the tensors in ``value``, and what they are made of."""
+        for source in self.of(value):
+            if not isinstance(source, Origin):
+                self._note(source)
+            elif source.segment < self._segment and source.name != self._last[self._segment - 1]:
+                self.calls.needs.setdefault(self._segment, set()).add(source)
 
-    def _use(self, value: Any, segment: int) -> frozenset[Origin | int]:
-        """Note that ``segment`` uses the tensors in ``value``; what they are made of, parameters by identity."""
-        tensors = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        origins = frozenset[Origin | int]().union(*map(self._origins_of, tensors))
-        for origin in origins:
-            if isinstance(origin, int):
-                self.calls.tensors.setdefault(origin, set()).add(segment)
-            elif origin.segment < segment and origin.name != self._before(segment):
-                self.calls.needs.setdefault(segment, set()).add(origin)
-        return origins
+    def _note(self, key: int) -> None:
+        self.calls.segments.setdefault(key, set()).add(self._segment)
 
-    def _origins_of(self, tensor: Tensor) -> frozenset[Origin | int]:
-        own = frozenset([id(tensor)]) if id(tensor) in self.state else frozenset[int]()
-        return own | self._origins.get(id(tensor), frozenset())
-
-    def _before(self, segment: int) -> str:
-        """The name of the last block before ``segment``."""
-        return self._names[self._blocks[segment - 1][-1]]
-
-    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Carry out an operation, and note what it reads and makes."""
-        if self.segment is None:
-            return function(*args, **kwargs)
-        if self.inside or function in LOOKS:
-            self._read((args, kwargs), self.segment)
-            return function(*args, **kwargs)
-        origins = self._use((args, kwargs), self.segment)
-        result = function(*args, **kwargs)
-        for leaf in _pytree.tree_leaves(result) if origins else ():
-            if isinstance(leaf, Tensor):
-                self._made(leaf, origins)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            if self._inside[0] not in self._blocks:
+                for source in self.of((args, kwargs)):
+                    if not isinstance(source, Origin):
+                        self._note(source)
+            return func(*args, **(kwargs or {}))
+        self._use((args, kwargs))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.add(result, frozenset([Origin(_DRAWN, 0, 0, self._segment)]))
         return result
-
-    def _read(self, value: Any, segment: int) -> None:
-        """Note that ``segment`` reads the parameters and buffers in ``value``."""
-        for leaf in _pytree.tree_leaves(value):
-            if id(leaf) in self.state:
-                self.calls.tensors.setdefault(id(leaf), set()).add(segment)
-
-
-LOOKS = {
-    *(
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.__len__,
-        Tensor.stride,
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "grad_fn", "is_leaf")),
-}
-"""What looks at a tensor and not at its elements."""
-
-
-class _Reads(TorchFunctionMode):
-    """Tells what operations read."""
-
-    def __init__(self, watcher: _Watcher) -> None:
-        super().__init__()
-        self._watcher = watcher
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._watcher.operation(function, args, kwargs or {})

@@ -8,21 +8,16 @@ losses of micro-batches. So a pipe concatenates what the modules next to the los
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
 
-from ..engine._settings import settings, with_settings
-from ._calls import Key, ModuleCall, Shape
+from ._calls import Call, Called, Key, Like
 from ._inputs import Inputs
 from ._skeleton import skeleton
-from ._standins import ModuleStandIn, Tape, current_tape, unknown
-from ._tree import flattened
+from ._standins import StandIn, Tape, unknown
 
 if TYPE_CHECKING:
     from ._segment import Segment
@@ -44,67 +39,40 @@ class Ending:
         places: the tensors that the last block returned, if that is next to the loss.
 
     Attributes:
+        calls: as given.
         fields: the fields of the output that it can compute.
     """
 
-    def __init__(self, calls: Mapping[str, list[ModuleCall]], places: Collection[int]) -> None:
-        self._calls, self._places = calls, places
+    def __init__(self, calls: Mapping[str, list[Call]], places: Collection[int]) -> None:
+        self.calls, self._places = calls, places
         self.fields: frozenset[str] = frozenset()
 
-    def wanted(self) -> AbstractContextManager[None]:
-        """A context in which the last layer returns what this ending needs, in place of the model's output."""
-        return with_settings(wanted=self)
-
-    @property
-    def is_wanted(self) -> bool:
-        return settings().wanted is self
-
-    def recorded(self, segment: Segment, tape: Tape, inputs: Inputs) -> Returned:
-        """Run the last segment, and take down what its modules return."""
+    def recorded(self, segment: Segment, tape: Tape) -> Returned:
+        """What the modules returned in a run of the last segment."""
+        for name in self.calls:
+            module = segment.net.get_submodule(name)
+            if module._backward_hooks or module._backward_pre_hooks:  # which look at what no forward hook sees
+                raise RuntimeError(
+                    f"{name!r} has backward hooks, and the loss of all rows is computed from what it returns; put "
+                    "them on the modules inside, or train by step()"
+                )
         found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
-        counts = dict.fromkeys(self._calls, 0)
-        with ExitStack() as scope:
-            for name in self._calls:
-                module = segment.net.get_submodule(name)
-                if module._backward_hooks or module._backward_pre_hooks:  # which look at what no forward hook sees
+        for name, calls in tape.returned.items():
+            for number, (leaves, tree) in enumerate(calls):
+                known = self.calls[name]
+                if number >= len(known) or tree != known[number].result or _differ(leaves, known[number].outputs):
                     raise RuntimeError(
-                        f"{name!r} has backward hooks, and the loss of all rows is computed from what it returns; put "
-                        "them on the modules inside, or train by step()"
+                        f"{name!r} was called more often than with the sample, or returned another structure; flatten "
+                        "the model with a sample that it treats alike"
                     )
-                hook = partial(self._record, name, tape, found, counts)
-                scope.callback(module.register_forward_hook(hook).remove)
-            segment.run(tape, inputs)
+                found.update({(name, number, m): leaf for m, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         return found
-
-    def _record(
-        self,
-        name: str,
-        tape: Tape,
-        found: Returned,
-        counts: dict[str, int],
-        module: object,
-        args: object,
-        value: Any,
-    ) -> None:
-        if current_tape() is not tape:  # another stage, in its own thread, has this module too: a tied embedding
-            return
-        (leaves, tree), number, known = flattened(value), counts[name], self._calls[name]
-        alike = number < len(known) and tree == known[number].result
-        if not alike or any(_other(*pair) for pair in zip(leaves, known[number].outputs, strict=True)):
-            raise RuntimeError(
-                f"{name!r} was called more often than with the sample, or returned another structure; flatten the "
-                "model with a sample that it treats alike"
-            )
-        found.update({(name, number, m): leaf for m, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        counts[name] += 1
 
     def net(self, segment: Segment) -> nn.Module:
         """The net of the last segment, with stand-ins for the modules next to the loss."""
-        modules = {name: segment.net.get_submodule(name) for name in self._calls}
-        replaced: dict[nn.Module, nn.Module] = {
-            module: ModuleStandIn(module, name, self._calls[name]) for name, module in modules.items()
-        }
-        return skeleton(segment.net, replaced, lambda tensor: True, [])
+        modules = {name: segment.net.get_submodule(name) for name in self.calls}
+        replaced = {module: StandIn(module, name, self.calls[name]) for name, module in modules.items()}
+        return skeleton(segment.net, replaced, lambda tensor: True, {})
 
     def __call__(self, segment: Segment, inputs: Inputs, found: Returned, net: nn.Module | None = None) -> Any:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
@@ -120,10 +88,7 @@ class Ending:
         as_tuple = kwargs.get("return_dict") is False
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
-        done = [
-            found.get((BLOCK, 0, m), unknown(leaf, device)) if isinstance(leaf, Shape) else leaf
-            for m, leaf in enumerate(segment.done)
-        ]
+        done = [found.get((BLOCK, 0, m), unknown(leaf, device)) for m, leaf in enumerate(segment.done)]
         tape = Tape(device, {}, segment.first, [], done, found)
         output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
         home = inputs.tensors()[0].device
@@ -136,10 +101,13 @@ class Ending:
         return whole.to_tuple() if as_tuple else whole
 
 
-def _other(leaf: Any, known: Any) -> bool:
+def _differ(leaves: list[Any], known: list[Any]) -> bool:
     """Whether a constant is another one than in the sample."""
-    is_tensor = isinstance(leaf, Tensor)
-    return is_tensor != isinstance(known, Shape) or not (is_tensor or leaf is known or leaf == known)
+    return any(
+        isinstance(leaf, Tensor) != isinstance(then, Like)
+        or not (isinstance(leaf, Tensor) or leaf is then or leaf == then)
+        for leaf, then in zip(leaves, known, strict=True)
+    )
 
 
 def without_loss_only(inputs: Any) -> Any:
@@ -158,48 +126,35 @@ def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
     return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
-def ending_of(model: nn.Module, inputs: Inputs, blocks: Sequence[nn.Module]) -> tuple[Ending, Any]:
-    """How ``model`` computes its loss, seen in a run, and what it returned in that."""
-    calls: dict[nn.Module, list[ModuleCall]] = {}
-    with ExitStack() as scope, torch.no_grad():
-        for module in model.modules():
-            scope.callback(module.register_forward_hook(partial(_note, calls)).remove)
-        output = inputs.call(model)
-    rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), 0)
+def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence[nn.Module]) -> Ending:
+    """How ``model`` computes its loss, by what all its modules returned for ``inputs``."""
+    calls: dict[nn.Module, list[Call]] = {}
+    for module, call in called:
+        calls.setdefault(module, []).append(call)
+    rows = inputs.rows()
     found = dict(_around(model, calls, blocks, rows))
     if any(blocks[-1] in model.get_submodule(name).modules() for name in found):
-        return Ending(found, ()), output
-    last = enumerate(calls[blocks[-1]][-1].outputs)
+        return Ending(found, ())
     # Other tensors, such as position biases that all rows share, cannot be concatenated.
-    places = [
-        m for m, leaf in last if isinstance(leaf, Shape) and len(leaf.shape) and rows and not leaf.shape[0] % rows
-    ]
-    return Ending(found, places), output
-
-
-def _note(calls: dict[nn.Module, list[ModuleCall]], module: nn.Module, args: object, output: Any) -> None:
-    call = ModuleCall()
-    call.returned(output)
-    calls.setdefault(module, []).append(call)
+    last = enumerate(calls[blocks[-1]][-1].outputs)
+    places = [m for m, leaf in last if isinstance(leaf, Like) and leaf.shape and rows and not leaf.shape[0] % rows]
+    return Ending(found, places)
 
 
 def _around(
     module: nn.Module,
-    calls: Mapping[nn.Module, list[ModuleCall]],
+    calls: Mapping[nn.Module, list[Call]],
     blocks: Collection[nn.Module],
     rows: int,
     path: str = "",
-) -> Iterator[tuple[str, list[ModuleCall]]]:
+) -> Iterator[tuple[str, list[Call]]]:
     """The largest modules that are called and return values for rows alone, but for blocks; the rest is the loss."""
     for name, child in module.named_children():
         called = calls.get(child, [])
         if child in blocks:
             continue
-        if called and all(_has_rows(call, rows) for call in called):
+        leaves = [leaf for call in called for leaf in call.outputs if isinstance(leaf, Like)]
+        if called and all(leaf.shape and leaf.shape[0] == rows for leaf in leaves):
             yield path + name, called
         else:
             yield from _around(child, calls, blocks, rows, f"{path}{name}.")
-
-
-def _has_rows(call: ModuleCall, rows: int) -> bool:
-    return all(len(leaf.shape) and leaf.shape[0] == rows for leaf in call.outputs if isinstance(leaf, Shape))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,19 @@ from torch.random import fork_rng
 
 from microbatch import unwrap
 
+from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
 from ._cache import expect_followed, without_cache
-from ._calls import Calls
+from ._calls import Calls, observe, watch
+from ._ending import Ending, ending_of
 from ._inputs import Inputs
 from ._names import Flattened
 from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
-from ._skeleton import Follower, named_units, skeleton, twin_of
-from ._standins import BlockStandIn, ModuleStandIn, Observe, StandIn
-from ._training import expect_alike_in_training, in_mode, watched
+from ._skeleton import followers, named_units, skeleton
+from ._standins import Observe, StandIn
 from ._trunk import Trunk, find_trunks
-from ._verify import add_own_loss, expect_equal, loss_seen
+from ._verify import add_own_loss, expect_equal
 
 
 def flatten(
@@ -79,60 +80,56 @@ def flatten(
     if not has_data(model):
         inputs = with_values(inputs)
     expect_followed(model, inputs, model.modules())
-    with _unchanged(model) as before, without_cache(model):
-        layers = _flattened(model, inputs, blocks, picked, whole=pick is None)
-        _expect_kept(model, layers, before)
-    for twin in layers.twins:
+    with _unchanged(model) as state, without_cache(model):
+        layers = _flattened(model, inputs, blocks, picked, state, whole=pick is None)
+    for twin in followers(layers):
         twin.follow()
     return layers
 
 
 def _flattened(
-    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, *, whole: bool
+    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _State, *, whole: bool
 ) -> Flattened:
     """The layers.
 
     Args:
+        state: of the model, before the runs on the sample.
         whole: whether the pipe may return the whole output.
     """
-    with in_mode(False, model), shapes_only(model):
-        trunks = find_trunks(model, inputs, blocks)
-        calls = watched(model, inputs, trunks)
-        if calls.between:
-            raise ValueError(
-                f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
-                "call it, or name other lists: GPipe(model, sample=sample, blocks=...)"
-            )
-    twins: list[Follower] = []
-    layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
-    with in_mode(False, model, layers):
-        with shapes_only(model) as shapes:
-            expect_equal(model, layers, inputs, pick, shapes)
-            seen = loss_seen(model, layers, inputs, pick, shapes)
-        if seen is not None:
-            add_own_loss(model, layers, inputs, pick, *seen, whole=whole)
-    if has_data(model):
-        expect_alike_in_training(type(model).__name__, layers, inputs)
-    return layers.of(model, twins)
-
-
-def _built(
-    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
-) -> Flattened:
-    flattened = Flattened(OrderedDict(_parts(model, inputs, trunks, calls, pick, twins)))
-    for module in (flattened, *flattened.children()):
+    name = type(model).__name__
+    with _in_mode(False, model), shapes_only(model):
+        called, output = observe(model, inputs)
+        trunks = find_trunks(model, [module for module, _ in called], blocks)
+        calls = watch(model, inputs, trunks)
+    with _in_mode(True, model), shapes_only(model), suppress(Exception):
+        # If it fails, as a batch norm of one row, what it needs in training is seen when it trains.
+        calls.add(watch(model, inputs, trunks))
+    calls.expect_drawn_once(name)
+    changed = state.changed()
+    state.restore()
+    expected, ending = pick(output), None
+    if has_own_loss(expected):
+        ending = ending_of(model, inputs, called, [model.get_submodule(each) for trunk in trunks for each in trunk])
+    layers = Flattened(OrderedDict(_parts(model, inputs, trunks, calls, pick, ending)))
+    for module in (layers, *layers.children()):  # its copies of modules have the modes of the model
         module.training = model.training
-    return flattened
+    with _in_mode(False, model, layers), shapes_only(model) as shapes:
+        expect_equal(name, expected, layers, inputs, shapes)
+        if ending is not None:
+            add_own_loss(name, output, layers, inputs, pick, shapes, whole=whole)
+    _expect_divisible(name, layers, changed)
+    return layers.of(model)
 
 
 def _parts(
-    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, ending: Ending | None
 ) -> Iterator[tuple[str, nn.Module]]:
     """A segment before, between and after the trunks, and the blocks of the trunks, in order, with their names."""
     number, namespace = 0, Namespace()  # the number of the next block
     for s, trunk in enumerate([*trunks, []]):
-        net, picked = _net(model, trunks, calls, s, twins), None if trunk else pick
+        net, picked = _net(model, trunks, calls, s, ending), None if trunk else pick
         segment = Segment(net, calls, inputs, names=trunk, first=number, number=s, namespace=namespace, pick=picked)
+        segment.ending = None if trunk else ending
         yield _title(s, len(trunks)), segment
         for place, name in enumerate(trunk):
             module, last = model.get_submodule(name), name == trunk[-1]
@@ -147,100 +144,124 @@ def _title(segment: int, trunks: int) -> str:
     return f"between_{segment}"
 
 
-def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Follower]) -> nn.Module:
-    """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
-    names = [name for trunk in trunks for name in trunk]
-    replaced: dict[nn.Module, nn.Module] = {
-        model.get_submodule(name): BlockStandIn(model.get_submodule(name), name, j, calls.blocks[j])
-        for j, name in enumerate(names)
-    }
-    last = len(trunks)
-    for name, unit in named_units(model, frozenset(replaced), frozenset(calls.modules)):
+def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:
+    """The copy of the model for ``segment``."""
+    names, last = [name for trunk in trunks for name in trunk], len(trunks)
+    blocks = {model.get_submodule(name): (name, j) for j, name in enumerate(names)}
+    replaced = {block: StandIn(block, name, [calls.blocks[j]], j) for block, (name, j) in blocks.items()}
+    observed: dict[nn.Module, Observe] = {}
+    if segment == last and ending is not None:
+        observed = {model.get_submodule(name): Observe(name) for name in ending.calls}
+    for name, unit in named_units(model, frozenset(blocks), frozenset(calls.modules)):
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
-        own = _segments(unit, calls) or ({last} if has_state else {segment})
+        own = calls.segments_of(unit) or ({last} if has_state else {segment})
         if segment not in own:
-            replaced[unit] = ModuleStandIn(unit, name, calls.modules.get(unit, []))
+            replaced[unit] = StandIn(unit, name, calls.modules.get(unit, []))
+            if unit in observed:  # a loss of two parts of a model is computed from what the first one returned
+                replaced[unit].register_forward_hook(observed[unit])
         elif unit in calls.modules and max(own) < last:
-            replaced[unit] = _observed(unit, name)
-            twins.append(Follower(replaced[unit], unit, f"{name}."))
-    return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
+            observed[unit] = Observe(name)
+    return skeleton(model, replaced, lambda tensor: segment in calls.segments.get(id(tensor), {last}), observed)
 
 
-def _segments(unit: nn.Module, calls: Calls) -> set[int]:
-    """The segments that need ``unit``."""
-    state = (*unit.parameters(), *unit.buffers())
-    called = {call.segment for call in calls.modules.get(unit, ())}
-    return called.union(*(calls.tensors.get(id(tensor), set()) for tensor in state))
+def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> None:
+    """Raise ValueError, with the model's ``name``, for what runs change and several layers have, or read of another.
 
-
-def _observed(unit: nn.Module, name: str) -> nn.Module:
-    twin = twin_of(unit)
-    twin.register_forward_hook(Observe(name))
-    return twin
-
-
-def _expect_kept(model: nn.Module, layers: Flattened, before: _Attributes) -> None:
-    """Raise ValueError for attributes that a run has set, and that several layers have, or read of another one.
-
-    They may be of any micro-batch, and have the graph of another stage.
-
-    Args:
-        before: the attributes of all modules before the runs on the sample.
+    It may be of any micro-batch, and have the graph of another stage.
     """
-    asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
-    divided, now = {twin.source for twin in layers.twins}, _attributes(model)
-    for path, module in model.named_modules():
-        if module not in before:
+    nets = [layer.net for layer in layers if isinstance(layer, Segment)]
+    held = Counter(buffer for net in nets for buffer in set(net.buffers()))
+    for path, buffer in changed.buffers:
+        if held[buffer] > 1:
             raise ValueError(
-                f"{type(model).__name__} cannot be divided: its forward makes the module {path!r} anew; make it when "
-                "the model is built"
+                f"{name} cannot be divided: {path!r}, a buffer, changes in training, and is used by several parts of "
+                "the forward, before and after the blocks; let one module have it, and the others take what that "
+                "returns"
             )
-        for name, value in now[module].items():
-            then = before[module].get(name, _NEW)
-            is_number = isinstance(value, Number) and isinstance(then, Number)
-            if value is then or (is_number and value == then):
-                continue
-            where = repr(f"{path}.{name}".lstrip("."))
-            if (module, name) in asked:
+    asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
+    divided = {twin.source for twin in followers(layers)}
+    for path, module, attribute, is_own in changed.attributes:
+        if (module, attribute) in asked or (is_own and module in divided):
+            raise ValueError(
+                f"{name} cannot be divided: its forward sets {path!r} anew in each run, and several parts of it would "
+                "have one each, or read that of another part; keep it in a buffer, and change that in place, or let "
+                "the module return it"
+            )
+
+
+class _Changed(NamedTuple):
+    """What runs of a model have changed.
+
+    Attributes:
+        buffers: in place, with their names.
+        attributes: set anew: the name in the model, the module, the name there, and whether it is a number or a buffer.
+    """
+
+    buffers: list[tuple[str, Tensor]]
+    attributes: list[tuple[str, nn.Module, str, bool]]
+
+
+class _State:
+    """The attributes and buffers of a model as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._entries = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
+        self._values = [(name, each, each.clone()) for name, each in model.named_buffers() if not each.is_meta]
+
+    def changed(self) -> _Changed:
+        """What is another one since then."""
+        attributes = []
+        for path, module in self._model.named_modules():
+            if module not in self._entries:
                 raise ValueError(
-                    f"{type(model).__name__} cannot be divided: its forward reads {where}, which that module sets anew "
-                    "in each run; let the module return it"
+                    f"{type(self._model).__name__} cannot be divided: its forward makes the module {path!r} anew; make "
+                    "it when the model is built"
                 )
-            if module in divided and (is_number or (name in module._buffers and then is not _NEW)):
-                raise ValueError(
-                    f"{type(model).__name__} cannot be divided: its forward sets {where} anew, of which each part of "
-                    "it would have one of its own; keep it in a buffer, and change that in place"
-                )
+            known, buffers = self._entries[module]
+            for name, value in {**vars(module), **module._buffers}.items():
+                then = buffers.get(name, known.get(name, _NEW))
+                is_number = isinstance(value, Number) and isinstance(then, Number)
+                if value is not then and not (is_number and value == then):
+                    attributes.append((f"{path}.{name}".lstrip("."), module, name, is_number or name in buffers))
+        return _Changed([(name, each) for name, each, then in self._values if not torch.equal(each, then)], attributes)
+
+    def restore(self) -> None:
+        """Set what it was."""
+        for module, (attributes, buffers) in self._entries.items():
+            for entries, then in ((vars(module), attributes), (module._buffers, buffers)):
+                entries.clear()
+                entries.update(then)
+        for _, buffer, value in self._values:
+            if not torch.equal(buffer, value):  # batch norm changes its buffers without a count in _version
+                buffer.data.copy_(value)
 
 
 _NEW = object()
-_Attributes = dict[nn.Module, dict[str, Any]]
-
-
-def _attributes(model: nn.Module) -> _Attributes:
-    """The attributes and buffers of all modules."""
-    return {module: {**vars(module), **module._buffers} for module in model.modules()}
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[_Attributes]:
-    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are.
-
-    Yields:
-        The attributes of all modules.
-    """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    own = [(entries, dict(entries)) for module in model.modules() for entries in (vars(module), module._buffers)]
+def _unchanged(model: nn.Module) -> Iterator[_State]:
+    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
+    state = _State(model)
     try:
         with fork_rng(devices=[]):
-            yield _attributes(model)
+            yield state
     finally:
-        for entries, then in own:
-            entries.clear()
-            entries.update(then)
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):  # batch norm changes its buffers without a count in _version
-                buffer.data.copy_(before)
+        state.restore()
+
+
+@contextmanager
+def _in_mode(training: bool, *models: nn.Module) -> Iterator[None]:
+    """A context in which ``models`` are in training or evaluation mode, as a whole."""
+    before = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
 
 
 def _picker(pick: str | Pick | None) -> Pick:

@@ -57,3 +57,7 @@ class Inputs(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves()[0] if isinstance(leaf, Tensor)]
+
+    def rows(self) -> int:
+        """Of the first tensor that has any; 0 if there is none."""
+        return next((tensor.shape[0] for tensor in self.tensors() if tensor.dim()), 0)

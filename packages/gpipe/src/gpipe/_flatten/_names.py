@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from ._skeleton import Follower, twin_of
+from ._skeleton import twin_of
 
 
 class Part(nn.Module):
@@ -61,11 +61,9 @@ class Flattened(nn.Sequential):
 
     Attributes:
         model: the model that has the modules of these layers; None if these are not all layers of it.
-        twins: what the layers have in place of modules of the model, and what follows these.
     """
 
     model: nn.Module | None = None
-    twins: Sequence[Follower] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """The model first, so that it is copied before the layers that look at it."""
@@ -75,11 +73,11 @@ class Flattened(nn.Sequential):
         """As of any sequence; all layers are those of the model."""
         found: Any = super().__getitem__(index)
         is_all = isinstance(found, Flattened) and [*found] == [*self]
-        return found.of(self.model, self.twins) if is_all else found
+        return found.of(self.model) if is_all else found
 
-    def of(self, model: nn.Module | None, twins: Sequence[Follower] = ()) -> Flattened:
+    def of(self, model: nn.Module | None) -> Flattened:
         """These layers as all those of ``model``, which is no submodule of them."""
-        self.__dict__.update(model=model, twins=twins)
+        self.__dict__["model"] = model
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -8,17 +8,15 @@ or a sum that is divided by a number that the caller gives. Which one it is was 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from microbatch import Arguments, Replicate
 
-from ..engine._loss_value import own_loss
-from ..engine._settings import settings, with_settings
+from ..engine._loss_value import has_own_loss, own_loss
 from ._ending import split_loss_only
 from ._reductions import Reductions
 
@@ -34,41 +32,36 @@ class CombineError(ValueError):
     """The loss of a mini-batch is not determined by the losses of its parts."""
 
 
+class Kind(NamedTuple):
+    """How a loss is combined.
+
+    Attributes:
+        name: one of :data:`KINDS`.
+        observed: whether a mean or a sum is seen when the loss is computed; None where that is tried.
+    """
+
+    name: str
+    observed: bool | None = None
+
+
+Kinds = dict[bool, Kind | None]
+"""How a loss is combined, without and with a number of items among the inputs; None: it cannot be."""
+
+
 class OwnLoss:
     """How the losses of micro-batches are combined that a model computes itself. Copies of its layers share it.
 
     Args:
         model: the name of the model's class, for errors.
-        kinds: one of :data:`KINDS`, without and with a number of items among the inputs; None: none of them is right.
-        observed: whether a mean or a sum was seen in the trial, without and with a number of items; None for a trial.
+        kinds: how the losses are combined.
         has_ending: whether the pipe itself returns the loss of all rows.
     """
 
-    def __init__(
-        self,
-        model: str,
-        kinds: dict[bool, str | None],
-        observed: dict[bool, bool] | None = None,
-        *,
-        has_ending: bool = True,
-    ) -> None:
-        self._model, self.kinds, self._observed, self._has_ending = model, kinds, observed, has_ending
+    def __init__(self, model: str, kinds: Kinds, *, has_ending: bool = True) -> None:
+        self._model, self._kinds, self._has_ending = model, kinds, has_ending
 
     def __deepcopy__(self, memo: object) -> OwnLoss:
         return self
-
-    def wanted(self) -> AbstractContextManager[None]:
-        """A context in which the last layer returns what :class:`MiniBatchLoss` takes, in place of its output."""
-        return with_settings(wanted=self)
-
-    @property
-    def is_wanted(self) -> bool:
-        return settings().wanted is self
-
-    def expect_combined(self) -> None:
-        """Raise CombineError if no micro-batches can be combined."""
-        if not any(self.kinds.values()):
-            raise self._refused(_NEITHER)
 
     def part(self, output: Callable[[], Any], *, counted: bool) -> Any:
         """The loss of a micro-batch, for :class:`MiniBatchLoss`; the whole output if that has none.
@@ -77,19 +70,25 @@ class OwnLoss:
             output: computes the output of the model.
             counted: whether a number of items is among the inputs.
         """
-        kind = self.kinds[counted]
+        kind = self._kinds[counted]
         if kind is None:
             raise self._refused(_NEITHER)
         with Reductions() as seen:
             found = output()
-        if self._observed is not None and self._observed[counted] != seen.any():
+        if kind.observed not in (None, seen.any()):
             raise self._refused("it is computed in another way than when the model was flattened: make a new pipe")
-        if kind == "counts" and seen.counts and seen.sums:
+        by_counts = kind.name == "counts"
+        if by_counts and seen.counts and seen.sums:
             raise self._refused("a part of it is a mean, and another a sum")
-        return part_of(found, kind, seen)
+        if not has_own_loss(found):  # which the caller reports
+            return found
+        counts = torch.stack(seen.counts) if by_counts and seen.counts else None
+        return {"loss": own_loss(found), "counts": counts, "adds": kind.name == "sum" or (by_counts and seen.sums > 0)}
 
     def whole(self) -> MiniBatchLoss:
-        """The loss function of a run."""
+        """The loss function of a run; CombineError if no micro-batches can be combined."""
+        if not any(self._kinds.values()):
+            raise self._refused(_NEITHER)
         return MiniBatchLoss(self._refused)
 
     def _refused(self, reason: str) -> CombineError:
@@ -99,17 +98,6 @@ class OwnLoss:
             "give step() and evaluate() a loss_fn of what the loss is computed from: "
             'GPipe(model, sample=sample, pick="logits")'
         )
-
-
-def part_of(output: Any, kind: str, seen: Reductions) -> Any:
-    """The loss in ``output`` and what it is weighted by; ``output`` if it has none, as the caller then reports."""
-    try:
-        loss = own_loss(output)
-    except TypeError:
-        return output
-    observed = kind == "counts"
-    counts = torch.stack(seen.counts) if observed and seen.counts else None
-    return {"loss": loss, "counts": counts, "adds": kind == "sum" or (observed and seen.sums > 0)}
 
 
 class MiniBatchLoss:
@@ -126,13 +114,13 @@ class MiniBatchLoss:
         self._refused = refused
         self._form: tuple[bool, int] | None = None
         self._unit: Tensor | None = None
-        self._sums: Tensor | None = None
+        self._sums: Any = 0.0
 
     def __call__(self, output: Any, share: float) -> Any:
         """The loss of a micro-batch that has this ``share`` of all rows.
 
         Args:
-            output: what :func:`part_of` returned.
+            output: what :meth:`OwnLoss.part` returned.
         """
         loss = own_loss(output)
         counts, adds = output["counts"], output["adds"]
@@ -151,7 +139,7 @@ class MiniBatchLoss:
         """The count of all means. It is right for all if their counts are in the same proportion everywhere."""
         if len(counts) == 1:
             return counts[0]
-        before = torch.zeros_like(counts) if self._sums is None else self._sums
+        before = self._sums + torch.zeros_like(counts)
         self._sums = before + counts
         off = (counts * before[0] - counts[0] * before).abs() > 1e-5 * counts[0] * before
         fits = ~off.any() & (counts.gt(0).all() | counts.eq(0).all())
@@ -167,14 +155,16 @@ def with_whole_count(inputs: Any) -> Any:
     found, others = split_loss_only(inputs)
     if not found:
         return inputs
-    whole = {name: Replicate(_tensor(value)) for name, value in found.items() if value is not None}
+    # Not a constant: every new one would be kept with the layers.
+    whole = {
+        name: Replicate(torch.tensor(value, dtype=_dtype(value)) if isinstance(value, Number) else value)
+        for name, value in found.items()
+        if value is not None
+    }
     if isinstance(others, Arguments):
         return Arguments(others.args, {**others.kwargs, **whole})
     return {**others, **whole}
 
 
-def _tensor(value: Any) -> Any:
-    if not isinstance(value, Number):
-        return value
-    # Not a constant: every new one would be kept with the layers.
-    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float32)
+def _dtype(value: Number) -> torch.dtype:
+    return torch.int64 if isinstance(value, int) else torch.float32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils import _pytree
 from ..engine._loss_value import loss_value, own_loss
 from ._ending import LOSS_ONLY, Ending, Returned
 from ._inputs import Inputs
-from ._own_loss import KINDS, CombineError, OwnLoss
+from ._own_loss import KINDS, CombineError, Kind, Kinds, OwnLoss
 from ._reductions import Reductions
 from ._segment import Segment
 
@@ -22,11 +21,6 @@ ROWS = 3
 PARTS = ([0], [1, 2])
 ITEMS = 7
 """A number of items that differs from all counts."""
-
-Kinds = dict[bool, str | None]
-"""How a loss is combined, without and with a number of items."""
-Observed = dict[bool, bool]
-"""Whether a mean or a sum was seen, in the same cases."""
 
 
 class Values(NamedTuple):
@@ -43,13 +37,31 @@ class Values(NamedTuple):
         kwargs = {**self.inputs.kwargs, **dict.fromkeys(LOSS_ONLY, torch.tensor(ITEMS))}
         return self._replace(inputs=self.inputs._replace(kwargs=kwargs))
 
-    def filled(self, k: int, filling: int) -> Values:
-        """These values with another one in a part of the first row of input number ``k``."""
+    def part(self, rows: list[int]) -> Values:
+        def taken(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or tensor.shape[0] % ROWS:
+                return tensor
+            return tensor.reshape(ROWS, -1, *tensor.shape[1:])[rows].flatten(0, 1)
+
+        return self.mapped(taken)
+
+    def variants(self, constants: set[int]) -> Iterator[Values]:
+        """These values, and others in which a part of the first row does not count, if it is a label or a mask.
+
+        Args:
+            constants: what a loss may leave out, such as the number of a padding token.
+        """
+        yield self
+        yield self._replace(returned={key: tensor / 16 for key, tensor in self.returned.items()})
         leaves, tree = self.inputs.leaves()
-        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][k]
-        leaves[at] = tensor = leaves[at].clone()
-        tensor[(0,) if tensor.dim() == 1 else (0, ..., slice(tensor.shape[-1] // 2, None))] = filling
-        return self._replace(inputs=Inputs(*tree.value(leaves)))
+        for k, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                continue
+            is_number = leaf.dtype != torch.bool and not leaf.is_floating_point()
+            for filling in sorted(constants) if is_number else [0]:
+                tensor = leaf.clone()
+                tensor[(0,) if tensor.dim() == 1 else (0, ..., slice(tensor.shape[-1] // 2, None))] = filling
+                yield self._replace(inputs=Inputs(*tree.value([*leaves[:k], tensor, *leaves[k + 1 :]])))
 
 
 class Trial(NamedTuple):
@@ -58,55 +70,38 @@ class Trial(NamedTuple):
     Args:
         model: the name of its class.
         output: what the last layer returns for these values.
-        values: of :data:`ROWS` rows.
     """
 
     model: str
     output: Callable[[Values], Any]
-    values: Values
 
-    def kinds(self) -> Kinds:
-        """The kinds of the loss."""
-        plain, counted = self._loss(self.values), self._loss(self.values.with_items())
-        without = self._kind(self.values)
+    def kinds(self, values: Values) -> Kinds:
+        """How the losses of ``values``, which have :data:`ROWS` rows, are combined."""
+        plain, counted = self._loss(values), self._loss(values.with_items())
+        without = self._kind(values)
         # Many models ignore the number, or do not take it.
         same = counted is None or (plain is not None and torch.equal(plain, counted))
-        return {False: without, True: without if same else self._kind(self.values.with_items())}
+        return {False: without, True: without if same else self._kind(values.with_items())}
 
-    def is_random(self) -> bool:
-        one, other = self._loss(self.values), self._loss(self.values)
+    def is_random(self, values: Values) -> bool:
+        one, other = self._loss(values), self._loss(values)
         return one is None or other is None or not torch.equal(one, other)
 
-    def _kind(self, values: Values) -> str | None:
-        losses = [(each, self._loss(each)) for each in self._variants(values)]
-        known = [(each, loss) for each, loss in losses if loss is not None]
-        # What makes no difference needs no trial.
-        tried = [known[k] for k in range(len(known)) if all(not known[k][1].equal(loss) for _, loss in known[:k])]
-        for kind in KINDS if tried else ():
-            own = OwnLoss(self.model, dict.fromkeys((False, True), kind))
-            if all(self._agrees(each, loss, own) for each, loss in tried):
-                return kind
-        return None
-
-    def _variants(self, values: Values) -> Iterator[Values]:
-        """``values``, and others in which a part of the first row does not count, if it is a label or a mask.
-
-        A loss may leave out what is equal to a constant, such as the number of a padding token, or beyond it. Tried are
-        the constants that it compares with.
-        """
-        constants = sorted({0, -100, *(each + off for each in self.seen(values).constants() for off in (-1, 0, 1))})
-        yield values
-        yield values._replace(returned={key: tensor / 16 for key, tensor in values.returned.items()})
-        for k, tensor in enumerate(values.inputs.tensors()):
-            is_number = tensor.dtype != torch.bool and not tensor.is_floating_point()
-            for filling in (constants if is_number else [0]) if tensor.dim() else ():
-                yield values.filled(k, filling)
-
-    def seen(self, values: Values) -> Reductions:
-        found = Reductions()
-        with found:
+    def _kind(self, values: Values) -> Kind | None:
+        with Reductions() as seen:
             self._loss(values)
-        return found
+        # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
+        constants = {0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}
+        tried: list[tuple[Values, Tensor]] = []
+        for each in values.variants(constants):
+            loss = self._loss(each)
+            if loss is not None and not any(loss.equal(known) for _, known in tried):  # it makes a difference
+                tried.append((each, loss))
+        for name in KINDS if tried else ():
+            own = OwnLoss(self.model, dict.fromkeys((False, True), Kind(name)))
+            if all(self._agrees(each, loss, own) for each, loss in tried):
+                return Kind(name, seen.any())
+        return None
 
     def _loss(self, values: Values) -> Tensor | None:
         """The loss of all rows; None if there is none for these values."""
@@ -118,12 +113,12 @@ class Trial(NamedTuple):
 
     def _agrees(self, values: Values, expected: Tensor, own: OwnLoss) -> bool:
         """Whether the losses of parts give that of all rows, unless a step refuses to combine them."""
-        combine = own.whole()
-        counted = not LOSS_ONLY.isdisjoint(values.inputs.kwargs)
-        parts = [values.mapped(partial(_taken, rows=rows)) for rows in PARTS]
+        combine, found = own.whole(), []
         try:
-            outputs = [own.part(partial(self.output, part), counted=counted) for part in parts]
-            found = [loss_value(combine(each, len(rows) / ROWS)) for each, rows in zip(outputs, PARTS, strict=True)]
+            for rows in PARTS:
+                part = values.part(rows)
+                loss = own.part(lambda part=part: self.output(part), counted=False)  # type: ignore[misc]
+                found.append(loss_value(combine(loss, len(rows) / ROWS)))
         except CombineError:
             return True
         except Exception:  # as above
@@ -135,37 +130,32 @@ class Trial(NamedTuple):
 
 
 def kinds_of(
-    model: nn.Module, ending: Ending, segment: Segment, pick: Callable[[Any], Any], inputs: Inputs, returned: Returned
-) -> tuple[Kinds, Observed]:
+    model: str, ending: Ending, segment: Segment, pick: Callable[[Any], Any], inputs: Inputs, returned: Returned
+) -> Kinds:
     """How losses of ``model`` are combined, tried on random numbers in place of what modules returned, on the CPU.
 
     Both modes of a model must agree, unless it draws random numbers in training.
 
     Args:
+        model: the name of its class.
         segment: the last one.
         returned: what modules returned for ``inputs``.
     """
-    rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), 0)
-    generator = torch.Generator().manual_seed(0)
+    rows, generator = inputs.rows(), torch.Generator().manual_seed(0)
     values = Values(
-        Values(inputs, {}).mapped(lambda t: _more(t.cpu(), rows, generator)).inputs,
+        Values(inputs, {}).mapped(lambda tensor: _more(tensor.cpu(), rows, generator)).inputs,
         {key: _random(tensor, rows, generator) for key, tensor in returned.items()},
     )
-    name = type(model).__name__
+
+    def trial(training: bool) -> Trial:
+        net = _local(ending.net(segment), training)
+        return Trial(model, lambda values: pick(ending(segment, *values, net=net)))
+
     with torch.no_grad():
-        evaluating, training = (
-            Trial(name, partial(_output, ending, segment, pick, _local(ending.net(segment), mode)), values)
-            for mode in (False, True)
-        )
-        found = evaluating.kinds()
-        if not training.is_random():
-            found = {counted: kind if found[counted] == kind else None for counted, kind in training.kinds().items()}
-        cases = {False: values, True: values.with_items()}
-        return found, {counted: evaluating.seen(each).any() for counted, each in cases.items()}
-
-
-def _output(ending: Ending, segment: Segment, pick: Callable[[Any], Any], net: nn.Module, values: Values) -> Any:
-    return pick(ending(segment, *values, net=net))
+        found, training = trial(training=False).kinds(values), trial(training=True)
+        if training.is_random(values):
+            return found
+        return {counted: kind if found[counted] == kind else None for counted, kind in training.kinds(values).items()}
 
 
 def _local(net: nn.Module, training: bool) -> nn.Module:
@@ -198,9 +188,3 @@ def _random(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     shape = (ROWS * (tensor.shape[0] // rows), *tensor.shape[1:])
     scale = torch.arange(1, shape[0] + 1).reshape(-1, *[1] * (len(shape) - 1))
     return torch.randn(shape, generator=generator) * scale
-
-
-def _taken(tensor: Tensor, rows: list[int]) -> Tensor:
-    if not tensor.dim() or tensor.shape[0] % ROWS:
-        return tensor
-    return tensor.reshape(ROWS, -1, *tensor.shape[1:])[rows].flatten(0, 1)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
-from ._calls import Calls, Key, Shape
+from ._calls import Calls, Key, Like
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
@@ -101,30 +102,35 @@ class Segment(Part):
             if tensor is not None:
                 given[key] = tensor
         tape = self._tape(carried, tensors, given)
-        if self.ending is not None and self.ending.is_wanted:
-            return self.ending.recorded(self, tape, inputs)
         if self._pick is not None:
-            whole = inputs._replace(kwargs={**inputs.kwargs, **loss_only})
-            if self.own_loss is not None and self.own_loss.is_wanted:
-                return self.own_loss.part(partial(self._picked, tape, whole), counted=bool(loss_only))
-            return self._picked(tape, whole)
+            return self._result(tape, inputs, loss_only)
         self.run(tape, inputs)
         for title, (module, call, place) in self._gives.items():
-            leaves = tape.returned.get((module, call))
-            yield stash(title, None if leaves is None else leaves[place])
+            calls = tape.returned.get(module, [])
+            yield stash(title, calls[call][0][place] if call < len(calls) else None)
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self.first)
         return {
             "values": values,
             "recipe": Note(recipe),
             "inputs": carried["inputs"] if self._number else Note(structure_of(*inputs.leaves(), "the model")),
-            "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
+            "shapes": tape.shapes(),
             "loss_only": loss_only,
         }
 
+    def _result(self, tape: Tape, inputs: Inputs, loss_only: Mapping[str, Any]) -> Any:
+        """What is picked of the output of the model, or what the caller of the pipe makes one for all rows of."""
+        wanted = settings().wanted
+        if self.ending is not None and wanted is self.ending:
+            self.run(tape, inputs)
+            return self.ending.recorded(self, tape)
+        output = partial(self._picked, tape, inputs._replace(kwargs={**inputs.kwargs, **loss_only}))
+        if self.own_loss is not None and wanted is self.own_loss:
+            return self.own_loss.part(output, counted=bool(loss_only))
+        return output()
+
     def recording(self) -> AbstractContextManager[None]:
         """A context in which this segment, the last one, returns what :meth:`whole` needs in place of the output."""
-        assert self.ending is not None
-        return self.ending.wanted()
+        return with_settings(wanted=self.ending)
 
     def whole(self, inputs: Inputs, found: Returned) -> Any:
         """The whole output of the model for all rows."""
@@ -138,7 +144,7 @@ class Segment(Part):
     def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Key, Tensor]) -> Tape:
         values = carried.get("values", {})
         done = [
-            values.get(output_name(self.first - 1, m)) if isinstance(leaf, Shape) else leaf
+            values.get(output_name(self.first - 1, m)) if isinstance(leaf, Like) else leaf
             for m, leaf in enumerate(self.done)
         ]
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,12 +15,18 @@ from torch import Tensor, nn
 
 from ._cache import uncached
 
+_OBSERVE = -1
+"""The number of a hook that is not the user's."""
+_NUMBER = "stands_for_parameters"
+_TENSORS = ("_parameters", "_buffers")
+_OWN = {*_TENSORS, "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_follower"}
+
 
 def skeleton(
     module: nn.Module,
     replaced: Mapping[nn.Module, nn.Module],
     keeps: Callable[[Tensor], bool],
-    twins: list[Follower],
+    observed: Mapping[nn.Module, Callable[..., None]],
     path: str = "",
 ) -> nn.Module:
     """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
@@ -29,51 +36,25 @@ def skeleton(
         replaced: the modules to replace, with their replacements.
         keeps: whether a parameter or buffer of a module around replaced ones is kept. The others become placeholders:
             buffers of the same shape, filled with NaN (integers: 0).
-        twins: the copies that are made are added here.
+        observed: modules whose copies have a forward hook.
         path: the name of ``module`` in the model, with a dot at the end.
 
     Returns:
-        ``module`` itself, or a shallow copy of it if modules inside it are replaced.
+        ``module`` itself, or a shallow copy of it, which has a :class:`Follower`, if modules inside it are replaced or
+        observed.
     """
     if module in replaced:
         return replaced[module]
-    if replaced.keys().isdisjoint(module.modules()):
+    if all(each not in replaced and each not in observed for each in module.modules()):
         return module
     twin = twin_of(module)
+    is_around = not replaced.keys().isdisjoint(module.modules())
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else skeleton(child, replaced, keeps, twins, f"{path}{name}.")
-    for name, parameter in module._parameters.items():
-        if parameter is not None and not keeps(parameter):
-            del twin._parameters[name]
-            twin.register_buffer(name, _unknown(parameter), persistent=False)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not keeps(buffer):
-            del twin._buffers[name]
-            twin.register_buffer(name, _unknown(buffer), persistent=False)
-    first = next(module.parameters(), None)
-    if first is not None and next(twin.parameters(), None) is None:
-        _answer_for_parameters(twin, first)
-    twins.append(Follower(twin, module, path))
+        if child is not None:
+            twin._modules[name] = skeleton(child, replaced, keeps, observed, f"{path}{name}.")
+    follower = Follower(twin, module, path, keeps if is_around else lambda tensor: True, observed.get(module))
+    vars(twin)["_follower"] = follower
     return twin
-
-
-def _answer_for_parameters(twin: nn.Module, like: Tensor) -> None:
-    """Make ``next(twin.parameters())`` return a placeholder where ``twin`` has no parameters.
-
-    Models ask it for their dtype and device.
-    """
-    number = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-    # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside, which
-    # may have this one already.
-    twin._buffers["stands_for_parameters"] = placeholder(number)
-    twin._non_persistent_buffers_set.add("stands_for_parameters")
-    twin.__dict__["parameters"] = partial(_stand_in_of, twin)
-
-
-def _stand_in_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    number = twin._buffers["stands_for_parameters"]
-    assert number is not None
-    yield number
 
 
 def twin_of(module: nn.Module) -> nn.Module:
@@ -87,25 +68,55 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 class Follower:
-    """A copy of a module of the model that follows it: its mode, hooks, attributes, parameters and buffers.
+    """What lets a copy of a module of the model follow it: its mode, hooks, attributes, parameters and buffers.
 
     Args:
         module: the copy.
         source: the module of the model.
         path: the name of ``source``, with a dot at the end.
+        keeps: whether the copy has a parameter or buffer of ``source``; else it has a placeholder.
+        observe: a forward hook of the copy, after those of ``source``.
     """
 
-    def __init__(self, module: nn.Module, source: nn.Module, path: str) -> None:
-        self.module = module
-        self.path = path
-        self.source = source
+    def __init__(
+        self,
+        module: nn.Module,
+        source: nn.Module,
+        path: str,
+        keeps: Callable[[Tensor], bool],
+        observe: Callable[..., None] | None,
+    ) -> None:
+        self.module, self.source, self.path = module, source, path
         self._children = dict(source._modules)
-        self._then = self._tensors()
-        self._hooks = dict(source._forward_hooks)
+        self._observe = {} if observe is None else {_OBSERVE: observe}
+        self._kept: dict[tuple[str, str], Any] = {}
+        for kind in _TENSORS:
+            for name, value in vars(source)[kind].items():
+                if value is None or keeps(value):
+                    self._kept[kind, name] = value
+                else:
+                    del vars(module)[kind][name]
+                    self._set_placeholder(name, value)
+        first = next(source.parameters(), None)
+        if first is not None and next(module.parameters(), None) is None:
+            # Models ask their first parameter for a dtype and a device.
+            self._set_placeholder(_NUMBER, first.detach().new_empty(()))
+            vars(module)["parameters"] = partial(_number_of, module)
         self.follow()
 
-    def _tensors(self) -> dict[tuple[str, str], Any]:
-        return {(kind, name): value for kind in _TENSORS for name, value in vars(self.source)[kind].items()}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
+        """A copy of a layer alone does not copy the model; a copy of a pipe has copied the model before."""
+        found = copy.copy(self)
+        found.source = memo.get(id(self.source), self.source)
+        for name in ("module", "_kept", "_children"):
+            setattr(found, name, copy.deepcopy(getattr(self, name), memo))
+        return found
+
+    def _set_placeholder(self, name: str, value: Tensor) -> None:
+        # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside,
+        # which may have this one already.
+        self.module._buffers[name] = _unknown(value)
+        self.module._non_persistent_buffers_set.add(name)
 
     def follow(self) -> None:
         """Take over what has changed in the model.
@@ -113,39 +124,35 @@ class Follower:
         Raises:
             RuntimeError: a module in it was replaced, so that the layers would compute with the one before.
         """
-        children = self.source._modules
-        if children != self._children:
-            names = [name for name in {**self._children, **children} if children.get(name) != self._children.get(name)]
+        children, before = self.source._modules, self._children
+        if children != before:
+            names = [name for name in {**before, **children} if children.get(name) != before.get(name)]
             raise RuntimeError(
                 f"{', '.join(repr(self.path + name) for name in names)} of the model was replaced after it was "
                 "flattened, and the layers would compute with the module before; make a new pipe of the model"
             )
         own = vars(self.module)
         own.update({name: self._bound(value) for name, value in vars(self.source).items() if name not in _OWN})
-        # The copy has hooks of its own, also of another thread that runs it.
-        hooks, self._hooks = self._hooks, dict(self.source._forward_hooks)
-        if hooks != self._hooks:
-            for key in hooks.keys() - self._hooks.keys():
-                del self.module._forward_hooks[key]
-            self.module._forward_hooks.update(self._hooks)
-        # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
-        for (kind, name), value in (now := self._tensors()).items():
-            mine = own[kind].get(name)
-            if mine is None or is_placeholder(mine):
-                self._liken(name, value)
-            elif self._then.get((kind, name)) is not value:
-                own[kind][name] = value
-        self._then = now
-        self._liken("stands_for_parameters", next(self.source.parameters(), None), ())
+        own["_forward_hooks"] = OrderedDict({**self.source._forward_hooks, **self._observe})
+        for kind in _TENSORS:
+            for name, value in vars(self.source)[kind].items():
+                self._follow_tensor(kind, name, value)
+        if (first := next(self.source.parameters(), None)) is not None:
+            self._liken(_NUMBER, first.dtype, torch.Size())
 
-    def _liken(self, name: str, value: Tensor | None, shape: Sequence[int] | None = None) -> None:
-        """Give the placeholder for ``value``, if there is one, the dtype and shape that this has."""
+    def _follow_tensor(self, kind: str, name: str, value: Tensor | None) -> None:
+        if (kind, name) not in self._kept:
+            if value is not None:
+                self._liken(name, value.dtype, value.shape)
+        # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
+        elif self._kept[kind, name] is not value:
+            vars(self.module)[kind][name] = self._kept[kind, name] = value
+
+    def _liken(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Give the placeholder of this name, if there is one, another dtype and shape."""
         mine = self.module._buffers.get(name)
-        if value is None or mine is None:
-            return
-        shape = value.shape if shape is None else shape
-        if (mine.dtype, mine.shape) != (value.dtype, shape):
-            self.module._buffers[name] = _unknown(torch.empty(shape, dtype=value.dtype, device=mine.device))
+        if mine is not None and (mine.dtype, mine.shape) != (dtype, shape):
+            self.module._buffers[name] = _unknown(torch.empty(shape, dtype=dtype, device=mine.device))
 
     def lead(self) -> None:
         """Let the module of the model be in evaluation mode if the copy is; not the model, which a pipe trains."""
@@ -157,8 +164,15 @@ class Follower:
         return MethodType(value.__func__, self.module) if is_own else uncached(value)
 
 
-_TENSORS = ("_parameters", "_buffers")
-_OWN = {*_TENSORS, "_modules", "_non_persistent_buffers_set", "_forward_hooks"}
+def followers(layers: nn.Module) -> list[Follower]:
+    """What lets the copies of modules in ``layers`` follow the model."""
+    return [vars(module)["_follower"] for module in layers.modules() if "_follower" in vars(module)]
+
+
+def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    number = twin._buffers[_NUMBER]
+    assert number is not None
+    yield number
 
 
 def _unknown(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._calls import LOOKS, Key, ModuleCall, Shape, shape_of
+from ._calls import Call, Key, Like, like
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
+
+Shapes = dict[str, tuple[tuple[Any, ...], ...]]
+"""What modules returned, tensors as :class:`Like`, by name and call."""
 
 
 class Stop(BaseException):
     """The blocks of a segment are all called. No ``except Exception`` of a model shall hold it up."""
-
-
-class ContextError(ValueError):
-    """A block is called in another context than the forward."""
 
 
 class Tape:
@@ -30,63 +30,76 @@ class Tape:
 
     Args:
         device: where stand-ins make tensors.
-        shapes: what modules of earlier segments returned, by name and call.
+        shapes: what modules of earlier segments returned.
         first: the number of the first block that the segment calls; those before are done.
         names: of these blocks; none in the segment that ends the model.
         done: the leaves of what block ``first - 1`` returned.
         given: tensors that other modules of earlier segments returned, and this one uses.
 
     Attributes:
-        returned: the leaves of what modules returned that belong here, by name and call.
+        returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
         done: as given.
-        begun: whether the forward has come to what belongs here, after the blocks of earlier segments.
     """
 
     def __init__(
         self,
         device: torch.device,
-        shapes: dict[str, tuple[tuple[Any, ...], ...]],
+        shapes: Shapes,
         first: int,
         names: Sequence[str],
         done: list[Any],
         given: Mapping[Key, Tensor],
     ) -> None:
-        self.device = device
-        self.shapes = {name: list(calls) for name, calls in shapes.items()}
+        self.device, self._shapes, self._given = device, shapes, given
+        self._first, self._names, self.done = first, names, done
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
-        self.returned: dict[tuple[str, int], list[Any]] = {}
-        self.begun = not first
+        self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._context = self._present()
-        self._given = given
-        self._first = first
-        self._names = names
-        self.done = done
-        self._counts: dict[str, int] = {}
-        self._keep: list[Any] = []
+        self._counts = Counter[str]()
+        self._held: list[Any] = []
 
-    def block(self, name: str, j: int, call: ModuleCall, args: Any, kwargs: Any) -> Any:
+    def shapes(self) -> Shapes:
+        """What modules have returned up to the end of this segment."""
+        found = dict(self._shapes)
+        for name, calls in self.returned.items():
+            known = found.get(name, ())
+            found[name] = (*known, *(tuple(map(like, leaves)) for leaves, _ in calls[len(known) :]))
+        return found
+
+    def block(self, name: str, j: int, call: Call, given: Any) -> Any:
         """Record a call of block number ``j``, and return placeholders for its result."""
-        assert call.result is not None
         if j == self._first - 1:
-            self.begun = True
             return call.result.value(self.done)
-        leaves, tree = flattened((args, kwargs))
+        leaves, tree = flattened(given)
         if j >= self._first:
             self._expect_turn(j)
             self._expect_context(name)
             self.arguments.append((leaves, tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
-        outputs = [self._given.get((name, 0, m), self._like(leaf, leaves, call)) for m, leaf in enumerate(call.outputs)]
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        outputs = [
+            self._given.get((name, 0, m), self._output(leaf, first, call)) for m, leaf in enumerate(call.outputs)
+        ]
         if j >= self._first:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
             outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
-            self._keep.append(outputs)  # or their identities might be given out again
+            self._held.append(outputs)  # or their identities might be given out again
             self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
         return call.result.value(outputs)
+
+    def _output(self, leaf: Any, first: Tensor | None, call: Call) -> Any:
+        """A tensor that takes no memory for an output of a block: like its first argument if it was in the sample."""
+        if not isinstance(leaf, Like):
+            return leaf
+        shape, dtype = leaf
+        if first is not None and first.is_floating_point():
+            shape = first.shape if first.dim() == len(shape) else shape
+            dtype = first.dtype if dtype == call.given else dtype
+        return unknown(Like(shape, dtype), self.device, writable=False)
 
     def expect_all(self) -> None:
         """Raise RuntimeError if the forward has ended before all blocks were called."""
@@ -109,66 +122,54 @@ class Tape:
         }
 
     def _expect_context(self, name: str) -> None:
-        """Raise ContextError if the block is called in a context of the forward's own, which it would not run in."""
+        """Raise RuntimeError if the block is called in a context of the forward's own, which it would not run in."""
         now = self._present()
         for what, then in self._context.items():
             if now[what] != then:
-                raise ContextError(
+                raise RuntimeError(
                     f"block {name!r} is called under {what} of the forward's own, and a pipe calls it by itself; "
                     "freeze what is not trained by requires_grad_(False), and put autocast around the pipe"
                 )
 
-    def count(self, name: str) -> int:
-        """A module is called; how often it had been."""
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return self._counts[name] - 1
-
     def saw(self, name: str, output: Any) -> None:
-        """A module that belongs here has returned ``output``."""
-        known, number, leaves = self.shapes.setdefault(name, []), self.count(name), flattened(output)[0]
-        if number == len(known):
-            known.append(tuple(map(shape_of, leaves)))
-        self.returned[name, number] = leaves
+        """An observed module has returned ``output``."""
+        self.returned.setdefault(name, []).append(flattened(output))
 
-    def early(self, name: str, calls: list[ModuleCall]) -> Any:
-        """Record a call of a module of another segment, and return placeholders for its result."""
-        number = self.count(name)
+    def early(self, name: str, calls: Sequence[Call]) -> Any:
+        """What a module of another segment returns: what is given, or placeholders, which a forward may write to."""
+        number = self._counts[name]
+        self._counts[name] += 1
         call = calls[min(number, len(calls) - 1)]
-        known = self.shapes.get(name, ())
+        known = self._shapes.get(name, ())
         leaves = known[number] if number < len(known) else call.outputs
-        assert call.result is not None
-        found = [self._given.get((name, number, m), self._unknown(leaf, call)) for m, leaf in enumerate(leaves)]
-        return call.result.value(found)
-
-    def _like(self, leaf: Any, arguments: list[Any], call: ModuleCall) -> Any:
-        """A new tensor for an output, which looks like the first argument if it did in the sample."""
-        first = next((each for each in arguments if isinstance(each, Tensor)), None)
-        if first is not None and isinstance(leaf, Shape) and first.is_floating_point():
-            shape = first.shape if first.dim() == len(leaf.shape) else leaf.shape
-            leaf = Shape(shape, first.dtype if leaf.dtype == call.given else leaf.dtype)
-        return self._unknown(leaf, call)
-
-    def _unknown(self, leaf: Any, call: ModuleCall) -> Any:
-        return unknown(leaf, self.device, call.written) if isinstance(leaf, Shape) else leaf
+        return call.result.value(
+            [
+                self._given[name, number, m] if (name, number, m) in self._given else unknown(leaf, self.device)
+                for m, leaf in enumerate(leaves)
+            ]
+        )
 
 
-def unknown(shape: Shape, device: torch.device, written: bool = False) -> Tensor:
-    """A placeholder tensor, filled with NaN. It takes no memory, unless it may be written to."""
-    value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
-    size = shape.shape if written else ()
-    return placeholder(torch.full(size, value, dtype=shape.dtype, device=device).expand(shape.shape))
+def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
+    """A placeholder for a tensor, filled with NaN; any other object is returned as it is.
+
+    Args:
+        writable: whether it may be written to; else it takes no memory.
+    """
+    if not isinstance(leaf, Like):
+        return leaf
+    value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
+    size = leaf.shape if writable else ()
+    return placeholder(torch.full(size, value, dtype=leaf.dtype, device=device).expand(leaf.shape))
 
 
 class Untouched(Tensor):
     """The output of a block until the next block of its list is called. No operation may use it."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if function in LOOKS:
-            with torch.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            f"an operation ({getattr(function, '__name__', function)}) uses what a block returns before the next block "
+            f"an operation ({func.__name__.partition('.')[0]}) uses what a block returns before the next block "
             "of the list is called, where only blocks may compute"
         )
 
@@ -195,12 +196,6 @@ def running(tape: Tape) -> Iterator[None]:
         _thread.tape = before
 
 
-def _tensor_like(shape: Shape) -> Tensor:
-    """A placeholder for a parameter or buffer. Outside of a forward it may be written to, by an initialisation."""
-    tape = current_tape()
-    return torch.empty(shape.shape, dtype=shape.dtype, device="meta") if tape is None else unknown(shape, tape.device)
-
-
 class Real:
     """The module that a stand-in answers for. It belongs to another layer.
 
@@ -221,12 +216,6 @@ class Real:
     def __deepcopy__(self, memo: dict[int, Any]) -> Real:
         return Real(memo.get(id(self.module), self.module))
 
-    def let_go(self) -> None:
-        """Keep no data of the module."""
-        state: list[Tensor] = [*self.module.parameters(), *self.module.buffers()]
-        self.module = copy.deepcopy(self.module, {id(tensor): tensor.to("meta") for tensor in state})
-        self.is_copy = True
-
 
 class Likeness:
     """Answers as a module inside of another one does that has a stand-in, without data.
@@ -246,11 +235,13 @@ class Likeness:
         module, stand_in = self._module, self._stand_in
         if name in module._modules:
             child = module._modules[name]
-            return child and Likeness(child, stand_in)
+            return None if child is None else Likeness(child, stand_in)
         for tensors in (module._parameters, module._buffers):
             if name in tensors:
-                shape = shape_of(tensors[name])
-                return _tensor_like(shape) if isinstance(shape, Shape) else shape
+                tape = current_tape()
+                if tape is None:  # it may be written to, by an initialisation
+                    return unknown(like(tensors[name]), torch.device("meta"))
+                return unknown(like(tensors[name]), tape.device, writable=False)
         if name in vars(module):
             stand_in.real.asked.add((module, name))
             return vars(module)[name]
@@ -261,11 +252,24 @@ class Likeness:
 
 
 class StandIn(nn.Module):
-    """Answers for another module, like which it looks."""
+    """Answers for another module, like which it looks, and returns what has the shape of what that returned.
 
-    def __init__(self, real: nn.Module) -> None:
+    Args:
+        calls: of the module with the sample.
+        number: of a block, whose arguments are recorded.
+    """
+
+    def __init__(self, real: nn.Module, name: str, calls: Sequence[Call], number: int | None = None) -> None:
         super().__init__()
         self.real = Real(real)
+        self._name, self._calls, self._number = name, calls, number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tape = current_tape()
+        assert tape is not None
+        if self._number is None:
+            return tape.early(self._name, self._calls)
+        return tape.block(self._name, self._number, self._calls[0], (args, kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.expect_settable(name)
@@ -280,7 +284,12 @@ class StandIn(nn.Module):
         return getattr(Likeness(self.real.module, self), name)
 
     def expect_settable(self, name: str) -> None:
-        """The forward sets an attribute: what runs the module does so too, as it has the same forward."""
+        """Raise RuntimeError if the forward sets an attribute of a block, which runs by itself, and would not see it.
+
+        Of another module it may: what runs that has the same forward.
+        """
+        if current_tape() is not None and self._number is not None:
+            raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
     @property
     def training(self) -> bool:
@@ -292,36 +301,6 @@ class StandIn(nn.Module):
             self.real.module.train(mode)
 
 
-class BlockStandIn(StandIn):
-    """Takes down what a block is called with."""
-
-    def __init__(self, real: nn.Module, name: str, number: int, call: ModuleCall) -> None:
-        super().__init__(real)
-        self._name = name
-        self._number = number
-        self._call = call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return current_tape().block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
-
-    def expect_settable(self, name: str) -> None:
-        """Raise RuntimeError in a forward: the block runs by itself, and would not see it."""
-        if current_tape() is not None:
-            raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
-
-
-class ModuleStandIn(StandIn):
-    """Returns what has the shape of what a module returned."""
-
-    def __init__(self, real: nn.Module, name: str, calls: list[ModuleCall]) -> None:
-        super().__init__(real)
-        self._name = name
-        self._calls = calls
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return current_tape().early(self._name, self._calls)  # type: ignore[union-attr]
-
-
 class Observe:
     """A forward hook that takes down what a module returns."""
 
@@ -331,3 +310,14 @@ class Observe:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if (tape := current_tape()) is not None:
             tape.saw(self._name, output)
+
+
+def let_go(layers: nn.Module) -> None:
+    """Let ``layers`` keep no data of a model whose other layers are elsewhere, and follow it no longer."""
+    for module in layers.modules():
+        vars(module).pop("_follower", None)
+        if isinstance(module, StandIn):
+            real = module.real
+            state: list[Tensor] = [*real.module.parameters(), *real.module.buffers()]
+            real.module = copy.deepcopy(real.module, {id(tensor): tensor.to("meta") for tensor in state})
+            real.is_copy = True

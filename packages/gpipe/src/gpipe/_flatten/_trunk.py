@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from ._calls import order_of_calls
-from ._inputs import Inputs
-
 _LISTS = (nn.ModuleList, nn.Sequential)
 Trunk = list[str]
 """The names of blocks that are called one after the other, once each."""
 
 
-def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None) -> list[Trunk]:
+def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None) -> list[Trunk]:
     """The trunks of ``model`` in the order in which they are called.
 
     Args:
+        called: the modules that the model calls, in order, each as often as it is called.
         blocks: the names of the lists to take; None takes the outermost ones whose elements are of one class, or where
             there are none the outermost ``nn.Sequential``s.
 
@@ -28,8 +26,9 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
     lists = [blocks] if isinstance(blocks, str) else list(blocks or [])
     candidates = [_named(model, name) for name in lists] or list(_outermost(model, _alike))
     candidates = candidates or list(_outermost(model, _in_sequence))
-    called = order_of_calls(model, inputs, [name for trunk in candidates for name in trunk])
-    fitting = [trunk for trunk in candidates if _in_a_row(trunk, called)]
+    names = {model.get_submodule(name): name for trunk in candidates for name in trunk}
+    order = [names[module] for module in called if module in names]
+    fitting = [trunk for trunk in candidates if _in_a_row(trunk, order)]
     if lists and len(fitting) < len(candidates):
         wrong = next(name for name, trunk in zip(lists, candidates, strict=True) if trunk not in fitting)
         raise ValueError(
@@ -38,19 +37,21 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
     if not fitting:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks that are called once each and in order"
-            f"{_called_again(model, inputs)}; name the ModuleList or Sequential that holds them, "
+            f"{_called_again(model, called)}; name the ModuleList or Sequential that holds them, "
             "GPipe(model, sample=sample, blocks=...), or write the model as an nn.Sequential"
         )
-    return sorted(fitting, key=lambda trunk: called.index(trunk[0]))
+    return sorted(fitting, key=lambda trunk: order.index(trunk[0]))
 
 
-def _called_again(model: nn.Module, inputs: Inputs) -> str:
+def _called_again(model: nn.Module, called: Sequence[nn.Module]) -> str:
     """Which element of a list is called several times, as layers are that share all parameters."""
-    lists = [(f"{name}.", each) for name, each in model.named_modules() if isinstance(each, _LISTS)]
-    called = order_of_calls(model, inputs, [path + name for path, each in lists for name in each._modules])
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, _LISTS)]
     counts = Counter(called)
-    again = next((name for name in called if counts[name] > 1), None)
-    return f": {again!r} is called {counts[again]} times" if again else ""
+    for path, each in lists:
+        for name, child in each.named_children():
+            if counts[child] > 1:
+                return f": '{path}.{name}' is called {counts[child]} times"
+    return ""
 
 
 def _named(model: nn.Module, name: str) -> Trunk:
@@ -88,8 +89,8 @@ def _in_sequence(layers: nn.Module) -> bool:
     return isinstance(layers, nn.Sequential) and any(True for _ in layers.parameters())
 
 
-def _in_a_row(trunk: Trunk, called: Sequence[str]) -> bool:
-    if not trunk or trunk[0] not in called:
+def _in_a_row(trunk: Trunk, order: Sequence[str]) -> bool:
+    if not trunk or trunk[0] not in order:
         return False
-    first = called.index(trunk[0])
-    return list(called[first : first + len(trunk)]) == trunk and all(called.count(name) == 1 for name in trunk)
+    first = order.index(trunk[0])
+    return list(order[first : first + len(trunk)]) == trunk and all(order.count(name) == 1 for name in trunk)

@@ -8,34 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..engine._loss_value import own_loss
-from ._ending import Ending, Returned, ending_of
 from ._inputs import Inputs
 from ._own_loss import OwnLoss
 from ._probe import kinds_of
-from ._segment import ModelBlock, Pick
+from ._segment import Pick, Segment
 from ._shapes import Shapes
 
 
-def expect_equal(
-    model: nn.Module, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None = None
-) -> None:
-    """Raise ValueError unless both give the same output for ``inputs``, in evaluation mode and without gradients.
+def expect_equal(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
+    """Raise ValueError unless the layers give what is ``expected`` for ``inputs``, without gradients.
 
-    With ``shapes``, only shapes are compared, and no output may be computed from values of placeholders.
+    Args:
+        name: of the model's class.
+        expected: the output of the model.
+        shapes: given if only shapes are to be compared, and no output may be computed from values of placeholders.
     """
-    with torch.no_grad():
-        expected = pick(inputs.call(model))
-        try:
-            value = in_a_row(layers, inputs)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} cannot be divided: with stand-ins for its blocks its forward fails "
-                f"({type(error).__name__}: {error}); {_REASON}"
-            ) from error
-    wrong = difference(_pytree.tree_leaves(expected), _pytree.tree_leaves(value), shapes)
+    try:
+        value = _in_a_row(layers, inputs)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be divided: with stand-ins for its blocks its forward fails "
+            f"({type(error).__name__}: {error}); {_REASON}"
+        ) from error
+    wrong = _difference(expected, value, shapes)
     if wrong:
-        raise ValueError(f"{type(model).__name__} cannot be divided: its layers in a row give {wrong}; {_REASON}")
+        raise ValueError(f"{name} cannot be divided: its layers in a row give {wrong}; {_REASON}")
 
 
 _REASON = (
@@ -44,91 +41,67 @@ _REASON = (
 )
 
 
-def in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
-    """The output of the layers for ``inputs``."""
-    value = layers[0](*inputs.args, **inputs.kwargs)
-    for layer in list(layers)[1:]:
-        value = layer(value)
-    return value
+def _in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
+    with torch.no_grad():
+        value = layers[0](*inputs.args, **inputs.kwargs)
+        for layer in list(layers)[1:]:
+            value = layer(value)
+        return value
 
 
-def difference(expected: list[Any], found: list[Any], shapes: Shapes | None = None) -> str | None:
-    """The difference between ``found`` and ``expected``, as text; None if there is none. On ``meta``, shapes are
-    compared.
-    """
-    if len(expected) != len(found):
-        return f"{len(found)} values instead of {len(expected)}"
-    for a, b in zip(expected, found, strict=True):
+def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
+    """The difference between two values, as text; None if there is none. On ``meta``, shapes are compared."""
+    pairs = _pytree.tree_leaves(expected), _pytree.tree_leaves(found)
+    if len(pairs[0]) != len(pairs[1]):
+        return f"{len(pairs[1])} values instead of {len(pairs[0])}"
+    for a, b in zip(*pairs, strict=True):
         if not isinstance(a, Tensor):
             continue
         if a.shape != b.shape:
             return f"a tensor of shape {tuple(b.shape)} instead of {tuple(a.shape)}"
-        if shapes is not None and shapes.is_unknown(b):
+        if shapes is not None and shapes.of(b):
             return "what depends on modules of other layers"
         if not (a.is_meta or b.is_meta) and not torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True):
             return f"values that are off by up to {float((a - b).abs().max()):g}"
     return None
 
 
-def loss_seen(
-    model: nn.Module, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None = None
-) -> tuple[Ending, Returned | None] | None:
-    """How ``model`` computes its loss; None if it computes none.
-
-    Returns:
-        What computes the loss, and from what for ``inputs``; None for that if it does not tell the model's loss.
-    """
-    last: Any = layers[-1]
-    blocks = [layer.net for layer in layers.children() if isinstance(layer, ModelBlock)]
-    ending, expected = ending_of(model, inputs, blocks)
-    try:
-        own_loss(pick(expected))
-    except TypeError:
-        return None
-    fields = expected if isinstance(expected, dict) else {"loss": expected}
-    ending.fields, last.ending = frozenset(fields), ending
-    with torch.no_grad():
-        try:
-            with ending.wanted():
-                returned: Returned = in_a_row(layers, inputs)
-            output = ending(last, inputs, returned)
-        except Exception:  # it needs more than what modules around the loss return
-            return ending, None
-    found = output if isinstance(output, dict) else {"loss": output}
-    ending.fields = frozenset(name for name, value in found.items() if _is_same(value, fields[name], shapes))
-    return ending, returned if "loss" in ending.fields and not _is_nan(fields["loss"]) else None
-
-
 def add_own_loss(
-    model: nn.Module,
+    name: str,
+    expected: Any,
     layers: nn.Sequential,
     inputs: Inputs,
     pick: Pick,
-    ending: Ending,
-    returned: Returned | None,
+    shapes: Shapes | None,
     *,
     whole: bool,
 ) -> None:
-    """Give the last layer what combines the losses of micro-batches.
+    """Give the last layer what combines the losses of micro-batches, tried on the sample.
 
     Args:
-        ending, returned: as :func:`loss_seen` returned them.
+        name: of the model's class.
+        expected: the whole output of the model.
         whole: whether the pipe may return the whole output, with the loss of all rows.
     """
-    last: Any = layers[-1]
-    has_ending, name = whole and returned is not None, type(model).__name__
-    last.ending = ending if has_ending else None
-    if returned is None:
-        last.own_loss = OwnLoss(name, dict.fromkeys((False, True)), has_ending=False)
+    last = layers[-1]
+    assert isinstance(last, Segment)
+    ending = last.ending
+    assert ending is not None
+    fields = expected if isinstance(expected, dict) else {"loss": expected}
+    ending.fields = frozenset(fields)
+    returned = None
+    try:
+        with torch.no_grad(), last.recording():
+            found = _in_a_row(layers, inputs)
+            output = ending(last, inputs, found)
+    except Exception:  # it needs more than what modules around the loss return
+        ending.fields = frozenset()
     else:
-        found = kinds_of(model, ending, last, pick, inputs, returned)
-        last.own_loss = OwnLoss(name, *found, has_ending=has_ending)
-
-
-def _is_nan(loss: Tensor) -> bool:
-    """Whether the sample has shown nothing: what stand-ins return is not a number either."""
-    return not loss.is_meta and bool(loss.isnan())
-
-
-def _is_same(found: Any, expected: Any, shapes: Shapes | None) -> bool:
-    return difference(_pytree.tree_leaves(expected), _pytree.tree_leaves(found), shapes) is None
+        told = output if isinstance(output, dict) else {"loss": output}
+        same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
+        ending.fields = frozenset(same)
+        is_nan = not fields["loss"].is_meta and bool(fields["loss"].isnan())  # what stand-ins return is not a number
+        returned = found if "loss" in ending.fields and not is_nan else None
+    last.ending = ending if whole and returned is not None else None
+    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)
+    last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None)

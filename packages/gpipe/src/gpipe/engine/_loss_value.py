@@ -49,17 +49,25 @@ def loss_value(found: object) -> LossValue:
 
 def own_loss(output: Any) -> Any:
     """The loss that a model has computed itself: ``output``, or its entry ``loss``."""
-    if isinstance(output, Tensor):
-        found: Any = output
-    else:
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor) and not found.dim():
-        return found
+    if has_own_loss(output):
+        return _entry(output)
     raise TypeError(
         "without a loss_fn the output must be the loss: a scalar tensor, or with one as output.loss; got "
         f"{_described(output)}; {'set return_dict=True, ' if isinstance(output, tuple) else ''}give loss_fn=..., or "
         "what the model computes its loss from, such as labels"
     )
+
+
+def has_own_loss(output: Any) -> bool:
+    """Whether :func:`own_loss` finds one."""
+    found = _entry(output)
+    return isinstance(found, Tensor) and not found.dim()
+
+
+def _entry(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def _described(output: Any) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
-from .._flatten._skeleton import Follower
-from .._flatten._standins import StandIn
+from .._flatten._skeleton import Follower, followers
+from .._flatten._standins import let_go
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
@@ -42,14 +42,13 @@ class Divided(nn.Module):
         else:
             # The dicts themselves, so that whatever is set on the model later is the pipe's too.
             self.__dict__.update({name: vars(model)[name] for name in _REGISTERED})
-        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-        self.__dict__.update(_partitions=partitions, _model=model)
+        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers. The model comes first, so
+        # that it is copied before the layers that look at it.
+        self.__dict__.update(_model=model, _partitions=partitions)
         if isinstance(layers, Flattened) and model is layers.model:
-            self.__dict__["_twins"] = layers.twins
+            self.__dict__["_twins"] = followers(partitions)
         else:
-            for module in partitions.modules():
-                if isinstance(module, StandIn):
-                    module.real.let_go()
+            let_go(partitions)
 
     def _layers(self) -> dict[str, nn.Module]:
         """The layers in this process, in order."""

@@ -17,6 +17,7 @@ from .._flatten._segment import Segment
 from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses
+from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
@@ -173,7 +174,7 @@ class Stepping(Divided):
 
     def _combining(self, call: Call) -> AbstractContextManager[None]:
         own = self._own_loss(call)
-        return nullcontext() if own is None else own.wanted()
+        return nullcontext() if own is None else with_settings(wanted=own)
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare)

@@ -52,7 +52,6 @@ def losses_of(
     weights = _weights(batches, call.reduction, call.normalizer)
     rows = [batch.rows for batch in batches]
     if own is not None:
-        own.expect_combined()
         _expect_defaults(call)
         return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
     return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs)
