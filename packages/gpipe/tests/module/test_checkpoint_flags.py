@@ -204,9 +204,8 @@ def test_derivatives_inside_of_a_checkpointed_layer_are_refused():
     """torch.func cannot save tensors by hooks."""
     slope = Call(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum())))
     with closing(piped(nn.Sequential(slope, *linears(2)), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
-        with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        assert any("give its partition one mode" in note for note in caught.value.__notes__)
         pipe.checkpoint = ["always", "never"]
         pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
 

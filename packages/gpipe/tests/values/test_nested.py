@@ -37,15 +37,3 @@ def test_rows_of_several_lengths_train_as_in_the_plain_model(
         pipe.step(rows(6), rows(6), loss_fn=F.mse_loss, schedule=schedule)
     F.mse_loss(torch.cat([plain(part) for part in rows(6).chunk(2)]), rows(6)).backward()
     assert_same(pipe, plain)
-
-
-def test_other_lengths_in_the_recomputation_are_refused():
-    def layer(x: Tensor) -> Tensor:
-        calls.append(x)
-        return torch.nested.as_nested_tensor([x[:1], x[: len(calls)]], layout=torch.jagged)
-
-    calls: list[Tensor] = []
-    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), Call(layer), Call(lambda value: value.values().sum()))
-    lengths = r"float64\[2, 2, 3\] with grad; now float64\[2, 3, 3\]"
-    with closing(piped(model, [2, 1], checkpoint="always")) as pipe, pytest.raises(RuntimeError, match=lengths):
-        pipe.step(rows(4), loss_fn=lambda output: output)

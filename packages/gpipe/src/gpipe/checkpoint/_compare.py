@@ -20,8 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..values._nested import shape_of
-
 
 def checks_all() -> bool:
     """Whether ``GPIPE_CHECK`` asks to compare the values of every recomputation."""
@@ -34,10 +32,9 @@ def checks_all() -> bool:
 class Sample:
     """The kinds of the outputs of a forward, and copies of their values if these are compared too."""
 
-    __slots__ = ("_kinds", "_values", "nested")
+    __slots__ = ("_kinds", "_values")
 
     def __init__(self, outputs: Sequence[Tensor], *, values: bool) -> None:
-        self.nested = any(tensor.is_nested for tensor in outputs)
         self._kinds = [_kind(tensor) for tensor in outputs]
         self._values = [tensor.detach().clone() if values and _is_plain(tensor) else None for tensor in outputs]
 
@@ -61,7 +58,7 @@ def _different(what: str) -> RuntimeError:
 
 def _kind(tensor: Tensor) -> str:
     with_grad = "with" if tensor.requires_grad else "without"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape_of(tensor))} {with_grad} grad"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {with_grad} grad"
 
 
 def _is_plain(tensor: Tensor) -> bool:

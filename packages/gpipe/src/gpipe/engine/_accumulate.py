@@ -19,7 +19,6 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
-        self._own: set[int] = set()
 
     def backward(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: Below, inputs: Sequence[Tensor]
@@ -45,26 +44,15 @@ class GradientSums:
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         """The leaves with ``scale`` times their sums, which are then dropped."""
-        sums, self._sums, self._own = self._sums, {}, set()
+        sums, self._sums = self._sums, {}
         for leaf, gradient in sums.items():
             yield leaf, scaled(gradient, scale)
 
     def _add(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
-                self._add_one(leaf, gradient)
-
-    def _add_one(self, leaf: Tensor, gradient: Tensor) -> None:
-        before = self._sums.get(leaf)
-        if before is None:
-            self._sums[leaf] = gradient  # may be shared: both terms of a sum have one gradient
-        elif id(leaf) in self._own:
-            before += gradient
-        else:
-            self._sums[leaf] = added(before, gradient)
-            # A sparse sum is replaced each time: the dense gradient that may come next cannot be added to it in place.
-            if not self._sums[leaf].is_sparse:
-                self._own.add(id(leaf))
+                # Not in place: the first gradient may be shared, since both terms of a sum have one gradient.
+                self._sums[leaf] = added(self._sums[leaf], gradient) if leaf in self._sums else gradient
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ of a pipe draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from threading import get_ident
 from typing import Any
@@ -25,7 +24,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from streams import Context, add_note
+from streams import Context
 
 from .._current import current, setting
 from ..checkpoint._random import CellRNG
@@ -109,7 +108,7 @@ class _Forward:
         """The output for ``value``. What its operations save is dropped, unless the forward cannot be repeated."""
 
         def compute() -> Activation:
-            with saved_tensors_hooks(self._save, _Saved.load), _explained():
+            with saved_tensors_hooks(self._save, _Saved.load):
                 return self._block.outputs(self._compute(value))
 
         output, *_ = self._repeatable.first(compute, inputs, spare).value
@@ -151,21 +150,6 @@ class _Forward:
         saved = _Saved(self, tensor)
         self._saved.append(ref(saved))
         return saved
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """A context that adds a note to torch's error for layers that use ``torch.func.grad`` and the like."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" in str(error):
-            add_note(
-                error,
-                "a layer that is checkpointed by a flag of its own is computed again by such hooks; give its partition "
-                "one mode, as in checkpoint='always', or leave the layer out",
-            )
-        raise
 
 
 class _Saved:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
-from ..values._nested import laid_out_like
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import GradientSums
@@ -155,9 +154,3 @@ class CheckpointedCell(Cell):
     def recomputed(self, stage: StageRun) -> Activation:
         """The detached outputs, after the recomputation."""
         return flag_aliases(detach_leaves(self._computed), self.inputs, stage.given)
-
-    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        outputs, seeds = super()._flowing(gradients)
-        if self._repeatable.nested:  # a gradient is laid out like the output of the forward, not of its recomputation
-            seeds = tuple(map(laid_out_like, seeds, outputs))
-        return outputs, seeds

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from microbatch import concatenate
@@ -20,8 +19,6 @@ from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, loss_value
 from ._metrics import metrics_of_all, plain_metrics
 from ._scale import Scale, scale_of, scaled
-
-_CPU = torch.device("cpu")
 
 
 class Losses:
@@ -57,8 +54,8 @@ class Losses:
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Any] = {}
         self._metrics: dict[int, dict[str, Any]] = {}
-        self._whole: dict[str, Any] | None = None
         self._rows = rows
+        self._whole: dict[str, Any] | None = None
         self.deferred = DeferredGradients()
         self.sums = GradientSums()
         self.outputs: dict[int, Activation] = {}
@@ -86,12 +83,10 @@ class Losses:
         self._take(i, outputs, self._value(i, outputs))
 
     def _value(self, i: int, outputs: Activation) -> LossValue:
-        leaves = as_nonleaf(outputs).value
-        if not outputs.ties:
-            return loss_value(self._loss_fn(leaves, *self._arguments[i]))
-        before, uncounted = versions(outputs), uncounted_of(outputs)
-        value = loss_value(self._loss_fn(leaves, *self._arguments[i]))
-        expect_unseen("loss_fn", outputs, before, uncounted)
+        before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.ties else ([], [])
+        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
+        if outputs.ties:
+            expect_unseen("loss_fn", outputs, before, uncounted)
         return value
 
     def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
@@ -100,8 +95,7 @@ class Losses:
         if value.metrics is not None:
             self._metrics[i] = plain_metrics(value.metrics)
             if len(self._metrics) == len(self._rows):  # here, so that an error is one of this cell
-                order = sorted(self._metrics)
-                self._whole = metrics_of_all([self._metrics[i] for i in order], self._rows)
+                self._whole = metrics_of_all([self._metrics[i] for i in sorted(self._metrics)], self._rows)
         if value.count is not None:
             self._counts[i] = value.count
         weight = self._weights[i] if value.count is None else 1.0

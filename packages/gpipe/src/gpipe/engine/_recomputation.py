@@ -90,10 +90,9 @@ class Repeatable:
 
     Attributes:
         inputs: the inputs as they were before the forward; None if it cannot be repeated, and its graph has to be kept.
-        nested: whether there are nested tensors among the outputs.
     """
 
-    __slots__ = ("_random", "_sample", "_shared", "_snapshot", "_versions", "inputs", "nested")
+    __slots__ = ("_random", "_sample", "_shared", "_snapshot", "_versions", "inputs")
     _sample: Sample
     _snapshot: Snapshot
     _versions: list[int]
@@ -102,7 +101,6 @@ class Repeatable:
         self._shared = shared
         self._random = random
         self.inputs: Activation | None = None
-        self.nested = False
 
     def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
         """The outputs of the layers.
@@ -118,10 +116,11 @@ class Repeatable:
             outputs = compute()
         self._random.forget()
         source = inputs if versions(inputs) == before else spare
-        if self._shared.may_repeat(self._snapshot) and source is not None:
+        # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
+        is_nested = any(tensor.is_nested for tensor in outputs.tensors)
+        if self._shared.may_repeat(self._snapshot) and source is not None and not is_nested:
             self.inputs, self._versions = source, versions(source)
             self._sample = self._shared.sample(outputs.tensors)
-            self.nested = self._sample.nested
         return outputs
 
     def again(self, compute: Callable[[], Activation]) -> Activation:

@@ -7,7 +7,6 @@ loss, and the gradients that are accumulated outside ``.grad`` until all of them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -108,10 +107,6 @@ class Run:
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
-        # Makes a context in which the modules of each stage hold its tensors.
-        self._applied: Callable[[], AbstractContextManager[None]] = (
-            self._tied.applied if self._tied.shares else nullcontext
-        )
         self._stages = {
             stage.index: StageRun(
                 self,
@@ -151,7 +146,7 @@ class Run:
         forwards = partial(forwards_of, *self.size)
         self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
         if self._recomputed:
-            with self._applied():  # no stage computes now
+            with self._tied.applied():  # no stage computes now
                 self._then = [*map(LayersThen, self._recomputed)]
 
     def backward(
@@ -167,7 +162,7 @@ class Run:
             The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are ``left``.
         """
         if self._recomputed:
-            with self._applied():
+            with self._tied.applied():
                 for then in self._then:
                     then.expect_same()
         # The caller may be on other streams than in the forward, and its gradients are computed there.
@@ -232,7 +227,7 @@ class Run:
         self.failures.whole = whole
         try:
             # Workers leave autocast one after the other, and cells that recompute enter it anew.
-            with self._applied(), self.context.casts_kept():
+            with self._tied.applied(), self.context.casts_kept():
                 self._run_all(walk, context)
                 if self.failures.earliest is not None:
                     self.failures.raise_earliest()

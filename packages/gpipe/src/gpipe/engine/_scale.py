@@ -43,21 +43,16 @@ def scale_of(counts: Sequence[Any]) -> Scale:
 
 def scaled(gradient: Tensor, scale: Scale) -> Tensor:
     """``scale`` times ``gradient``, in its dtype; ``gradient`` itself if that changes nothing."""
-    if isinstance(scale, float):
-        return gradient if scale == 1.0 else gradient * scale
-    # A tensor factor is rounded to the gradient's dtype, and a 0-dimensional one may change the result's dtype: neither
-    # happens with a number.
-    wide = gradient.float() if gradient.dtype in HALVES else gradient
-    return (wide * scale.on(gradient.device)).to(gradient.dtype)
+    return gradient if scale == 1.0 else scale_in_place(gradient.clone(), scale)
 
 
 def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
     """Like :func:`scaled`, without allocating another gradient."""
     if isinstance(scale, float):
         return gradient if scale == 1.0 else gradient.mul_(scale)
-    if gradient.dtype in HALVES:
-        return gradient.copy_(scaled(gradient, scale))
-    return gradient.mul_(scale.on(gradient.device))
+    factor = scale.on(gradient.device)
+    # A tensor factor is rounded to the gradient's dtype, which does not happen with a number.
+    return gradient.copy_(gradient.float() * factor) if gradient.dtype in HALVES else gradient.mul_(factor)
 
 
 def _is_elsewhere(count: Any) -> bool:

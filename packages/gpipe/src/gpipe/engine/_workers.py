@@ -130,18 +130,17 @@ class _Work(Task[Result]):
     The worker may still refer to its task while the caller goes on, and drops what the run has made.
     """
 
-    __slots__ = ("_sections", "_stop")
+    __slots__ = ("_run",)
 
     def __init__(
         self, stream: AbstractStream, compute: Callable[[], Result], stop: Callable[[], None], sections: Sections
     ) -> None:
         super().__init__(stream, compute=compute)
-        self._stop = stop
-        self._sections = sections
+        self._run = compute, stop, sections
 
     def compute(self) -> Result:
-        compute, stop, sections = self._compute, self._stop, self._sections
-        del self._compute, self._stop, self._sections
+        compute, stop, sections = self._run
+        del self._run, self._compute
         try:
             with use_stream(self.stream), serving(sections):
                 return compute()

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ._nested import shape_of
-
 
 class Cancelled(BaseException):
     """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
@@ -32,5 +30,5 @@ class _Shape:
 
     def __repr__(self) -> str:
         if isinstance(self._leaf, torch.Tensor):
-            return f"{str(self._leaf.dtype).removeprefix('torch.')}{[*shape_of(self._leaf)]}"
+            return f"{str(self._leaf.dtype).removeprefix('torch.')}{[*self._leaf.shape]}"
         return "None" if self._leaf is None else type(self._leaf).__name__  # its own repr might fail, or be long
