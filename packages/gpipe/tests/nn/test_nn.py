@@ -188,13 +188,10 @@ def test_copies_and_flat_models_of_flat_ones_compute_the_same(again: Any) -> Non
         torch.testing.assert_close(again(each)(batch()), model(batch()))
 
 
-@pytest.mark.parametrize("arguments", [{"shortcut": torch.relu}, {"join": 1}])
-def test_wrong_arguments_are_refused(arguments: Any) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(arguments))} must be a"):
-        Residual(nn.Tanh(), **arguments)
-    for name in arguments:
-        with pytest.raises(ValueError, match=f"no layer of a Residual may be called '{name}'; give it as {name}="):
-            Residual(OrderedDict({name: nn.Tanh()}))
+@pytest.mark.parametrize("name", ["shortcut", "join"])
+def test_reserved_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no layer of a Residual may be called '{name}'; give it as {name}="):
+        Residual(OrderedDict({name: nn.Tanh()}))
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), Own(nn.Tanh())])

@@ -90,17 +90,13 @@ def test_the_legend_names_every_kind_that_occurs_and_no_other(shown: list[Timeli
 
 @fewer
 @given(timelines)
-def test_a_trace_has_a_slice_for_each_action_and_a_counter_for_each_device(timeline: Timeline) -> None:
+def test_a_trace_has_a_slice_for_each_action(timeline: Timeline) -> None:
     entries = json.loads(trace(timeline))["traceEvents"]
     slices = [entry for entry in entries if entry["ph"] == "X"]
     for entry, each in zip(slices, [each for lane in timeline.lanes.values() for each in lane], strict=True):
         assert entry["name"] == str(each)
         assert (entry["ts"], entry["dur"]) == (pytest.approx(each.start * 1e6), pytest.approx(each.seconds * 1e6))
         assert {**entry["args"], "start": each.start, "end": each.end} == asdict(each)
-    for device, pid in {e["args"]["name"]: e["pid"] for e in entries if e["name"] == "process_name"}.items():
-        stages = {each.stage for each in timeline.events if each.device == device}
-        counted = [(e["ts"], e["args"]["bytes"]) for e in entries if e["ph"] == "C" and e["pid"] == pid]
-        assert counted == [(pytest.approx(moment * 1e6), size) for moment, size in timeline.held(*stages)]
 
 
 @pytest.mark.parametrize(("ending", "begin"), [("svg", "<svg"), ("html", "<!doctype html>"), ("json", '{"traceEv')])

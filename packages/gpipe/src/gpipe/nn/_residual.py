@@ -28,7 +28,6 @@ class Residual(nn.Module):
             concatenates. Parameters of a module are trained too.
 
     Raises:
-        TypeError: ``shortcut`` is not a module, or ``join`` is not callable.
         ValueError: a layer is called ``"shortcut"`` or ``"join"``.
 
     >>> import torch
@@ -41,10 +40,6 @@ class Residual(nn.Module):
 
     def __init__(self, *layers: Any, shortcut: nn.Module | None = None, join: Join = operator.add) -> None:
         super().__init__()
-        if shortcut is not None and not isinstance(shortcut, nn.Module):
-            raise TypeError(f"shortcut must be a module or None; got {type(shortcut).__name__}")
-        if not callable(join):
-            raise TypeError(f"join must be a function of two tensors, or a module; got {type(join).__name__}")
         for name, layer in nn.Sequential(*layers).named_children():
             if name in _RESERVED:
                 raise ValueError(f"no layer of a Residual may be called {name!r}; give it as {name}=, or rename it")
