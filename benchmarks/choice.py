@@ -94,18 +94,17 @@ def space_of(random: Random) -> Space:
     profile = replace(profiles[1], others=(profiles[0],))
     link = random.choice((Link(), Link(1e-3, 1e6))) if copied else Link()
     measured = Measured(
-        profiles=(profile,) * stages,
+        profile=profile,
         optimizer=tuple(2 * layer.trainable_bytes for layer in profile),
         rows=ROWS,
         input_bytes=4 * ROWS,
-        input_moves=copied,
         needs_gradient=random.random() < 0.5,
-        copied=(False, *(copied,) * (stages - 1)),
+        apart=copied,
         links=(Link(), *(link,) * (stages - 1)),
         action=1e-4,
         step=1e-3,
     )
-    return Space(measured, CHUNKS, SCHEDULES, (MODES,) * stages, (None,) * stages, pieces=True)
+    return Space(measured, CHUNKS, SCHEDULES, MODES, (None,) * stages)
 
 
 def _figures(random: Random) -> tuple[float, int, int, int]:

@@ -197,13 +197,11 @@ def _searched(layers: int, stages: int, share: float | None) -> tuple[float, int
 def _space(layers: int, stages: int, memory: int | None) -> Space:
     profile = _profile(layers)
     measured = Measured(
-        (profile,) * stages, (2**20,) * layers, 512, 2**20, False, False, (False,) * stages, (Link(),) * stages
+        profile, (2**20,) * layers, 512, 2**20, needs_gradient=False, apart=False, links=(Link(),) * stages
     )
     chunks = [2**k for k in range(10)] + [48, 96]
-    modes = (("never", "always"),) * stages
-    return Space(
-        measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages, pieces=True
-    )
+    modes = ("never", "always")
+    return Space(measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages)
 
 
 def _profile(layers: int) -> Profile:

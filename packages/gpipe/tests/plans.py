@@ -8,6 +8,7 @@ from itertools import combinations, product
 
 from hypothesis import strategies as st
 
+from gpipe._plan._arguments import MODES, SCHEDULES
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe.schedule._flags import StageMode, mode_of
@@ -15,7 +16,6 @@ from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
 ROWS = 16
-SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 
 
 def layer(name: str, seconds: float, saved: int, parameters: int, output: int, rows: int, base: float = 0.0):
@@ -56,8 +56,9 @@ def measured_of(layers: Sequence[tuple[float, int, int, int]], stages: int) -> M
     profile = profile_of(layers)
     optimizer = tuple(2 * parameters for _, _, parameters, _ in layers)
     return Measured(
-        (profile,) * stages, optimizer, ROWS, ROWS * 4, False, False, (False,) * stages, (Link(),) * stages, 1e-4, 1e-3
-    )
+        profile, optimizer, ROWS, ROWS * 4, needs_gradient=False, apart=False, links=(Link(),) * stages, action=1e-4,
+        step=1e-3,
+    )  # fmt: skip
 
 
 @st.composite
@@ -68,24 +69,20 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
     link = draw(st.sampled_from([Link(), Link(1e-3, 1e6)])) if copied else Link()
     profile = profile_of(layers)
     return Measured(
-        profiles=(profile,) * stages,
+        profile=profile,
         optimizer=tuple(2 * parameters for _, _, parameters, _ in layers),
         rows=ROWS,
         input_bytes=ROWS * 4,
-        input_moves=copied,
         needs_gradient=draw(st.booleans()),
-        copied=(False, *(copied,) * (stages - 1)),
+        apart=copied,
         links=(Link(), *(link,) * (stages - 1)),
         action=1e-4,
         step=1e-3,
     )
 
 
-def space_of(measured: Measured, memory: int | None = None, *, pieces: bool = False) -> Space:
-    stages = measured.stages
-    return Space(
-        measured, (1, 2, 4, 8), SCHEDULES, (("never", "except_last", "always"),) * stages, (memory,) * stages, pieces
-    )
+def space_of(measured: Measured, memory: int | None = None) -> Space:
+    return Space(measured, (1, 2, 4, 8), SCHEDULES, MODES, (memory,) * measured.stages)
 
 
 def everything(space: Space) -> Iterator[Candidate]:
@@ -95,7 +92,7 @@ def everything(space: Space) -> Iterator[Candidate]:
         costs = space.measured.cut(chunks)
         for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
-            for ways in product(*map(all_flags, sizes)) if space.pieces else product(*space.modes):
+            for ways in product(*map(all_flags, sizes)) if len(space.modes) > 1 else product(space.modes, repeat=k):
                 yield candidate_of(costs, schedule, sizes, ways)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 from hypothesis import strategies as st
 
-from profiler import LayerProfile, Profile, SkipProfile
+from profiler import LayerProfile, Profile
 
 _names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=6)
 _bytes = st.integers(0, 2**50)
@@ -32,11 +31,7 @@ def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
         backward_input_seconds=st.none() | seconds,
         passing_bytes=_bytes,
         freed_bytes=_bytes,
-        backward_peak_bytes=st.none() | _bytes,
-        adding_peak_bytes=st.none() | _bytes,
-        parting_bytes=st.none() | _bytes,
-        parting_peak_bytes=st.none() | _bytes,
-        largest_parameter_bytes=st.none() | _bytes,
+        largest_parameter_bytes=_bytes,
     )
 
 
@@ -46,8 +41,6 @@ def profiles(draw: st.DrawFn, timed: st.SearchStrategy[bool] = st.booleans(), mi
     ran, with_loss = draw(timed), draw(st.booleans())
     rows = sorted(draw(st.sets(st.integers(0, 4096), min_size=1, max_size=3)))
     first = draw(st.lists(layers(ran), min_size=min_size, max_size=4, unique_by=lambda x: x.name))
-    pairs = list(combinations(range(len(first)), 2))
-    ways = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
     found: list[Profile] = []
     for number in rows:
         again = [replace(draw(layers(ran)), name=layer.name) for layer in first] if found else first
@@ -60,7 +53,6 @@ def profiles(draw: st.DrawFn, timed: st.SearchStrategy[bool] = st.booleans(), mi
             rows=number,
             rounds=draw(st.integers(3, 99)) if ran else 0,
             loss=draw(layers(ran)) if with_loss else None,
-            skips=tuple(SkipProfile(*way, draw(_bytes)) for way in ways),
         )
         found.append(one)
     return replace(found[-1], others=tuple(found[:-1]))

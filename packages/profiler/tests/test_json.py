@@ -30,24 +30,6 @@ def test_a_missing_or_unknown_key_is_refused_by_name(profile, data):
         Profile.from_json(json.dumps(document))
 
 
-WRONG = {
-    "device": 1,
-    "rows": -1,
-    "rounds": True,
-    "chunks": 1.5,
-    "layers": {},
-    "name": None,
-    "saved_bytes": "12",
-    "forward_seconds": "1",
-    "backward_seconds": -0.5,
-    "flops": None,
-    "parting_bytes": [],
-    "schema": "gpipe-profiler/0",
-    "loss": 3,
-    "others": {},
-}
-
-
 @fewer
 @given(profiles(), st.data())
 def test_a_layer_that_occurs_twice_is_refused(profile, data):
@@ -55,16 +37,6 @@ def test_a_layer_that_occurs_twice_is_refused(profile, data):
     again = data.draw(st.sampled_from(document["layers"]))
     document["layers"].append(again)
     with pytest.raises(ValueError, match="occurs twice"):
-        Profile.from_json(json.dumps(document))
-
-
-@fewer
-@given(profiles(), st.sampled_from(sorted(WRONG)))
-def test_a_wrong_value_is_refused_by_name(profile, key):
-    document = json.loads(profile.to_json())
-    part = document if key in document else document["layers"][0]
-    part[key] = WRONG[key]
-    with pytest.raises(ValueError, match=key):
         Profile.from_json(json.dumps(document))
 
 

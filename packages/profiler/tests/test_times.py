@@ -27,30 +27,6 @@ class Clock:
         return self.now
 
 
-@given(st.integers(1, 12), st.integers(0, 20))
-def test_rounds_that_are_not_owed_end_within_one_and_a_half_times_the_timeout(length, timeout):
-    """Each round takes `length` seconds; the first warms up, and is taken if there is time for no other."""
-
-    class Takes(nn.Module):
-        def forward(self, x):
-            clock.now += length
-            return x.detach()
-
-    clock = Clock(step=0.0)
-    rounds = measure(
-        nn.Sequential(Takes()),
-        Batch(torch.rand(2, 3)),
-        CPU,
-        timeout=timeout,
-        least=0,
-        watch=Timer(clock, lambda start, end: end - start),
-        clock=clock,
-    )
-    assert [[(length, 0, None)]] * len(rounds) == rounds
-    assert clock.now - length <= 1.5 * timeout
-    assert len(rounds) == 1 or len(rounds) * length == clock.now - length
-
-
 class Timed(torch.autograd.Function):
     """The identity; its backward turns the clock on by so many seconds."""
 
@@ -172,6 +148,6 @@ def test_both_ways_give_forward_and_backward_whatever_the_callers_grad_mode(grad
         medians = profile_seconds(model, x, timeout=30, device="cpu")
         found = profile(model, x, device="cpu", timeout=1)
     # To a second, since what the machine does beside is taken off.
-    assert [round(each / 12e6) for each in summed] == [max(1, -(-30 // (12 * layers)))] * layers
+    assert [round(each / 12e6) for each in summed] == [-(-30 // (12 * layers))] * layers
     assert [round(each) for each in medians] == [12] * layers
     assert [(round(each.forward_seconds), round(each.backward_seconds)) for each in found] == [(5, 7)] * layers

@@ -46,13 +46,8 @@ def convolved(channels: int, out: int) -> nn.Module:
 # 4 rows of 16 channels and 32 x 32 values. The profiler can lose an event, so the figures are here.
 MEASURED = {
     "convolution": (lambda: nn.Conv2d(16, 32, 3, padding=1), 524_288, 2_115_712),
-    "strided": (lambda: nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False), 65_536, 917_504),
     "transposed": (lambda: nn.ConvTranspose2d(16, 16, 2, 2), 1_048_576, 3_674_176),
     "block": (lambda: convolved(16, 16), 524_416, 1_582_272),
-    "norm": (lambda: nn.BatchNorm2d(16), 262_272, 1_048_832),
-    "group norm": (lambda: nn.GroupNorm(2, 16), 262_208, 787_136),
-    "pool": (lambda: nn.MaxPool2d(2), 196_608, 524_288),
-    "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), 1_048_576, 2_359_296),
     "unet": (lambda: UNet(16, 1, transposed=False), 3_573_760, 5_698_624),
     "unet, transposed": (lambda: UNet(16, 1, transposed=True), 3_180_544, 4_771_904),
 }
@@ -77,5 +72,5 @@ def test_a_profile_has_the_memory_of_kernels_in_its_peaks():
     for device in ("cpu", "meta"):
         (layer,) = profile(model, x, device=device, timeout=1e-6)
         # The gradients of what comes in and goes out, and two copies in an order of the kernel's own.
-        assert layer.backward_peak_bytes > 4 * x.nbytes
+        assert layer.peak_bytes > 4 * x.nbytes
         assert layer.saved_bytes == x.nbytes

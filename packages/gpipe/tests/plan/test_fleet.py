@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import Infeasible, Plan, plan
+from gpipe._plan._arguments import SCHEDULES
 from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._fleet import BETWEEN, INSIDE, layouts_of, read_fleet
@@ -22,7 +23,7 @@ from gpipe._plan._search import NEAR
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
 
-from ..plans import SCHEDULES, everything, measurements
+from ..plans import everything, measurements
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 few = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -62,9 +63,9 @@ class TestLayouts:
         ]
         if not expected:
             with pytest.raises(ValueError, match=f"sample: expected rows that go evenly .* has {rows} rows"):
-                layouts_of(fleet(nodes, count), layers, rows, None, None)
+                layouts_of(fleet(nodes, count), layers, rows, None)
             return
-        found = layouts_of(fleet(nodes, count), layers, rows, None, None)
+        found = layouts_of(fleet(nodes, count), layers, rows, None)
         assert [(each.replicas, each.stages) for each in found] == expected
         assert all(each.replicas * each.rows == rows for each in found)
         assert all(1 <= m <= each.rows for each in found for m in each.chunks)
@@ -88,19 +89,18 @@ class TestSearch:
         spaces = [
             Space(
                 replace(
-                    measured, profiles=measured.profiles[:1] * each.stages, rows=each.rows, replicas=each.replicas,
-                    input_bytes=measured.input_bytes // each.replicas, copied=(False, *(True,) * (each.stages - 1)),
-                    links=fake.links(each.stages), ring=fake.ring,
+                    measured, rows=each.rows, replicas=each.replicas, apart=True,
+                    input_bytes=measured.input_bytes // each.replicas, links=fake.links(each.stages), ring=fake.ring,
                 ),
-                each.chunks, SCHEDULES, (("never", "always"),) * each.stages, (None,) * each.stages,
+                each.chunks, SCHEDULES, ("never",), (None,) * each.stages,
             )
-            for each in layouts_of(fake, measured.layers, measured.rows, [1, 2, 4], None)
+            for each in layouts_of(fake, measured.layers, measured.rows, [1, 2, 4])
         ]  # fmt: skip
         space, found = _best_of(spaces)
         least = min(each.seconds for some in spaces for each in everything(some))
         assert found[0].seconds <= least * 1.12 * (1 + NEAR)
         assert found[0].costs.measured is space.measured
-        assert len(found[0].sizes) == len(space.modes)
+        assert len(found[0].sizes) == space.measured.stages
 
     def test_nothing_fits_anywhere(self) -> None:
         with pytest.raises(Infeasible, match=r"device \d \(fake 300MB\) has .* what would fit: "):
@@ -128,19 +128,12 @@ class TestPlan:
         assert example.reduction == pytest.approx(2 * (r - 1) / r * largest / BETWEEN.bandwidth)
         assert example.predicted.seconds.mid == pytest.approx(example.timeline.makespan + example.reduction)
 
-    def test_hops_between_nodes_take_longer(self) -> None:
-        found = made("2x2x3GB", chunks=4, checkpoint=["always"] * 4, bandwidth=["8GB", "1GB"], latency=[0.25, 0.5])
-        size = ROWS // 4 * WIDTH * 4
-        assert found.hops == pytest.approx((0, 0.25 + size / 8e9, 0.5 + size / 1e9, 0.25 + size / 8e9))
-
     def test_one_replica_builds(self) -> None:
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-        found = plan(layers, torch.zeros(8, 4), "2x2x1GB", checkpoint=["never"] * 2)
-        assert (found.replicas, found.rows) == (2, 8)
-        pipe = found.build(layers, devices=["cpu", "cpu"])
-        loss = pipe.step(torch.zeros(4, 4), loss_fn=lambda output, _: output.sum(), schedule=found.schedule)
-        assert loss.isfinite()
-        shown = found.verify(torch.zeros(4, 4), loss_fn=lambda output, _: output.sum())
+        found = plan(layers, torch.zeros(8, 4), "2x2x1GB")
+        x = torch.zeros(8 // found.replicas, 4)
+        pipe = found.build(layers, devices=["cpu"] * len(found.balance))
+        shown = found.verify(x, loss_fn=lambda output, _: output.sum())
         assert shown.predicted_seconds == found.predicted.seconds.mid - found.reduction
         pipe.close()
 
@@ -203,21 +196,14 @@ class TestArguments:
         ("wrong", "error", "message"),
         [
             ({"devices": "0x8x80GB"}, ValueError, "devices: expected at least one, got '0x8x80GB'"),
-            ({"devices": "8x0x80GB"}, ValueError, "devices: expected at least one"),
             ({"devices": "8x8xlots"}, ValueError, "devices: .* nodes and the devices of each, as in '64x8x80GB'; got"),
-            ({"devices": "8x8xH10O"}, ValueError, "devices: .*; got '8x8xH10O'"),
             ({"devices": ["cpu"], "bandwidth": "1GB"}, ValueError, "bandwidth: goes with devices that are not there"),
             ({"devices": ["cpu"], "latency": 1e-6}, ValueError, "latency: goes with devices that are not there"),
             ({"bandwidth": "400Gb"}, ValueError, "bandwidth: expected bytes"),
-            ({"bandwidth": "fast"}, ValueError, "bandwidth: expected bytes"),
-            ({"bandwidth": -1}, ValueError, "bandwidth: .* not positive"),
-            ({"bandwidth": {}}, TypeError, "bandwidth: expected bytes"),
             ({"bandwidth": [1, 2, 3]}, ValueError, "bandwidth: expected one for all links, or two"),
             ({"latency": -1.0}, ValueError, "latency: expected seconds that are not negative"),
             ({"latency": "5us"}, TypeError, "latency: expected seconds, such as 5e-6; got '5us'"),
             ({"memory": ["80GB"] * 16}, ValueError, "memory: expected one size, or one for each of 8 devices, got 16"),
-            ({"checkpoint": ["never"] * 3}, ValueError, "checkpoint: expected one mode, or one for each of 1 stages"),
-            ({"checkpoint": ["sometimes"] * 4}, ValueError, r"checkpoint\[0\] is not one of"),
             ({"chunks": 65}, ValueError, "chunks: expected numbers from 1 to 32"),
             ({"rows": 63}, ValueError, r"rows that go evenly .* 16 \(of 1 stages\), 8 \(of 2 stages\).* has 63 rows"),
         ],

@@ -31,7 +31,7 @@ rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
 @example(UNEVEN, 1.1)
 @example(FALLING, None)
 def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, room: float | None):
-    space = space_of(measured, pieces=True)
+    space = space_of(measured)
     every = list(everything(space))
     if room is not None:
         memory = int(room * min(each.fullest for each in every))
@@ -52,8 +52,8 @@ def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
     free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
     fastest = search(free)[0]
     for share in (0.9, 0.8, 0.7, 0.6):
-        space = replace(free, memory=(round(share * fastest.fullest),) * 2, pieces=True)
-        pieces, whole = search(space)[0], search(replace(space, pieces=False))[0]
+        space = replace(free, memory=(round(share * fastest.fullest),) * 2)
+        pieces, whole = search(space)[0], search(replace(space, modes=("always",)))[0]
         assert any(not isinstance(mode, str) for mode in pieces.modes)
         assert fastest.seconds < pieces.seconds < 0.97 * whole.seconds
 

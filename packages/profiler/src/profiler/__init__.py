@@ -2,7 +2,6 @@
 
 from ._allocations import AllocationTracker as AllocationTracker
 from ._data import LayerProfile as LayerProfile
-from ._data import SkipProfile as SkipProfile
 from ._profile import profile as profile
 from ._record import Profile as Profile
 from ._sandbox import detach as detach
@@ -18,7 +17,6 @@ __all__ = [
     "AllocationTracker",
     "LayerProfile",
     "Profile",
-    "SkipProfile",
     "SkipStore",
     "detach",
     "layerwise_sandbox",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch import nn
 
 from microbatch import Batch, flatten
 
-from ._loose import Loose
 from ._storages import storages
 
 
-def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> bytes | None:
+def situation(layer: nn.Module, value: Batch) -> bytes | None:
     """A key of all that a count without data depends on; None if other things may matter too, such as skips.
 
     Two layers have the same key if they are equal as pickle sees them, and if their tensors have the same shapes,
@@ -26,13 +24,12 @@ def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> bytes |
     Args:
         layer: the layer of the model.
         value: the input of the layer.
-        loose: the storages of the input that no earlier layer needs.
     """
     if any(hasattr(child, "route_skips") for child in layer.modules()):
         return None
     text = io.BytesIO()
     try:
-        _Forms(text).dump((layer, flatten(value.value), tuple(loose)))
+        _Forms(text).dump((layer, flatten(value.value)))
     except Exception:  # whatever an object raises that cannot be pickled
         return None
     return text.getvalue()

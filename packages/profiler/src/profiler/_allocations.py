@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -76,7 +75,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
                     self._born(storage, leaf.dtype)
-        self._reached(self._now + temporary)
+        self.peak = max(self.peak, self._now + temporary)
 
     def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -88,56 +87,8 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _died(self, key: int, ref: object) -> None:
         self._deaths.append(key)
 
-    def _reached(self, now: int) -> None:
-        self.peak = max(self.peak, now)
-
     def _bury(self) -> None:
         """Handle the storages that were freed since the last call."""
         while self._deaths:
-            self._forget(self._deaths.popleft())
-
-    def _forget(self, key: int) -> int:
-        """Count a storage as freed. Returns its bytes; 0 if it was not alive."""
-        _, size = self._alive.pop(key, (None, 0))
-        self._now -= size
-        return size
-
-
-class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
-    """Tells the gradients of parameters that were accumulated from other memory.
-
-    Attributes:
-        backward_peak: the peak since the last :meth:`restart`.
-        adding_peak: the same without gradients that were accumulated: where there were some before, these are freed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._aside = 0
-        self.backward_peak = self.adding_peak = 0
-
-    def restart(self) -> None:
-        """Begin to count the peaks of a backward."""
-        self._bury()
-        self.backward_peak = self.adding_peak = 0
-        self._reached(self._now)
-
-    @contextmanager
-    def setting_aside(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, gradients of these are counted apart when they have been accumulated."""
-        trained = [p for p in parameters if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(self._set_aside) for p in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _set_aside(self, parameter: torch.Tensor) -> None:
-        self._bury()
-        self._aside += sum(self._forget(storage._cdata) for storage in storages(parameter.grad))
-
-    def _reached(self, now: int) -> None:
-        super()._reached(now + self._aside)
-        self.backward_peak = max(self.backward_peak, now + self._aside)
-        self.adding_peak = max(self.adding_peak, now)
+            _, size = self._alive.pop(self._deaths.popleft())
+            self._now -= size

@@ -24,13 +24,7 @@ class LayerProfile:
         None unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all
         gradients, as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole.
     passing_bytes: bytes of the output that its own backward does not need; they stay if a later layer saves them.
-    freed_bytes: bytes of its input that are freed once this layer has run, because neither it nor an earlier layer
-        needs them.
-    backward_peak_bytes: the peak of the backward, without passing bytes; None if it was not counted.
-    adding_peak_bytes: the same if gradients of parameters are added to those of an earlier micro-batch, and freed.
-    parting_bytes: bytes of the gradients that are kept between the two parts of a split backward; None as for
-        ``backward_input_seconds``.
-    parting_peak_bytes: the peak of the first part of a split backward, beside what the forward saved.
+    freed_bytes: bytes of the input that its own backward does not need, and that are no part of its output.
     largest_parameter_bytes: bytes of its largest trainable parameter.
     """
 
@@ -48,11 +42,7 @@ class LayerProfile:
     backward_input_seconds: float | None = None
     passing_bytes: int = 0
     freed_bytes: int = 0
-    backward_peak_bytes: int | None = None
-    adding_peak_bytes: int | None = None
-    parting_bytes: int | None = None
-    parting_peak_bytes: int | None = None
-    largest_parameter_bytes: int | None = None
+    largest_parameter_bytes: int = 0
 
     @property
     def backward_weight_seconds(self) -> float | None:
@@ -72,16 +62,3 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         """Bytes of trainable and frozen parameters."""
         return self.trainable_bytes + self.frozen_bytes
-
-
-@dataclass(frozen=True)
-class SkipProfile:
-    """A tensor of one micro-batch that skips layers.
-
-    source, target: the numbers of the layers that stash it and pop it.
-    bytes: its size.
-    """
-
-    source: int
-    target: int
-    bytes: int

@@ -122,7 +122,7 @@ def _profile_once(
     if device.type != "meta":
         rounds = measure(chain, batch, device, timeout=timeout, least=_LEAST_ROUNDS, split=split, progress=progress)
     times = medians(rounds) if rounds else [None] * len(chain)
-    counts, skips = count_layers(chain, batch, device, split=split)
+    counts = count_layers(chain, batch, device)
     figures = zip(chain._modules.items(), owned(chain), times, counts, strict=True)
     layers = [_record(name, layer, *own, seconds, counted) for (name, layer), own, seconds, counted in figures]
     loss = layers.pop() if isinstance(chain[-1], LossLayer) else None
@@ -135,7 +135,6 @@ def _profile_once(
         rows=max((len(x) for x in batch), default=0),
         rounds=len(rounds),
         loss=loss,
-        skips=tuple(skips),
     )
 
 
@@ -156,9 +155,7 @@ def _record(
         kind=getattr(layer, "__name__", type(layer).__name__),
         forward_seconds=seconds and seconds.forward,
         backward_seconds=seconds and seconds.backward,
-        # A count knows more operations that would run twice.
-        backward_input_seconds=seconds
-        and (None if counted.figures["parting_bytes"] is None else seconds.backward_input),
+        backward_input_seconds=seconds and seconds.backward_input,
         trainable_bytes=sum(trainable),
         frozen_bytes=tensor_bytes(parameters) - sum(trainable),
         buffer_bytes=tensor_bytes(buffers),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import SupportsIndex, overload
 
 from . import documents
-from ._data import LayerProfile, SkipProfile
+from ._data import LayerProfile
 from ._rows import at
 from ._table import profile_table
 
@@ -30,7 +30,6 @@ class Profile:
     rounds: the number of times that each layer was timed.
     loss: the cost of the loss, as of a layer; None if no loss was given.
     others: the same layers with fewer rows, in ascending order.
-    skips: the tensors that skip layers.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -42,7 +41,6 @@ class Profile:
     rounds: int
     loss: LayerProfile | None = None
     others: tuple[Profile, ...] = ()
-    skips: tuple[SkipProfile, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -138,17 +136,14 @@ class Profile:
 
 
 def _expect_whole(profiles: list[Profile]) -> None:
-    """Raises unless layers and skips are the same for all numbers of rows, and each layer occurs once."""
+    """Raises unless the layers are the same for all numbers of rows, and each occurs once."""
     for each in profiles:
         if not each.names or len(set(each.names)) < len(each.names):
             raise ValueError("layers: expected at least one, and no name that occurs twice")
-        for skip in each.skips:
-            if not skip.source < skip.target < len(each):
-                raise ValueError(f"skips: expected a source before a target among {len(each)} layers, got {skip}")
     for fewer, more in pairwise(profiles):
         if _form(fewer) != _form(more) or fewer.rows >= more.rows or fewer.others:
             raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
 
 
 def _form(profile: Profile) -> tuple[object, ...]:
-    return profile.names, [(skip.source, skip.target) for skip in profile.skips], profile.loss is None
+    return profile.names, profile.loss is None

@@ -34,14 +34,13 @@ def at(measured: Sequence[Profile], rows: int) -> Profile:
     low, high = measured[k - 1], measured[k]
     share = (rows - low.rows) / (high.rows - low.rows)
 
-    def between(a: Any, b: Any, names: Sequence[str] = _VARIABLE) -> Any:
-        return replace(b, **{name: _mixed(getattr(a, name), getattr(b, name), share) for name in names})
+    def between(a: LayerProfile, b: LayerProfile) -> LayerProfile:
+        return replace(b, **{name: _mixed(getattr(a, name), getattr(b, name), share) for name in _VARIABLE})
 
     return replace(
         high,
         layers=tuple(map(between, low.layers, high.layers)),
         loss=between(low.loss, high.loss) if low.loss and high.loss else None,
-        skips=tuple(between(a, b, ["bytes"]) for a, b in zip(low.skips, high.skips, strict=True)),
         rows=rows,
         chunks=max(1, round(high.chunks * high.rows / rows)),
         rounds=min(low.rounds, high.rounds),

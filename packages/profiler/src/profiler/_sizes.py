@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,12 +16,10 @@ from microbatch import Batch, scatter
 from ._alike import situation
 from ._arguments import check_chunks, check_number, check_sample, sizing_device
 from ._count import Count, count
-from ._data import SkipProfile
 from ._enter import copied, enter_batch
 from ._fake import FusedAttention, explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
 from ._layers import layers_of, owned
-from ._loose import Loose
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
@@ -68,33 +65,23 @@ def profile_sizes(
         found = count_layers(chain, scatter(input, chunks)[0], device, backward=False)
     return [
         int(counted.figures["saved_bytes"] + param_scale * tensor_bytes(parameters))
-        for counted, (parameters, _) in zip(found.layers, owned(chain), strict=True)
+        for counted, (parameters, _) in zip(found, owned(chain), strict=True)
     ]
 
 
-class Counts(NamedTuple):
-    """What was counted of all layers, and the skips between them."""
-
-    layers: list[Count]
-    skips: list[SkipProfile]
-
-
-def count_layers(
-    module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True, split: bool = False
-) -> Counts:
+def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True) -> list[Count]:
     """Counts every layer on `batch`: with real tensors, or with fake ones if `device` is ``meta``."""
-    one = partial(count, backward=backward, split=split)
     found: list[Count] = []
     known: dict[bytes | None, tuple[Batch, Count]] = {}  # equal fake layers are counted once: deep models repeat blocks
     mode = fake_mode() if device.type == "meta" else None
 
     def step(visit: Visit) -> Batch:
-        loose, original = found[-1].loose if found else (), module[visit.index]
         if mode is None:
-            output, counted = one(visit, loose)
+            output, counted = count(visit, backward=backward)
         else:
-            key = situation(original, visit.input, loose)
-            output, counted = known.get(key) or _count_fake(visit, original, loose, one, mode)
+            original = module[visit.index]
+            key = situation(original, visit.input)
+            output, counted = known.get(key) or _count_fake(visit, original, mode, backward)
             if key is not None:
                 known[key] = output, counted
         _warn(visit, counted)
@@ -102,9 +89,11 @@ def count_layers(
         return output
 
     if mode is None:
-        return Counts(found, walk(module, layerwise_sandbox(module, device), copied(batch, device), step))
-    with explained():
-        return Counts(found, walk(module, fake_layers(module, mode), fake_batch(batch, mode), step))
+        walk(module, layerwise_sandbox(module, device), copied(batch, device), step)
+    else:
+        with explained():
+            walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
+    return found
 
 
 def _warn(visit: Visit, counted: Count) -> None:
@@ -117,13 +106,13 @@ def _warn(visit: Visit, counted: Count) -> None:
         )
 
 
-def _count_fake(visit: Visit, original: nn.Module, loose: Sequence[Loose], one: Any, mode: Any) -> tuple[Batch, Count]:
+def _count_fake(visit: Visit, original: nn.Module, mode: Any, backward: bool) -> tuple[Batch, Count]:
     @contextmanager
     def faked() -> Iterator[None]:
         with mode, FusedAttention():
             yield
 
-    output, counted = one(visit, loose, mode=faked)
+    output, counted = count(visit, backward=backward, mode=faked)
     for tensor in output:
         if tensor.layout is not torch.strided:
             raise ValueError(
@@ -132,5 +121,5 @@ def _count_fake(visit: Visit, original: nn.Module, loose: Sequence[Loose], one: 
             )
     if counted.unsized:
         real = replace(visit, layer=materialised(original), input=enter_batch(zeros_like(visit.input)))
-        _, counted = one(real, loose)
+        _, counted = count(real, backward=backward)
     return output, counted

@@ -12,30 +12,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ._data import SkipProfile
 from ._enter import enter
-from ._storages import tensor_bytes
 
 Route = Callable[["SkipStore"], AbstractContextManager[object]]
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
-    """Tensors that earlier layers have stashed and no layer has popped yet.
-
-    Attributes:
-        arrived: the tensors that another layer has popped.
-    """
+    """Tensors that earlier layers have stashed and no layer has popped yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrived: list[SkipProfile] = []
         self._stashed: list[Hashable] = []
-        self._sources: dict[Hashable, int] = {}
-        self._layer = 0
 
     def __setitem__(self, key: Hashable, value: torch.Tensor | None) -> None:
         self._stashed.append(key)
-        self._sources[key] = self._layer
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
@@ -48,10 +38,7 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
             The tensor; None if None was stashed.
         """
         value = super().pop(key)
-        if value is None or key in self._stashed:
-            return value
-        self.arrived.append(SkipProfile(self._sources[key], self._layer, tensor_bytes(value)))
-        return enter(value)
+        return value if value is None or key in self._stashed else enter(value)
 
     def stashed(self) -> list[torch.Tensor]:
         """Tensors that the current layer has stashed and not popped itself: further outputs of it."""
@@ -65,7 +52,6 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
             if value is not None:
                 super().__setitem__(key, value.detach().requires_grad_(value.requires_grad))
         self._stashed.clear()
-        self._layer += 1
 
 
 @contextmanager

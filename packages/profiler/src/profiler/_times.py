@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from microbatch import Batch, unwrap
 
 from ._arguments import check_no_gradient, check_number, check_sample, running_device
 from ._clock import Timer, timer_for
-from ._enter import copied
+from ._enter import copied, is_entrance
 from ._isolation import isolated
 from ._layers import layers_of
 from ._sandbox import repeatable_sandbox
 from ._turn import gradients_for
 from ._walk import Visit, walk
+from .split import BackwardGraph
 
 if TYPE_CHECKING:
     from ._arguments import Device
@@ -56,7 +57,7 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
     Raises:
         TypeError, ValueError: as :func:`profile`.
     """
-    rounds = _measured(module, sample, timeout, device, least=1)
+    rounds = _measured(module, sample, timeout, device)
     return [round(1e6 * sum(each[0] + each[1] for each in samples)) for samples in zip(*rounds, strict=True)]
 
 
@@ -65,8 +66,7 @@ def profile_seconds(
 ) -> list[float]:
     """Seconds of forward plus backward for each layer, medians over rounds; nothing else is measured.
 
-    A round runs a copy of every layer once. After one round to warm up there are as many as fit: the last ends before
-    1.5 × `timeout` seconds. If none fits, the figures are those of the first round.
+    A round runs a copy of every layer once. There is one round to warm up, and then at least one.
 
     Args:
         module: as for :func:`profile`.
@@ -80,18 +80,18 @@ def profile_seconds(
     Raises:
         TypeError, ValueError: as :func:`profile`.
     """
-    rounds = _measured(module, sample, timeout, device, least=0)
+    rounds = _measured(module, sample, timeout, device)
     return [seconds.forward + seconds.backward for seconds in medians(rounds)]
 
 
-def _measured(module: nn.Module, sample: Any, timeout: float, device: Device | None, *, least: int) -> list[Round]:
+def _measured(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[Round]:
     chain = layers_of(module)
     check_no_gradient(chain)
     check_sample(sample)
     check_number("timeout", timeout, positive=True)
     device = running_device(device)
     with isolated(device):
-        return measure(chain, Batch(unwrap(sample)[0]), device, timeout=timeout, least=least)
+        return measure(chain, Batch(unwrap(sample)[0]), device, timeout=timeout)
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
@@ -110,7 +110,7 @@ def measure(
     device: torch.device,
     *,
     timeout: float,
-    least: int,
+    least: int = 1,
     split: bool = False,
     progress: bool = False,
     watch: Timer | None = None,
@@ -118,24 +118,21 @@ def measure(
 ) -> list[Round]:
     """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
 
-    Layers take turns, so that a disturbance of the machine affects all of them alike. If `least` is 0, the last round
-    ends within 1.5 × `timeout`; if there is no time for any, the first round is returned.
+    Layers take turns, so that a disturbance of the machine affects all of them alike.
     """
     copies = repeatable_sandbox(module, device)
     rounds: list[Round] = []
     watch = watch or timer_for(device)
-    first = _one_round(module, copies(), copied(batch, device), watch, split)
+    _one_round(module, copies(), copied(batch, device), watch, split)
     began, spent = clock(), 0.0
-    last = sum(seconds.forward + seconds.backward for seconds in first)
-    while len(rounds) < least or (spent < timeout and (least or spent + last <= 1.5 * timeout)):
+    while len(rounds) < least or spent < timeout:
         rounds.append(_one_round(module, copies(), copied(batch, device), watch, split))
-        before, spent = spent, clock() - began
-        last = spent - before
+        spent = clock() - began
         if progress and sys.stderr.isatty():
             print(f"\rprofiling {min(spent / timeout, 1):4.0%}", end="", file=sys.stderr, flush=True)
     if progress and sys.stderr.isatty():
         print("\r" + " " * 14, end="\r", file=sys.stderr, flush=True)
-    return rounds or [first]
+    return rounds
 
 
 def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, watch: Timer, split: bool) -> Round:
@@ -154,22 +151,27 @@ def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch,
 
 def _run(visit: Visit, watch: Timer, split: bool) -> tuple[Batch, Seconds]:
     """Measures forward and backward of a layer; with ``split`` also the first part of a split backward."""
-    # Edges, because a tensor that the layer overwrites is no longer an input of its graph.
-    inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if split else []
     start = watch.mark()
     output, roots = visit.forward()
     forward = watch.seconds(start, watch.mark())
-    part = 0.0 if split else None
     if not roots:  # no backward, which is not one that takes as long as reading the clock
-        return output, Seconds(forward, 0.0, part)
+        return output, Seconds(forward, 0.0, 0.0 if split else None)
     gradients = gradients_for(roots)
-    if inputs:
-        start = watch.mark()
-        try:
-            torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
-            part = watch.seconds(start, watch.mark())
-        except RuntimeError:  # such as a reentrant checkpoint, which cannot run for some inputs only
-            part = None
+    part = _first_part(roots, gradients, watch) if split else None
     start = watch.mark()
     torch.autograd.backward(roots, gradients)
     return output, Seconds(forward, watch.seconds(start, watch.mark()), part)
+
+
+def _first_part(roots: list[Tensor], gradients: list[Tensor], watch: Timer) -> float | None:
+    """The seconds of the backward for the inputs alone; None if the backward cannot be split."""
+    graph = BackwardGraph([get_gradient_edge(root) for root in roots])
+    # Found in the graph: a tensor that the layer overwrites is no longer an input of it.
+    inputs: list[Any] = [node.next_functions[0][0].variable for node in graph.nodes if is_entrance(node)]  # type: ignore[union-attr]
+    if not inputs:
+        return 0.0
+    if graph.branches({id(x) for x in inputs}) is None:
+        return None
+    start = watch.mark()
+    torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+    return watch.seconds(start, watch.mark())

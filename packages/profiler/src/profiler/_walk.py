@@ -12,7 +12,6 @@ from torch import nn
 from microbatch import Batch
 from streams import add_note
 
-from ._data import SkipProfile
 from ._enter import enter_batch
 from ._sandbox import detach
 from ._skips import SkipStore, routed
@@ -39,11 +38,11 @@ Step = Callable[[Visit], Batch]
 """What is done at a layer: it runs the forward, perhaps the backward, and returns the output."""
 
 
-def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> list[SkipProfile]:
+def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> None:
     """Does `step` for every layer of `module`, with its copy from `layers`. `batch` is the input of the first.
 
     Each layer gets the detached output of the one before. An error keeps its type, and gets a note that names the layer
-    and its input. Returns the tensors that skip layers.
+    and its input.
     """
     skips = SkipStore()
     for index, (name, original) in enumerate(module._modules.items()):
@@ -54,7 +53,6 @@ def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step:
             skips.detach()
         # Otherwise this copy and the next one would be in memory at the same time.
         del layer
-    return skips.arrived
 
 
 @contextmanager

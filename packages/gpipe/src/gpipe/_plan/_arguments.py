@@ -28,6 +28,9 @@ STATES = {
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 """The schedules that are searched; of equally fast ones the first is preferred."""
 
+MODES = ("never", "except_last", "always")
+"""The modes of checkpointing that are searched."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kKMGTP]?)(i?)B)?\s*")
 """A number, and a unit with a capital B: ``b`` may be read as bits."""
 
@@ -136,33 +139,19 @@ def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any,
     return lambda output, _: loss_fn(output)
 
 
-def read_schedules(schedule: Any) -> list[str]:
+def read_schedules(schedule: str | None) -> Sequence[str]:
     """The schedules to look at."""
     if schedule is None:
-        return list(SCHEDULES)
-    what, example = "the name of a schedule, or a list of names", "schedule='1f1b'"
-    given = [schedule] if isinstance(schedule, str) else listed("schedule", schedule, what, example)
-    if not given:
-        raise ValueError(f"schedule: expected at least one of {', '.join(map(repr, SCHEDULES))}, got none")
-    for name in given:
-        if not isinstance(name, str):
-            raise TypeError(f"schedule must be {what}, as in {example}; got {schedule!r}")
-        expect_name(name, SCHEDULES)
-    return [name for name in SCHEDULES if name in {each.lower() for each in given}]
+        return SCHEDULES
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule: expected the name of a schedule, such as '1f1b'; got {schedule!r}")
+    expect_name(schedule, SCHEDULES)
+    return (schedule.lower(),)
 
 
-def read_modes(checkpoint: Any, stages: int) -> list[tuple[str, ...]]:
-    """The modes of checkpointing that each stage may have."""
-    if checkpoint is None:
-        return [("never", "except_last", "always")] * stages
-    if isinstance(checkpoint, str):
-        return [(checked_mode(checkpoint),)] * stages
-    what, example = "a mode, or a list of one for each stage", f"checkpoint={['never'] * stages!r}"
-    given = listed("checkpoint", checkpoint, what, example)
-    modes = [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(given)]
-    if len(modes) != stages:
-        raise ValueError(f"checkpoint: expected one mode, or one for each of {stages} stages, got {len(modes)}")
-    return [(mode,) for mode in modes]
+def read_modes(checkpoint: str | None) -> Sequence[str]:
+    """The modes of checkpointing that a stage may have."""
+    return MODES if checkpoint is None else (checked_mode(checkpoint),)
 
 
 def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> list[int]:
@@ -172,24 +161,22 @@ def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> 
         TypeError: it is neither a name nor a number of bytes.
         ValueError: another name, or a negative number.
     """
-    seen: set[int] = set()
     state = _state_of(optimizer)
-    return [state(_own(layer, seen)) for layer in layers]
+    seen, found = set[nn.Parameter](), list[int]()
+    for layer in layers:
+        own = {p for p in layer.parameters() if p.requires_grad} - seen
+        seen |= own
+        found.append(round(sum(map(state, own))))
+    return found
 
 
-def _own(layer: nn.Module, seen: set[int]) -> list[nn.Parameter]:
-    own = [p for p in layer.parameters() if p.requires_grad and id(p) not in seen]
-    seen.update(map(id, own))
-    return own
-
-
-def _state_of(optimizer: OptimizerChoice) -> Callable[[list[nn.Parameter]], int]:
+def _state_of(optimizer: OptimizerChoice) -> Callable[[nn.Parameter], float]:
     if isinstance(optimizer, str):
-        if optimizer.lower() not in STATES:
+        times = STATES.get(optimizer.lower())
+        if times is None:
             known = ", ".join(map(repr, STATES))
             raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}{did_you_mean(optimizer, STATES)}")
-        times = STATES[optimizer.lower()]
-        return lambda own: times * sum(p.nbytes for p in own)
+        return lambda parameter: times * parameter.nbytes
     if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise TypeError(
             "optimizer: expected a name such as 'adam', or the bytes that its state takes for each parameter, such as "
@@ -197,5 +184,4 @@ def _state_of(optimizer: OptimizerChoice) -> Callable[[list[nn.Parameter]], int]
         )
     if not 0 <= optimizer < float("inf"):
         raise ValueError(f"optimizer: expected bytes for each parameter, not negative, got {optimizer!r}")
-    each = float(optimizer)
-    return lambda own: round(each * sum(p.numel() for p in own))
+    return lambda parameter: optimizer * parameter.numel()

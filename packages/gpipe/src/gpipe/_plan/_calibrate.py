@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,6 @@ from .._gpipe import GPipe
 from ._candidate import Candidate, Space, by_seconds
 from ._data import Expected
 from ._rehearse import total
-from ._search import neighbours
 from ._verify import timed
 
 UNSURE = Expected(0.88, 1.0, 1.25)
@@ -30,11 +28,11 @@ CLOSE = 0.02
 _WORTH = 1.2
 """Candidates predicted to be slower than the fastest by this factor are not tried."""
 
-_MOST, _TURNS, STEPS = 5, 5, 3
+_MOST, _TURNS, STEPS = 4, 5, 3
 """The most candidates that are tried, their turns, and the steps of each turn."""
 
 _SECONDS = 2.0
-"""No turn begins later than that. As many candidates are tried as can have two turns by then, but at least two."""
+"""No turn but the first begins later than that."""
 
 _APART = 0.05
 """How far the median of another pipe's steps may be from those that were tried; its memory lies elsewhere."""
@@ -58,9 +56,8 @@ def calibrated(
         The ways, the best first, where those that were tried have the seconds that they took; the factors on those
         seconds for the quickest, the median and the slowest step; and a note for the reader of the plan.
     """
-    affordable = int(_SECONDS / (2 * STEPS * median(try_out(found[0]))))
-    near = finalists(space, found)[: max(2, min(_MOST, affordable))]
-    ways = [way for way in map(rehearse, near) if space.holds(way)] or [found[0]]
+    near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
+    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if space.holds(way))]
     trials = _race(ways, try_out)
     medians = [median(trial) for trial in trials]
     # The simplest of those that were about as fast as the fastest.
@@ -69,30 +66,15 @@ def calibrated(
     # Those that were not tried are expected to miss by as much as those that were.
     off = median(seconds / way.seconds for way, seconds in zip(ways, medians, strict=True))
     tried = {way.key: replace(way, seconds=seconds) for way, seconds in zip(ways, medians, strict=True)}
-    chosen = tried.pop(ways[best].key)
-    left = [replace(each, seconds=off * each.seconds) for each in found if each.key not in {way.key for way in ways}]
+    every = {each.key: replace(each, seconds=off * each.seconds) for each in found} | tried
+    chosen = every.pop(ways[best].key)
     low, high = min(trials[best]) / medians[best], max(trials[best]) / medians[best]
     return (
-        [chosen, *by_seconds([*tried.values(), *left])],
+        [chosen, *by_seconds(every.values())],
         Expected((1 - _APART) * low, 1.0, (1 + _APART) * high),
         f"calibrated by steps of a copy: {len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of "
         f"the fastest the simplest was taken; steps took {off:.2f} times as long as layers alone predict",
     )
-
-
-def finalists(space: Space, found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are worth a trial, the one expected to be the fastest first.
-
-    They are those that were found, and those with a layer on another stage, since predictions are not exact.
-
-    Args:
-        space: what was searched.
-        found: there, the best first.
-    """
-    near = chain.from_iterable(neighbours(space, each) for each in found[:3])
-    ways = {each.key: each for each in (*near, *found)}.values()
-    fastest = min(each.seconds for each in ways)
-    return by_seconds(each for each in ways if each.seconds <= _WORTH * fastest)
 
 
 def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:

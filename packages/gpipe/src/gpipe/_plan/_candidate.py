@@ -23,18 +23,16 @@ class Space:
         measured: the costs.
         chunks: numbers of micro-batches.
         schedules: names.
-        modes: those that each stage may have.
+        modes: those that a stage may have; if there are several, only some of its layers may be computed again too.
         memory: what each device may hold; None is any amount.
-        pieces: whether only some layers of a stage may be computed again.
         scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
     """
 
     measured: Measured
     chunks: Sequence[int]
     schedules: Sequence[str]
-    modes: Sequence[tuple[str, ...]]
+    modes: Sequence[str]
     memory: Sequence[int | None]
-    pieces: bool = False
     scale: tuple[float, ...] = ()
 
     @property

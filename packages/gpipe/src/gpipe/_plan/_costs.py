@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -15,8 +15,7 @@ from ..schedule import SPLIT_SECONDS, Kind
 from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ..timeline._hops import Link
-from ..timeline._kept import kept_bytes
-from ._bytes import DeviceBytes, StageBytes, Surroundings, moments
+from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
@@ -50,13 +49,12 @@ class Measured:
     """What is known of a model and the devices.
 
     Attributes:
-        profiles: of the layers, on each device.
+        profile: of the layers, on such a device.
         optimizer: bytes of its state, for each layer.
         rows: of the mini-batch.
         input_bytes: of the mini-batch.
-        input_moves: whether the mini-batch has to be moved to the first device.
         needs_gradient: whether the mini-batch requires a gradient.
-        copied: for each stage, whether it gets a copy of its input.
+        apart: whether each device has memory of its own, so that it gets a copy of its input.
         links: for each stage, how long its input takes from the stage before.
         action: seconds that the engine adds to each action.
         step: seconds that it adds to each step.
@@ -66,13 +64,12 @@ class Measured:
         ties: parameters that several layers have.
     """
 
-    profiles: tuple[Profile, ...]
+    profile: Profile
     optimizer: tuple[int, ...]
     rows: int
     input_bytes: int
-    input_moves: bool
     needs_gradient: bool
-    copied: tuple[bool, ...]
+    apart: bool
     links: tuple[Link, ...]
     action: float = 0.0
     step: float = 0.0
@@ -83,140 +80,98 @@ class Measured:
 
     @property
     def stages(self) -> int:
-        return len(self.profiles)
+        return len(self.links)
 
     @property
     def layers(self) -> int:
-        return len(self.profiles[0])
+        return len(self.profile)
 
     def cut(self, chunks: int) -> Costs:
         """What holds for a mini-batch in so many micro-batches."""
-        rows = -(-self.rows // chunks)
-        at: dict[int, Profile] = {}
-        for profile in self.profiles:
-            if id(profile) not in at:
-                at[id(profile)] = self._slowed(profile.at(rows))
-        return Costs(self, chunks, tuple(at[id(profile)] for profile in self.profiles))
-
-    def _slowed(self, profile: Profile) -> Profile:
-        layers = tuple(_times(layer, self.crowding) for layer in profile)
-        return replace(profile, layers=layers, loss=profile.loss and _times(profile.loss, self.crowding))
-
-
-def _times(layer: LayerProfile, factor: float) -> LayerProfile:
-    inputs = layer.backward_input_seconds
-    return replace(
-        layer,
-        forward_seconds=factor * (layer.forward_seconds or 0.0),
-        backward_seconds=factor * (layer.backward_seconds or 0.0),
-        backward_input_seconds=None if inputs is None else factor * inputs,
-    )
+        return Costs(self, chunks, self.profile.at(-(-self.rows // chunks)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What layers cost in micro-batches of one size, on each device.
+    """What layers cost in micro-batches of one size. A stage is given by its first layer and the end of its layers.
 
     Attributes:
         measured: where that comes from.
         chunks: how many micro-batches there are.
-        profiles: on each device.
+        profile: of the layers, on one of them.
     """
 
     measured: Measured
     chunks: int
-    profiles: tuple[Profile, ...]
-    _accounts: dict[tuple[object, ...], StageBytes] = field(default_factory=dict, compare=False, repr=False)
-    _stages: dict[tuple[object, ...], StageCost] = field(default_factory=dict, compare=False, repr=False)
+    profile: Profile
+    _bytes: dict[tuple[int, int, StageMode], StageBytes] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[int, int, StageMode], StageCost] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def incoming(self) -> list[int]:
         """Bytes that enter each layer."""
-        first = -(-self.measured.input_bytes // self.chunks)
-        return [first, *(layer.output_bytes for layer in self.profiles[0][:-1])]
-
-    def fixed_bytes(self) -> list[int]:
-        """What each layer takes whatever the micro-batches: parameters, gradients, and state of the optimizer."""
         return [
-            layer.parameter_bytes + layer.buffer_bytes + layer.trainable_bytes + state
-            for layer, state in zip(self.profiles[0], self.measured.optimizer, strict=True)
+            -(-self.measured.input_bytes // self.chunks),
+            *(layer.output_bytes for layer in self.profile.layers[:-1]),
         ]
 
     def work(self) -> list[float]:
-        """Seconds that each layer takes for a micro-batch on the first device."""
-        seconds = [(layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0) for layer in self.profiles[0]]
-        seconds[-1] += self._loss_seconds(0)
+        """Seconds that each layer takes for a micro-batch."""
+        seconds = [self._forward([layer]) + self._backward([layer]) for layer in self.profile]
+        seconds[-1] += self._loss(len(seconds))
         return seconds
 
-    def _loss_seconds(self, stage: int) -> float:
-        loss = self.profiles[stage].loss
-        return (loss.seconds or 0.0) if loss else 0.0
+    def _forward(self, layers: Sequence[LayerProfile]) -> float:
+        return self.measured.crowding * sum(layer.forward_seconds or 0.0 for layer in layers)
+
+    def _backward(self, layers: Sequence[LayerProfile]) -> float:
+        return self.measured.crowding * sum(layer.backward_seconds or 0.0 for layer in layers)
+
+    def _backward_input(self, layers: Sequence[LayerProfile]) -> float | None:
+        """The first part of a split backward; None if a layer cannot split it."""
+        known = [each.backward_input_seconds for each in layers if each.backward_input_seconds is not None]
+        return self.measured.crowding * sum(known) if len(known) == len(layers) else None
+
+    def _loss(self, end: int) -> float:
+        """Seconds of the loss behind the last layer."""
+        loss = self.profile.loss if end == self.measured.layers else None
+        return self._forward([loss]) + self._backward([loss]) if loss else 0.0
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
-        """The cost of each stage, for a replay. Layers that have flags are recomputed in the backward.
+        """The cost of each stage, for a replay.
 
         Args:
             sizes: the layers of each stage.
             modes: how each is checkpointed.
         """
-        stages = zip(bounds(sizes), modes, strict=True)
-        return [self.stage_cost(j, first, end, mode) for j, ((first, end), mode) in enumerate(stages)]
+        return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
 
-    def stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
-        """The cost of stage j with the layers from ``first`` to ``end``."""
-        key = id(self.profiles[j]), self.measured.copied[j], first, end, mode
-        if key not in self._stages:
-            whole = self._whole_cost(j, first, end, mode)
-            self._stages[key] = whole if isinstance(mode, str) else self._in_pieces(j, first, mode, whole)
-        return self._stages[key]
+    def stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
+        """The cost of a stage. Layers that have flags are recomputed in the backward."""
+        key = first, end, mode
+        if key not in self._costs:
+            self._costs[key] = self._stage_cost(*key)
+        return self._costs[key]
 
-    def _in_pieces(self, j: int, first: int, flags: Sequence[bool], whole: StageCost) -> StageCost:
-        """The cost of a stage in pieces, each of which is as much to the engine as an action."""
-        pieces, action = list(runs_of(flags)), self.measured.action
-        more = (len(pieces) - 1) * action
-        again = self.again(j, first, flags) + sum(flag for flag, _, _ in pieces) * action
-        loss = self._loss_seconds(j) if first + len(flags) == self.measured.layers and flags[-1] else 0.0
-        layers = self.profiles[j][first : first + len(flags)]
-        held = sum(layers[b - 1].output_bytes if flag else kept_bytes(layers[a:b]) for flag, a, b in pieces)
-        part, rest = whole.backward_input, whole.backward_weight
-        return replace(
-            whole,
-            forward=whole.forward - loss + more,
-            backward=whole.backward + loss + again + more,
-            backward_input=None if part is None else part + loss + again + more,
-            backward_weight=None if rest is None else rest + more,
-            activation_bytes=held + (whole.boundary_bytes if self.measured.copied[j] else 0),
-        )
-
-    def again(self, j: int, first: int, flags: Sequence[bool]) -> float:
-        """Seconds of a micro-batch for recomputation on stage j.
-
-        Args:
-            j: the number of the stage.
-            first: its first layer.
-            flags: of its layers, whether they are recomputed.
-        """
-        layers = self.profiles[j][first : first + len(flags)]
-        return sum(layer.forward_seconds or 0.0 for layer, flag in zip(layers, flags, strict=True) if flag)
-
-    def _whole_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
-        layers = self.profiles[j][first:end]
-        action = self.measured.action
-        forward = sum(layer.forward_seconds or 0.0 for layer in layers)
-        backward = sum(layer.backward_seconds or 0.0 for layer in layers)
-        # It turns around where the output is there, which under checkpointing is the recomputation.
-        loss = self._loss_seconds(j) if end == len(self.profiles[j]) else 0.0
-        inputs = [layer.backward_input_seconds for layer in layers]
-        known = [seconds for seconds in inputs if seconds is not None]
-        part = min(backward, sum(known)) if len(known) == len(inputs) else None
-        kept = self.incoming[first] if self.measured.copied[j] else 0
+    def _stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
+        layers, flags, action = self.profile.layers[first:end], _flags(first, end, mode), self.measured.action
+        pieces = list(runs_of(flags))
+        engine = len(pieces) * action  # a piece is as much to the engine as an action
+        forward, backward, loss = self._forward(layers), self._backward(layers), self._loss(end)
+        again = [layer for layer, flag in zip(layers, flags, strict=True) if flag]
+        more = self._forward(again) + sum(flag for flag, _, _ in pieces) * action
+        # The loss follows the output: that of the recomputation where there is one.
+        early = loss if scheduled(mode) == "never" and not flags[-1] else 0.0
+        more += loss if flags[-1] else 0.0
+        part = self._backward_input(layers)
+        part = None if part is None else min(backward, part)
         return StageCost(
-            forward=forward + action + (loss if scheduled(mode) == "never" else 0.0),
-            backward=backward + action,
+            forward=forward + early + engine,
+            backward=backward + more + engine,
             recompute=forward + loss + action,
-            backward_input=None if part is None else part + action + SPLITTING / 2,
-            backward_weight=None if part is None else backward - part + action + SPLITTING / 2,
-            activation_bytes=kept_bytes(layers) + kept,
+            backward_input=None if part is None else part + more + engine + SPLITTING / 2,
+            backward_weight=None if part is None else backward - part + engine + SPLITTING / 2,
+            activation_bytes=self._stage_bytes(first, end, mode).kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
@@ -228,22 +183,17 @@ class Costs:
             sizes: the layers of each stage.
             stages: what each costs.
         """
-        each = enumerate(zip(stages, bounds(sizes), strict=True))
-        return tuple(j for j, (stage, (first, end)) in each if self.splits(j, first, end, stage))
+        each = enumerate(zip(bounds(sizes), stages, strict=True))
+        return tuple(j for j, (own, stage) in each if self.splits(*own, stage))
 
-    def splits(self, j: int, first: int, end: int, stage: StageCost) -> bool:
-        """The same for stage j with the layers from ``first`` to ``end``, which cost what ``stage`` says."""
+    def splits(self, first: int, end: int, stage: StageCost) -> bool:
+        """The same for one stage, which costs what ``stage`` says."""
         return (
             stage.backward_input is not None
             and stage.seconds(Kind.BACKWARD) >= SPLIT_SECONDS
-            and (j > 0 or self.measured.needs_gradient)
-            and any(layer.trainable_bytes for layer in self.profiles[j][first:end])
+            and (first > 0 or self.measured.needs_gradient)
+            and any(layer.trainable_bytes for layer in self.profile.layers[first:end])
         )
-
-    def gradient_bytes(self, sizes: Sequence[int]) -> list[int]:
-        """What the gradients of each stage take."""
-        layers = self.profiles[0].layers
-        return [sum(layer.trainable_bytes for layer in layers[first:end]) for first, end in bounds(sizes)]
 
     def reduction(self, sizes: Sequence[int]) -> float:
         """Seconds until the replicas have the average of their gradients: of the largest stage, on a ring.
@@ -251,7 +201,8 @@ class Costs:
         Stages are on devices of their own and reduce at the same time (Patarasu and Yuan, 2009).
         """
         r = self.measured.replicas
-        return 2 * (r - 1) / r * max(self.gradient_bytes(sizes)) / self.measured.ring
+        largest = max(sum(layer.trainable_bytes for layer in self.profile[first:end]) for first, end in bounds(sizes))
+        return 2 * (r - 1) / r * largest / self.measured.ring
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
         """For each stage, the seconds that its input takes from the stage before."""
@@ -273,33 +224,33 @@ class Costs:
         return tuple(self.stage_bytes(j, *own, mode, schedule, j in split) for j, (own, mode) in stages)
 
     def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
-        """The same for stage j with the layers from ``first`` to ``end``, however the others are checkpointed."""
-        found = self._account(j, first, end, mode, drains=schedule == "fill_drain")
-        return found.at_peak(moments(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits))
+        """The same for one stage, the one of number j, however the others are checkpointed."""
+        moments = held(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits)
+        return self._stage_bytes(first, end, mode).at_peak(moments)
 
-    def _account(self, j: int, first: int, end: int, mode: StageMode, *, drains: bool) -> StageBytes:
-        """The account of stage j, if it has the layers from ``first`` to ``end``."""
-        measured, is_last = self.measured, end == self.measured.layers
-        copied, apart = measured.copied[j], is_last or measured.copied[j + 1]
-        key = id(self.profiles[j]), copied, apart, j == 0, drains, first, end, mode
-        if key in self._accounts:
-            return self._accounts[key]
-        layers, skips = self.profiles[j][first:end], self.profiles[j].skips
-        # Sources before the stage, and targets behind it, have numbers that it has no layers of.
-        own = [(s.source - first, s.target - first, s.bytes) for s in skips if s.source < end and s.target >= first]
-        popped = sum(size for source, target, size in own if source < 0 and target < end - first)
-        around = Surroundings(
-            incoming=self.incoming[first] + popped,
-            skips=own,
-            copied=copied,
-            moved=measured.input_bytes if j == 0 and measured.input_moves else 0,
-            returned=("all" if drains else "one") if j else "all" if measured.needs_gradient else "none",
-            loss=self.profiles[j].loss if is_last else None,
-            turned=layers[-1].output_bytes if is_last else 0,
-            sent=0 if apart else layers[-1].output_bytes,
-        )
-        ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
-        tied = sum(tie.bytes for tie in ties), sum(tie.gradient for tie in ties)
-        found = StageBytes(layers, mode, around, tied, sum(measured.optimizer[first:end]))
-        self._accounts[key] = found
-        return found
+    def _stage_bytes(self, first: int, end: int, mode: StageMode) -> StageBytes:
+        key = first, end, mode
+        if key not in self._bytes:
+            layers, measured = self.profile.layers[first:end], self.measured
+            loss = self.profile.loss if end == measured.layers else None
+            kept, peak = kept_and_peak(layers, _flags(first, end, mode), loss)
+            # In one memory the input is the output that the stage before keeps, or belongs to the caller.
+            copied = self.incoming[first] if measured.apart and first else 0
+            moved = measured.input_bytes if measured.apart and not first else 0
+            ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
+            self._bytes[key] = StageBytes(
+                parameters=sum(each.parameter_bytes + each.buffer_bytes for each in layers)
+                + sum(t.bytes for t in ties),
+                gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
+                optimizer=sum(measured.optimizer[first:end]),
+                kept=kept + copied,
+                # Gradients from which the part for the weights starts; inside of a layer as large as what it saves.
+                waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
+                bare=copied,
+                transient=peak + copied + moved,
+            )
+        return self._bytes[key]
+
+
+def _flags(first: int, end: int, mode: StageMode) -> tuple[bool, ...]:
+    return (False,) * (end - first) if isinstance(mode, str) else mode

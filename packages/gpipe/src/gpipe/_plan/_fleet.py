@@ -9,13 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
 from .._meant import did_you_mean
 from ..timeline._hops import Link
-from ._arguments import read_bytes, read_chunks, read_modes
+from ._arguments import read_bytes, read_chunks
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
 """The approximate shares of a data sheet's figures that training reaches."""
@@ -75,25 +75,20 @@ class Fleet:
         return (self.between if (self.nodes or 1) > 1 else self.inside).bandwidth
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How devices are shared out among replicas of a pipe, and what is searched of each.
 
     Attributes:
         replicas: pipes that train the same model, each on other rows.
         rows: of the mini-batch, for each replica.
         chunks: numbers of micro-batches to look at.
-        modes: those that each stage may have; there is a device for each stage.
+        stages: of each replica; there is a device for each.
     """
 
     replicas: int
     rows: int
     chunks: Sequence[int]
-    modes: Sequence[tuple[str, ...]]
-
-    @property
-    def stages(self) -> int:
-        return len(self.modes)
+    stages: int
 
 
 def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Fleet | None:
@@ -154,38 +149,33 @@ def _link(link: Link, bandwidth: Any, latency: Any) -> Link:
     )
 
 
-def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, checkpoint: Any, least: int = 1) -> list[Layout]:
+def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, least: int = 1) -> list[Layout]:
     """The layouts to look at, by their stages: all that use every device and give replicas the same number of rows.
 
     Args:
         fleet: the devices.
         layers: how many there are.
         rows: of the mini-batch.
-        chunks, checkpoint: as of :func:`gpipe.plan`.
+        chunks: as of :func:`gpipe.plan`.
         least: rows of a micro-batch.
 
     Raises:
         ValueError: there is none.
     """
-    devices = fleet.count * (fleet.nodes or 1)
     if fleet.nodes is None:
-        counts = [min(devices, layers)]
-        replicas = {counts[0]: 1}
-    else:
-        replicas = {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
-        counts = [k for k, times in replicas.items() if rows % times == 0]
-        if not counts:
-            choices = ", ".join(f"{times} (of {k} stages)" for k, times in replicas.items())
-            raise ValueError(
-                f"sample: expected rows that go evenly on the replicas; {devices} devices make replicas {choices}, and "
-                f"the mini-batch has {rows} rows"
-            )
-        if isinstance(checkpoint, (list, tuple)) and len(checkpoint) in counts:
-            counts = [len(checkpoint)]
-    shares = [(k, replicas[k], rows // replicas[k]) for k in counts]
+        return [Layout(1, rows, read_chunks(chunks, rows, least), min(fleet.count, layers))]
+    devices = fleet.count * fleet.nodes
+    replicas = {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
+    shares = [(k, times, rows // times) for k, times in replicas.items() if rows % times == 0]
+    if not shares:
+        choices = ", ".join(f"{times} (of {k} stages)" for k, times in replicas.items())
+        raise ValueError(
+            f"sample: expected rows that go evenly on the replicas; {devices} devices make replicas {choices}, and "
+            f"the mini-batch has {rows} rows"
+        )
     given = None if chunks is None else read_chunks(chunks, max(own for _, _, own in shares))
     found = [
-        Layout(times, own, [m for m in given or read_chunks(None, own, least) if m <= own], read_modes(checkpoint, k))
+        Layout(times, own, [m for m in given or read_chunks(None, own, least) if m <= own], k)
         for k, times, own in shares
     ]
     return [each for each in found if each.chunks]
@@ -195,18 +185,16 @@ def estimated(profile: Profile, fleet: Fleet) -> Profile:
     """A profile that was counted and not run, with the seconds that a device would need at least for its operations
     and for reading and writing what it keeps.
     """
-    counted = any(layer.parting_bytes is not None for layer in profile)
     return replace(
         profile,
-        layers=tuple(_layer(layer, fleet, whole=counted and layer.parting_bytes is None) for layer in profile.layers),
-        loss=profile.loss and _layer(profile.loss, fleet, whole=False),
+        layers=tuple(_layer(layer, fleet) for layer in profile.layers),
+        loss=profile.loss and _layer(profile.loss, fleet),
         others=tuple(estimated(other, fleet) for other in profile.others),
     )
 
 
-def _layer(layer: LayerProfile, fleet: Fleet, *, whole: bool) -> LayerProfile:
+def _layer(layer: LayerProfile, fleet: Fleet) -> LayerProfile:
     moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
     # A backward does twice the operations of a forward: for the inputs, and for the weights.
     forward = max(layer.flops / 3 / (fleet.flops * _FLOPS_REACHED), moved / (fleet.bandwidth * _BANDWIDTH_REACHED))
-    part = None if whole else forward
-    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=part)
+    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=forward)

@@ -11,7 +11,7 @@ from typing import Any
 
 from profiler.text import format_bytes
 
-from ._arguments import SCHEDULES, read_chunks, read_modes
+from ._arguments import MODES, SCHEDULES, read_chunks
 from ._candidate import Candidate, Space
 from ._options import Options
 from ._search import least_share
@@ -32,9 +32,6 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
         self.device = device
         self.short = short
         self.changes = tuple(changes)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.device, self.short, self.changes)
 
 
 def explain(space: Space, devices: Sequence[str]) -> Infeasible:
@@ -88,16 +85,14 @@ def _nearest(space: Space) -> tuple[float, Candidate]:
 
 def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
     """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
-    stages, measured = len(space.modes), space.measured
-    every = read_modes(None, 1)[0]
+    measured, stages = space.measured, space.measured.stages
+    more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]
     found: dict[str, Callable[[Space], Space]] = {}
-    if any(modes != every for modes in space.modes):
-        found["checkpoint=None, so that the plan may choose"] = lambda own: replace(
-            own, modes=[every] * len(own.modes), pieces=True
-        )
-    if more := [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]:
+    if space.modes != MODES:
+        found["checkpoint=None, so that the plan may choose"] = lambda own: replace(own, modes=MODES)
+    if more:
         found[f"chunks up to {more[-1]}"] = lambda own: replace(own, chunks=[*own.chunks, *more])
-    if list(space.schedules) != list(SCHEDULES):
+    if space.schedules != SCHEDULES:
         found["schedule=None, so that the plan may choose"] = lambda own: replace(own, schedules=SCHEDULES)
     if any(measured.optimizer):
         found["optimizer='sgd', which keeps no state"] = lambda own: replace(
@@ -112,9 +107,8 @@ def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
 def _on_more(space: Space, stages: int) -> Space:
     """The same for more devices, which are like the last one; a single device has no link, so theirs take no time."""
 
-    def longer(owner: Any, *names: str) -> Any:
-        each = {name: tuple(getattr(owner, name)) for name in names}
-        return replace(owner, **{name: own + own[-1:] * (stages - len(own)) for name, own in each.items()})
+    def longer(each: Sequence[Any]) -> Any:
+        return (*each, *[each[-1]] * (stages - len(each))) if each else ()
 
-    wider: Space = longer(space, "modes", "memory", *["scale"] * bool(space.scale))
-    return replace(wider, measured=longer(space.measured, "profiles", "copied", "links"))
+    measured = replace(space.measured, links=longer(space.measured.links))
+    return replace(space, measured=measured, memory=longer(space.memory), scale=longer(space.scale))

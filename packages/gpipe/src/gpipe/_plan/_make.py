@@ -14,31 +14,18 @@ from torch import nn
 from microbatch import scatter
 from profiler import Profile
 
-from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
-from ..module._partition import refuse_duplicate_layers
-from ..module._sequential import as_sequential
-from ..module._whole import replicated
-from ._arguments import (
-    OptimizerChoice,
-    expect_rows,
-    expect_target,
-    optimizer_bytes,
-    read_loss,
-    read_memory,
-    read_schedules,
-)
+from ..timeline import simulate
+from ._arguments import OptimizerChoice
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space, by_seconds
-from ._costs import Measured
-from ._data import Expected
-from ._fleet import Fleet, Layout, read_fleet
+from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
+from ._fleet import INSIDE
 from ._infeasible import explain
 from ._measure import measure
-from ._outcome import plan_of
 from ._plan import Plan
 from ._rehearse import ACCOUNT, rehearsed
-from ._request import Request, read_layouts, read_profile
+from ._request import Request, read_request
 from ._search import NEAR, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
@@ -55,8 +42,8 @@ def plan(
     optimizer: OptimizerChoice = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
     chunks: int | Iterable[int] | None = None,
-    checkpoint: str | Sequence[str] | None = None,
-    schedule: str | Iterable[str] | None = None,
+    checkpoint: str | None = None,
+    schedule: str | None = None,
     profile: Profile | None = None,
     calibrate: bool = True,
     bandwidth: float | str | Sequence[float | str] | None = None,
@@ -76,17 +63,16 @@ def plan(
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
         sample: a mini-batch, with as many rows as in training.
-        devices: one for each stage; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are not there. Then
-            nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate by the operations
-            and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of
-            replicas, with equal shares of the rows, and the number of stages of each replica.
+        devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
+            not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate
+            by the operations and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also
+            chooses the number of replicas, with equal shares of the rows, and the number of stages of each replica.
         target: the target of the loss, for ``sample``.
         loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
         optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
         memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default
             the memory of a GPU, and no limit on a CPU.
-        chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage, which are
-            computed again as a whole then; a name or several.
+        chunks, checkpoint, schedule: to search less: a number or several; the mode of all stages; a name.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
             ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
         calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer. It
@@ -111,46 +97,25 @@ def plan(
     >>> sum(found.balance), found.chunks, found.checkpoint
     (4, 4, ['never', 'never'])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
-    sample = replicated(sample, "sample")
-    expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
-    loss_fn = read_loss(loss_fn, target)
-    expect_target(target, sample)
-    layers = as_sequential(model, sample)
-    if not len(layers):
-        raise ValueError("model: expected at least one layer, got none")
-    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
-    fleet = read_fleet(devices, bandwidth, latency)
-    layouts, places = read_layouts(devices, fleet, layers, sample, chunks, checkpoint)
-    request = Request(
-        layers=layers,
-        sample=sample,
-        target=target,
-        loss_fn=loss_fn,
-        fleet=fleet,
-        layouts=layouts,
-        places=places,
-        memory=read_memory(fleet.memory if fleet and memory is None else memory, places),
-        pieces=checkpoint is None,
-        schedules=read_schedules(schedule),
-        optimizer=optimizer_bytes(optimizer, layers),
-        profile=read_profile(profile, layers),
-    )
-    if not fleet and (request.profile is None or calibrate):
-        expect_data(layers, "plan")
-    return _planned(request, calibrate=calibrate and fleet is None)
+    request = read_request(
+        model, sample, devices, target, loss_fn, optimizer, memory, chunks, checkpoint, schedule, profile, bandwidth,
+        latency, calibrate=calibrate,
+    )  # fmt: skip
+    return _planned(request, calibrate=calibrate and request.fleet is None)
 
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
     """Measure, search, and try the best candidates."""
-    measured = measure(request)
-    space, found = _search(request, [_space(request, *each) for each in zip(request.layouts, measured, strict=True)])
+    spaces = [
+        Space(measured, layout.chunks, request.schedules, request.modes, request.memory[: layout.stages])
+        for layout, measured in zip(request.layouts, measure(request), strict=True)
+    ]
+    space, found = _search(request, spaces)
     if not found:
         raise explain(space, request.names)
-    fleet, spread = request.fleet, GUESSED if request.fleet else UNSURE
-    notes = [_guessed(fleet, space.measured)] if fleet else [_how(space.measured)]
+    spread = GUESSED if request.fleet else UNSURE
+    notes = [_source(request, space)]
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss_fn
@@ -159,7 +124,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"
         notes.append(note)
-    return plan_of(found, space, request, spread, notes)
+    return _plan_of(found, space, request, spread, notes)
 
 
 REHEARSALS = 6
@@ -208,18 +173,23 @@ def _best_of(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
         return spaces[-1], []
     fastest = min(ways[0].seconds for _, ways in found)
     near = [pair for pair in found if pair[1][0].seconds <= fastest * (1 + NEAR)]
-    space, ways = min(near, key=lambda pair: len(pair[0].modes))
+    space, ways = min(near, key=lambda pair: pair[0].measured.stages)
     others = [each[0] for other, each in found if other is not space]
     return space, [ways[0], *by_seconds([*ways[1:FEW], *others])] if others else ways
 
 
-def _space(request: Request, layout: Layout, measured: Measured) -> Space:
-    """What is searched for a layout."""
-    memory = request.memory[: layout.stages]
-    return Space(measured, layout.chunks, request.schedules, layout.modes, memory, pieces=request.pieces)
-
-
-def _guessed(fleet: Fleet, measured: Measured) -> str:
+def _source(request: Request, space: Space) -> str:
+    """How the seconds were found, for the reader of a plan."""
+    fleet, measured = request.fleet, space.measured
+    if fleet is None:
+        profile = measured.profile
+        rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
+        engine = (
+            f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+        )
+        link = f"links are taken to send {INSIDE.bandwidth / 1e9:.4g} GB/s"
+        added = link if measured.apart else engine
+        return f"{measured.layers} layers measured on {profile.device} at {rows} rows; {added}"
     links = " and ".join(f"{each.bandwidth / 1e9:.4g} GB/s" for each in (fleet.inside, fleet.between))
     replicas = f", and an average over {measured.replicas} replicas on a ring that nothing overlaps"
     return (
@@ -229,10 +199,66 @@ def _guessed(fleet: Fleet, measured: Measured) -> str:
     )
 
 
-def _how(measured: Measured) -> str:
-    first = measured.profiles[0]
-    rows = ", ".join(str(each.rows) for each in (*first.others, first))
-    return (
-        f"{measured.layers} layers measured on {first.device} at {rows} rows; the engine adds "
-        f"{measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+SHOWN = 8
+"""The number of alternatives that a plan keeps."""
+
+
+def _plan_of(
+    found: Sequence[Candidate], space: Space, request: Request, spread: Expected, notes: Sequence[str]
+) -> Plan:
+    """The first of those ``found`` as a plan, and the others as alternatives.
+
+    Args:
+        found: the best first.
+        space: what was searched.
+        request: what was asked for.
+        spread: how steps are around a replayed one, as factors.
+        notes: how the figures came about.
+    """
+    best, others = found[0], found[1:]
+    stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
+    bubble = simulate(best.program(best.chunks), stages, transfer=hops[1:]).bubble
+    seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
+    replicas = space.measured.replicas
+    rows = space.measured.rows * replicas
+    return Plan(
+        layers=layer_keys(request.layers),
+        devices=tuple(request.names[: len(stages)]),
+        memory=tuple(space.memory),
+        rows=rows,
+        sizes=best.sizes,
+        chunks=best.chunks,
+        schedule=best.schedule,
+        modes=best.modes,
+        split=best.split,
+        predicted=Prediction(seconds, best.bytes, rows / seconds.mid, bubble),
+        stages=tuple(stages),
+        hops=tuple(hops),
+        replicas=replicas,
+        reduction=best.costs.reduction(best.sizes),
+        alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
+        notes=(*notes, best.note),
+        _here=Remembered(loss_fn=request.loss_fn, sample=request.sample),
     )
+
+
+def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
+    return Alternative(
+        other.chunks,
+        other.schedule,
+        other.sizes,
+        other.modes,
+        other.seconds * factor,
+        other.fullest,
+        _reason(best, other),
+    )
+
+
+def _reason(best: Candidate, other: Candidate) -> str:
+    """Why ``other`` was not taken."""
+    slower = other.seconds / best.seconds - 1
+    if slower > NEAR:
+        return f"{slower:.0%} slower"
+    speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    differs = "less simple" if other.simplicity > best.simplicity else "another balance"
+    return f"{speed}, {differs if len(other.sizes) == len(best.sizes) else 'another number of stages'}"

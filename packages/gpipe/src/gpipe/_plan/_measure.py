@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +14,7 @@ from profiler import Profile, profile
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
 from ._costs import Measured, SharedParameter
-from ._fleet import Fleet, estimated
+from ._fleet import INSIDE, Layout, estimated
 from ._request import Request
 
 SECONDS = 0.6
@@ -31,49 +28,33 @@ def measure(request: Request) -> list[Measured]:
     """What is known for each layout: measured on devices like those of the plan; for others bytes are counted, seconds
     estimated.
     """
-    rows, tensors, places, fleet = request.rows, list(Batch(request.sample)), request.places, request.fleet
-    one = request.layouts[0]
-    chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
-    sizes = _sizes(rows, chunks, one.stages * one.replicas)
-    size = sum(tensor.nbytes for tensor in tensors)
-    common: dict[str, Any] = {
-        "optimizer": tuple(request.optimizer),
-        "needs_gradient": any(tensor.requires_grad for tensor in tensors),
-        "ties": ties_of(request.layers),
-    }
-    if fleet:
-        profile = _counted(request, fleet, sizes)
-        return [
-            Measured(
-                profiles=(profile,) * each.stages,
-                rows=each.rows,
-                input_bytes=size // each.replicas,
-                input_moves=True,
-                copied=(False, *(True,) * (each.stages - 1)),
-                links=fleet.links(each.stages),
-                replicas=each.replicas,
-                ring=fleet.ring,
-                **common,
-            )
-            for each in request.layouts
-        ]
-    profiles = {each.type: each for each in reversed(places)}
-    known = {kind: request.profile or _profiled(request, place, sizes) for kind, place in profiles.items()}
+    found, ties = _profile(request), ties_of(request.layers)
+    tensors, fleet, place = list(Batch(request.sample)), request.fleet, request.places[0]
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
-    action, step = (ACTION, STEP) if all(place.type == "cpu" for place in places) else (0.0, 0.0)
-    found = Measured(
-        profiles=tuple(known[device.type] for device in places),
-        rows=rows,
-        input_bytes=size,
-        input_moves=any(tensor.device != places[0] for tensor in tensors) and places[0].type != "cpu",
-        copied=(False, *(a != b for a, b in pairwise(map(_place, places)))),
-        links=(Link(), *(_link(a, b) for a, b in pairwise(places))),
-        action=action,
-        step=step,
-        crowding=_crowding(places),
-        **common,
-    )
-    return [found]
+    is_cpu = place.type == "cpu"
+
+    def of(layout: Layout) -> Measured:
+        return Measured(
+            profile=found,
+            optimizer=tuple(request.optimizer),
+            rows=layout.rows,
+            input_bytes=sum(tensor.nbytes for tensor in tensors) // layout.replicas,
+            needs_gradient=any(tensor.requires_grad for tensor in tensors),
+            apart=not is_cpu,
+            links=fleet.links(layout.stages) if fleet else (Link() if is_cpu else INSIDE,) * layout.stages,
+            action=ACTION if is_cpu else 0.0,
+            step=STEP if is_cpu else 0.0,
+            crowding=max(1.0, layout.stages / _cores()) if is_cpu else 1.0,
+            replicas=layout.replicas,
+            ring=fleet.ring if fleet else float("inf"),
+            ties=ties,
+        )
+
+    return [of(layout) for layout in request.layouts]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
@@ -89,6 +70,23 @@ def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
     )
 
 
+def _profile(request: Request) -> Profile:
+    """The profile of the layers that was given, or else made: with the share of the threads that a stage will have."""
+    place, one = request.places[0], request.layouts[0]
+    found = request.profile
+    if found is None:
+        chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
+        threads = torch.get_num_threads()
+        with intra_op_threads(max(1, threads // one.stages) if place.type == "cpu" else threads):
+            found = profile(
+                request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
+                rows=_sizes(request.rows, chunks, one.stages * one.replicas), loss_fn=request.loss_fn,
+                target=request.target, split_backward=True, timeout=SECONDS,
+            )  # fmt: skip
+    is_timed = all(layer.seconds is not None for layer in found)
+    return estimated(found, request.fleet) if request.fleet and not is_timed else found
+
+
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
     """Rows of micro-batches to measure at: the smallest, the largest that is not idle for long, and one between."""
     few = [m for m in chunks if m >= stages] or [chunks[-1]]
@@ -97,60 +95,6 @@ def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
         return sorted({least, 2 * least if 2 * least <= rows else max(1, least // 2)})
     middle = round((least * most) ** 0.5)
     return sorted({least, middle, most} if most >= 8 * least else {least, most})
-
-
-def _profiled(request: Request, device: torch.device, sizes: Sequence[int]) -> Profile:
-    shares = sum(other.type == "cpu" for other in request.places)
-    threads = max(1, torch.get_num_threads() // shares) if device.type == "cpu" else torch.get_num_threads()
-    with intra_op_threads(threads):
-        return _profile(request, _place(device), sizes)
-
-
-def _counted(request: Request, fleet: Fleet, sizes: Sequence[int]) -> Profile:
-    found = request.profile or _profile(request, torch.device("meta"), sizes)
-    return estimated(found, fleet) if any(layer.seconds is None for layer in found) else found
-
-
-def _profile(request: Request, device: torch.device, sizes: Sequence[int]) -> Profile:
-    return profile(
-        request.layers, request.sample, device=device, rows=sizes, loss_fn=request.loss_fn, target=request.target,
-        split_backward=True, timeout=SECONDS,
-    )  # fmt: skip
-
-
-def _crowding(devices: Sequence[torch.device]) -> float:
-    workers = sum(device.type == "cpu" for device in devices)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, workers / cores)
-
-
-def _place(device: torch.device) -> torch.device:
-    """Where tensors lie: the numbers of CPUs say which worker a stage has, and nothing of memory."""
-    return torch.device("cpu") if device.type == "cpu" else device
-
-
-_COPIES = 5
-
-
-def _link(a: torch.device, b: torch.device) -> Link:
-    """How long things take from a device to another: the line through the times of two sizes."""
-    if _place(a) == _place(b):
-        return Link()
-    small, large = 2**12, 2**24
-    quick, slow = (_copy_seconds(a, b, size) for size in (small, large))
-    return Link(latency=quick, bandwidth=(large - small) / max(slow - quick, 1e-9))
-
-
-def _copy_seconds(a: torch.device, b: torch.device, size: int) -> float:
-    source = torch.zeros(size, dtype=torch.uint8, device=a)
-    found = []
-    for _ in range(_COPIES):
-        synchronize((a, b))
-        begin = time.perf_counter()
-        source.to(b)
-        synchronize((a, b))
-        found.append(time.perf_counter() - begin)
-    return min(found)
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:

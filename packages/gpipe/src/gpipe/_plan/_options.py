@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate, product
+from heapq import nsmallest
+from itertools import product
 from typing import NamedTuple
 
 from ..schedule import Kind
@@ -15,6 +16,9 @@ from ._costs import Costs
 
 ALL_FLAGS = 5
 """Up to so many layers, all combinations of layers to compute again are options of a stage; else some patterns."""
+
+_MOST = 6
+"""So many options of a stage that fits are looked at."""
 
 
 class StageOption(NamedTuple):
@@ -48,12 +52,11 @@ class Options:
 
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
         self.space, self.costs, self.schedule = space, costs, schedule
-        self._fixed = [*accumulate(costs.fixed_bytes(), initial=0)]
         self._found: dict[tuple[int, int, int, bool], list[StageOption]] = {}
         self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
     def of(self, j: int, first: int, end: int) -> list[StageOption]:
-        """Those with which stage j fits with these layers, without those that others are better than; fastest first."""
+        """The fastest of those with which stage j fits with these layers; those with the least to do first."""
         return self._fitting(j, first, end, few=False)
 
     def some(self, j: int, first: int, end: int) -> list[StageOption]:
@@ -67,10 +70,8 @@ class Options:
     def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[StageOption]:
         key = j, first, end, few
         if key not in self._found:
-            # Where parameters alone do not fit, which is quick to see, no mode does.
-            alone = self.space.share(j, self._fixed[end] - self._fixed[first])
-            every = self._every(j, first, end, few=few) if alone <= 1 else ()
-            self._found[key] = _undominated([each for each in every if each.share <= 1], self.costs.chunks)
+            fitting = (each for each in self._every(j, first, end, few=few) if each.share <= 1)
+            self._found[key] = nsmallest(_MOST, fitting, key=lambda each: each.busy)
         return self._found[key]
 
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
@@ -84,17 +85,17 @@ class Options:
                 return
 
     def _modes(self, j: int, first: int, end: int, few: bool) -> Iterator[StageMode]:
-        allowed = self.space.modes[j]
+        modes = self.space.modes
         if self.space.memory[j] is None:
-            allowed = allowed[:1]
-        yield from allowed
-        if self.space.pieces and self.space.memory[j] is not None:
-            yield from map(mode_of, _patterns(end - first, few))
+            yield modes[0]
+        else:
+            yield from modes
+            yield from map(mode_of, _patterns(end - first, few)) if len(modes) > 1 else ()
 
     def _option(self, j: int, first: int, end: int, mode: StageMode) -> StageOption:
         costs, schedule = self.costs, self.schedule
-        cost = costs.stage_cost(j, first, end, mode)
-        splits = schedule == "zero_bubble" and costs.splits(j, first, end, cost)
+        cost = costs.stage_cost(first, end, mode)
+        splits = schedule == "zero_bubble" and costs.splits(first, end, cost)
         need = costs.stage_bytes(j, first, end, mode, schedule, splits).total if self.space.memory[j] is not None else 0
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again
@@ -112,21 +113,3 @@ def _patterns(layers: int, few: bool) -> list[tuple[bool, ...]]:
         runs += [(covered, covered) for _, covered in runs]  # one run
         found = [tuple(k < covered and k % (length + 1) < length for k in range(layers)) for length, covered in runs]
     return [flags for flags in dict.fromkeys(found) if any(flags) and not all(flags)]
-
-
-def _undominated(found: list[StageOption], chunks: int) -> list[StageOption]:
-    # Of many options few are left, so that the replays that a search may do go to different ones.
-    kept: list[StageOption] = []
-    for each in sorted(found, key=lambda option: option.busy):
-        figures = _figures(each, chunks)
-        if not any(all(a <= b for a, b in zip(_figures(better, chunks), figures, strict=True)) for better in kept):
-            kept.append(each)
-    return kept
-
-
-def _figures(option: StageOption, chunks: int) -> tuple[float, ...]:
-    """None of which is larger in an option that is better in any schedule."""
-    cost, again = option.cost, stops_of([option.mode], chunks)[0]
-    whole = cost.seconds(Kind.BACKWARD) if not option.splits else 0.0
-    parts = (cost.seconds(Kind.BACKWARD_INPUT), cost.seconds(Kind.BACKWARD_WEIGHT)) if option.splits else (0.0, 0.0)
-    return cost.forward, whole, *parts, again * cost.seconds(Kind.RECOMPUTE), float(again)

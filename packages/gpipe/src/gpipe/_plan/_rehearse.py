@@ -6,8 +6,8 @@ That figure is printed, and limits are held against it: the account of bytes tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch, gather, map_tensors, scatter
-from profiler._fake import fake, fake_mode
+from profiler._fake import FusedAttention, fake, fake_mode
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
-from ..schedule import Schedule, Step, requirement
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._verify import peak_bytes
@@ -49,7 +48,7 @@ def rehearsed(
     except Exception as error:
         return replace(way, note=f"{ACCOUNT}; a rehearsal without data failed: {error!r:.200}")
     # Beside what a rehearsal finds, in one memory, there are the optimizer's state, and copies between devices.
-    shared = replace(way.costs.measured, copied=(False,) * len(way.sizes), input_moves=False).cut(way.chunks)
+    shared = replace(way.costs.measured, apart=False).cut(way.chunks)
     alone = shared.device_bytes(way.sizes, way.modes, way.schedule, way.split)
     found = zip(way.account, alone, peaks, strict=True)
     rehearsed = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
@@ -61,8 +60,7 @@ def peaks_of(
 ) -> list[int]:
     """The peak of each stage in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
-    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. How long that
-    is depends on which stage goes first where both could. So this is the peak over two orders.
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it.
 
     Raises:
         Exception: a layer needs the values of tensors.
@@ -78,12 +76,11 @@ def peaks_of(
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
     pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
-    programs, loss = way.program(few), loss_fn or total
-    orders = [_eager(programs, stages) for stages in (range(len(sizes)), range(len(sizes))[::-1])]
-    with closing(pipe), inline():
+    program, loss = way.program(few), loss_fn or total
+    with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
-        pipe.step(inputs, targets, loss_fn=loss, schedule=orders[0])
-        return list(map(max, *(peak_bytes(pipe, inputs, targets, loss, order) for order in orders)))
+        pipe.step(inputs, targets, loss_fn=loss, schedule=program)
+        return peak_bytes(pipe, inputs, targets, loss, program)
 
 
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:
@@ -92,19 +89,6 @@ def _with(need: DeviceBytes, found: int) -> DeviceBytes:
     gradients = min(need.gradients, left)
     activations = min(need.activations, left - gradients)
     return replace(need, gradients=gradients, activations=activations, transient=left - gradients - activations)
-
-
-def _eager(programs: Schedule, stages: Sequence[int]) -> Schedule:
-    """The schedule on one worker, which always does a step of the first of ``stages`` that has what it needs."""
-    upcoming = {j: list(reversed(programs[j])) for j in stages}
-    present = {Step(j, action) for j, program in enumerate(programs) for action in program}
-    order = dict[Step, None]()
-    while len(order) < len(present):
-        heads = (Step(j, left[-1]) for j, left in upcoming.items() if left)
-        step = next(step for step in heads if all(each in order for each in requirement(step) if each in present))
-        upcoming[step.stage].pop()
-        order[step] = None
-    return Schedule(programs, (tuple(order),))
 
 
 def total(output: Any, _: Any) -> Tensor:

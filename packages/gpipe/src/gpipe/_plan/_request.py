@@ -12,9 +12,22 @@ from torch import nn
 from microbatch import Batch
 from profiler import Profile
 
+from .._flatten._shapes import expect_data
 from ..module._arguments import checked_devices
-from ._arguments import read_chunks, read_modes
-from ._fleet import FAKE, Fleet, Layout, layouts_of
+from ..module._partition import refuse_duplicate_layers
+from ..module._sequential import as_sequential
+from ..module._whole import replicated
+from ._arguments import (
+    expect_rows,
+    expect_target,
+    optimizer_bytes,
+    read_chunks,
+    read_loss,
+    read_memory,
+    read_modes,
+    read_schedules,
+)
+from ._fleet import FAKE, Fleet, Layout, layouts_of, read_fleet
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Request:
         layouts: how they may be shared out among replicas; one if they are there.
         places: as many devices as the most stages take; ``meta`` for those that are not there.
         memory: what each of these may hold; None is any amount.
-        pieces: whether only some layers of a stage may be computed again.
+        modes: of checkpointing.
         schedules: names.
         optimizer: bytes of its state, for each layer.
         profile: of the layers, if one was given.
@@ -42,7 +55,7 @@ class Request:
     layouts: Sequence[Layout]
     places: Sequence[torch.device]
     memory: Sequence[int | None]
-    pieces: bool
+    modes: Sequence[str]
     schedules: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None
@@ -54,40 +67,91 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """The rows of the mini-batch: those of the tensor that has the fewest, as a profile takes them."""
-        return min(len(tensor) for tensor in Batch(self.sample))
+        """The rows of the mini-batch."""
+        return rows_of(self.sample)
+
+
+def read_request(
+    model: nn.Module, sample: Any, devices: Any, target: Any, loss_fn: Any, optimizer: Any, memory: Any, chunks: Any,
+    checkpoint: Any, schedule: Any, profile: Any, bandwidth: Any, latency: Any, *, calibrate: bool,
+) -> Request:  # fmt: skip
+    """Check the arguments of :func:`gpipe.plan`, before anything is measured.
+
+    Raises:
+        TypeError, ValueError: as :func:`gpipe.plan`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
+    sample = replicated(sample, "sample")
+    expect_rows(sample)
+    loss_fn = read_loss(loss_fn, target)
+    expect_target(target, sample)
+    layers = as_sequential(model, sample)
+    if not len(layers):
+        raise ValueError("model: expected at least one layer, got none")
+    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
+    fleet = read_fleet(devices, bandwidth, latency)
+    layouts, places = read_layouts(devices, fleet, layers, sample, chunks)
+    request = Request(
+        layers=layers,
+        sample=sample,
+        target=target,
+        loss_fn=loss_fn,
+        fleet=fleet,
+        layouts=layouts,
+        places=places,
+        memory=read_memory(fleet.memory if fleet and memory is None else memory, places),
+        modes=read_modes(checkpoint),
+        schedules=read_schedules(schedule),
+        optimizer=optimizer_bytes(optimizer, layers),
+        profile=read_profile(profile, layers, timed=fleet is None),
+    )
+    if not fleet and (request.profile is None or calibrate):
+        expect_data(layers, "plan")
+    return request
+
+
+def rows_of(sample: Any) -> int:
+    """The rows of the tensor that has the fewest, as a profile takes them."""
+    return min(len(tensor) for tensor in Batch(sample))
 
 
 def read_layouts(
-    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, checkpoint: Any
+    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any
 ) -> tuple[list[Layout], list[torch.device]]:
     """The layouts to look at, and as many devices as the most stages take: ``meta`` for those that are not there.
 
     Raises:
-        TypeError, ValueError: there is no device, or one that nothing can run on, or no layout.
+        TypeError, ValueError: there is no device, or one that nothing can run on, or several types of them, or no
+            layout.
     """
-    rows = min(len(tensor) for tensor in Batch(sample))
+    rows = rows_of(sample)
     # In training, batch norm may refuse a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
     if fleet:
-        layouts = layouts_of(fleet, len(layers), rows, chunks, checkpoint, least)
+        layouts = layouts_of(fleet, len(layers), rows, chunks, least)
         return layouts, [torch.device("meta")] * layouts[-1].stages
     places = checked_devices(devices, len(layers))
+    types = {place.type for place in places}
     if not places:
         raise ValueError("devices: expected at least one, got none")
-    if any(place.type == "meta" for place in places):
+    if "meta" in types:
         raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
-    return [Layout(1, rows, read_chunks(chunks, rows, least), read_modes(checkpoint, len(places)))], places
+    if len(types) > 1:
+        raise ValueError(f"devices: expected devices of one type, got {', '.join(sorted(types))}; plan for one of them")
+    return [Layout(1, rows, read_chunks(chunks, rows, least), len(places))], places
 
 
-def read_profile(profile: Any, layers: nn.Sequential) -> Profile | None:
+def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:
     """``profile``, if it is one of these layers, or None.
 
     Raises:
-        TypeError, ValueError: it is anything else.
+        TypeError, ValueError: it is anything else, or has no seconds where ``timed``.
     """
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
     if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
         raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
+    if profile is not None and timed and not profile.rounds:
+        raise ValueError(f"profile: expected one with seconds, got one made on device {profile.device!r}")
     return profile

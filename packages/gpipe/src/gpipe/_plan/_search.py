@@ -15,11 +15,14 @@ than five layers, so where memory is barely enough it may find nothing although 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from heapq import nsmallest
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, permutations
+
+from blockpartition import partition
 
 from ._candidate import Candidate, Space, by_seconds, candidate_of
 from ._costs import bounds
@@ -40,7 +43,8 @@ _MARGIN = 0.9
 _WIDER = (1.05, 1.25, 2.0, math.inf)
 """How much longer than an even share of the work the slowest stage may take, until a balance is found."""
 
-_SLACK = (1.0, 1.1)
+_SLACK = 1.1
+"""How much longer the slowest stage may take where that makes the work of all stages less."""
 
 _NEARBY = 2
 """A layer goes to a stage so many stages away, at most."""
@@ -68,7 +72,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
     for least, _, options in sorted((least, k, options) for k, (least, options) in enumerate(ways)):
         if least > fastest:
             return
-        if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.modes):
+        if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.memory):
             continue
         found = best_of(options)
         # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
@@ -79,12 +83,10 @@ def candidates(space: Space) -> Iterator[Candidate]:
 
 def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
     """The options under each schedule, with seconds below which it comes at most by a little."""
-    costs, k = space.measured.cut(chunks), len(space.modes)
-    free = [Options(replace(space, memory=(None,) * k), costs, name) for name in space.schedules]
-    sizes = next(_placed(free[0]), None)  # without a limit of memory, which any schedule allows
-    for own in free:
-        least = 0.0 if sizes is None else _Way.of(own, sizes).seconds * _MARGIN
-        yield least, Options(space, costs, own.schedule)
+    costs, free = space.measured.cut(chunks), replace(space, memory=(None,) * len(space.memory))
+    for name in space.schedules:
+        own = Options(free, costs, name)  # without a limit of memory
+        yield min(_Way.of(own, sizes).seconds for sizes in _placed(own)) * _MARGIN, Options(space, costs, name)
 
 
 def best_of(options: Options) -> Candidate | None:
@@ -161,34 +163,27 @@ def shifted(sizes: Sizes) -> Iterator[Sizes]:
             yield tuple(size + (i == j) - (i == k) for i, size in enumerate(sizes))
 
 
-def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates with a layer on another stage that fit."""
-    options = Options(space, candidate.costs, candidate.schedule)
-    near = (_Way.of(options, sizes) for sizes in shifted(candidate.sizes))
-    return (each.candidate for each in near if each.fits)
-
-
 def _placed(options: Options) -> Iterator[Sizes]:
-    """Balances that fit: the one of the least slowest stage, and some of the least work within a little more."""
+    """Balances that fit: the one of the least slowest stage, and one of the least work within a little more."""
 
     def busy(j: int, first: int, end: int) -> float:
         found = options.some(j, first, end)
         return found[0].busy if found else math.inf
 
-    layers, stages = options.costs.measured.layers, len(options.space.modes)
-    m, work = options.costs.chunks, options.costs.work()
-    behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
-    even = max(behind[0] / stages, m * max(work)) + 2 * m * options.costs.measured.action
-    found = (divided(layers, stages, busy, even * wider, max, behind) for wider in _WIDER)
-    least = next((sizes for sizes in found if sizes is not None), None)
-    if least is None:
+    stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()
+    free = partition(work, stages)
+    if not options.space.is_bounded:
+        yield free.sizes
         return
-    yield least
-    slowest = max(busy(j, *each) for j, each in enumerate(bounds(least)))
-    for slack in _SLACK if options.space.is_bounded else ():
-        sizes = divided(layers, stages, busy, slowest * slack, lambda a, b: a + b, behind)
-        if sizes is not None:
-            yield sizes
+    # The work of later layers, below which no balance of these comes.
+    behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
+    even = m * (free.bottleneck + 2 * options.costs.measured.action)
+    found = (divided(behind, stages, busy, even * wider, max) for wider in _WIDER)
+    least = next((sizes for sizes in found if sizes is not None), None)
+    if least is not None:
+        yield least
+        slowest = max(busy(j, *each) for j, each in enumerate(bounds(least)))
+        yield divided(behind, stages, busy, slowest * _SLACK, operator.add) or least
 
 
 Weight = Callable[[int, int, int], float]
@@ -196,56 +191,44 @@ Weight = Callable[[int, int, int], float]
 
 
 def divided(
-    layers: int,
-    stages: int,
-    weight: Weight,
-    most: float,
-    join: Callable[[float, float], float],
-    behind: Sequence[float] = (),
+    behind: Sequence[float], stages: int, weight: Weight, most: float, join: Callable[[float, float], float]
 ) -> Sizes | None:
     """The sizes of stages of the least weight, none of which weighs more than ``most``; None if there are none.
 
     Args:
-        layers, stages: how many there are.
+        behind: for each layer, and the end, what stages of it and all later ones weigh at least, together.
+        stages: how many there are.
         weight: of a stage, which grows with its layers.
         most: the limit.
         join: the weight of some stages and another one, such as their sum.
-        behind: for each layer, what stages of it and all later ones weigh at least, together.
     """
-    best: dict[int, float] = {0: 0.0}
-    firsts: list[dict[int, int]] = []
-    for j in range(stages):
-        found, before = dict[int, float](), dict[int, int]()
-        last = layers - (stages - j - 1)
-        for first, weighs in best.items():
-            for end in range(first + 1 if j < stages - 1 else layers, last + 1):
-                if behind and behind[end] > most * (stages - j - 1):
+    layers = len(behind) - 1
+    best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
+    for left in reversed(range(stages)):
+        found: dict[int, tuple[float, Sizes]] = {}
+        for first, (weighs, sizes) in best.items():
+            for end in range(first + 1 if left else layers, layers - left + 1):
+                if behind[end] > most * left:
                     continue  # the later stages could not have the rest
-                own = weight(j, first, end)
+                own = weight(len(sizes), first, end)
                 if own > most:
                     break
                 each = join(weighs, own)
-                if each < found.get(end, math.inf):
-                    found[end], before[end] = each, first
+                if end not in found or each < found[end][0]:
+                    found[end] = each, (*sizes, end - first)
         best = found
-        firsts.append(before)
-    if layers not in best:
-        return None
-    ends = [layers]
-    for before in reversed(firsts):
-        ends.append(before[ends[-1]])
-    return tuple(a - b for a, b in pairwise(ends))[::-1]
+    return best[layers][1] if layers in best else None
 
 
 def least_share(options: Options) -> tuple[float, Candidate]:
     """The least share of memory that all devices need, above 1 if nothing fits, and a way to train with that."""
-    layers, stages = options.costs.measured.layers, len(options.space.modes)
+    layers, stages = options.costs.measured.layers, len(options.space.memory)
 
     def share(j: int, first: int, end: int) -> float:
         return options.least(j, first, end).share
 
     even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
-    sizes = divided(layers, stages, share, most, max) or even
+    sizes = divided([0.0] * (layers + 1), stages, share, most, max) or even
     chosen = [options.least(j, *own) for j, own in enumerate(bounds(sizes))]
     return max(option.share for option in chosen), _Way(options, sizes, chosen).candidate
