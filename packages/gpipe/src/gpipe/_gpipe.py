@@ -32,7 +32,7 @@ from .module._arguments import (
     checked_flag,
     checked_sizes,
 )
-from .module._choices import Choices, blocks_of, checked_choices, copied, expect_fitting, laid_out
+from .module._choices import Choices, checked_choices, copied, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import (
     buffers_in_place,
@@ -194,9 +194,6 @@ class GPipe(Stepping):
     @checkpoint.setter
     def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
         choices = expect_fitting(checked_choices(mode), self._balance)
-        if blocks_of(choices) == blocks_of(self._checkpoint):
-            self.__dict__["_checkpoint"] = choices
-            return
         with self._workers.section.entered():
             self._lay_out(choices)
 
