@@ -22,7 +22,7 @@ from ._flatten._names import Flattened, divide_names
 from ._flatten._shapes import has_data
 from ._torch import device_in
 from .balance import balance_by_parameters, balance_by_time
-from .engine._loss import LossStage
+from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import (
@@ -53,7 +53,7 @@ from .schedule import Choice, Schedule
 from .skip import verify_skippables
 from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
-from .values._gather import gathered
+from .values._sharing import gathered
 
 
 class GPipe(Stepping):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpipe.engine._accumulate import GradientSums
-from gpipe.engine._graph_leaves import below
+from gpipe.engine._accumulate import GradientSums, below
 
 from ..layers import DOUBLE, Overwrites
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.engine._capture import expect_no_capture
+from gpipe.engine._run import expect_no_capture
 from gpipe.module._graphs import expect_no_graphs
 
 from ..layers import INDUCTOR

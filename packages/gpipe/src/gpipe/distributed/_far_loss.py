@@ -9,8 +9,7 @@ from torch import Tensor
 
 from microbatch import flatten, unflatten
 
-from ..engine._loss import LossStage
-from ..engine._losses import Losses
+from ..engine._losses import Losses, LossStage
 from ..engine._scale import DeviceScale, Scale
 
 

@@ -17,8 +17,7 @@ from .._batchnorm import DeferredBatchNorm
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from .._flatten._names import divide_names
-from ..engine._loss import LossStage
-from ..engine._losses import Losses
+from ..engine._losses import Losses, LossStage
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
@@ -37,7 +36,7 @@ from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..timeline._chooser import choice_of
 from ..transport._copy import CopyStreams
-from ..values._gather import gathered
+from ..values._sharing import gathered
 from ._agreement import agreement, checksums, described
 from ._errors import LostRankError
 from ._far_loss import FarLoss

@@ -13,8 +13,7 @@ from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
-from ._accumulate import GradientSums
-from ._graph_leaves import Below, below
+from ._accumulate import Below, GradientSums, below
 from ._recomputation import Recomputation, Repeatable
 from ._split_backward import backward_inputs
 from ._stage import Stage

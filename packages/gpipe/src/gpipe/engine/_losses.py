@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from microbatch import concatenate
@@ -14,10 +15,10 @@ from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._leaves import Activation, as_nonleaf, versions
 from ..values._sharing import expect_unseen, owned, uncounted_of
-from ._accumulate import GradientSums
+from . import _autograd_calls as _engine
+from ._accumulate import GradientSums, below
 from ._deferred_gradients import DeferredGradients
-from ._loss_value import LossFunction, LossValue, loss_value
-from ._metrics import metrics_of_all, plain_metrics
+from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import Scale, scale_of, scaled
 
 
@@ -133,3 +134,32 @@ class Losses:
             )
         if self._losses and (value.metrics is None) == bool(self._metrics):
             raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
+
+
+class LossStage(Losses):
+    """Computes the losses of micro-batches and the gradients of the outputs. Arguments as for :class:`Losses`."""
+
+    def _compute(self, i: int, outputs: Activation) -> None:
+        value = self._value(i, outputs)
+        expect_trains(value.total)
+        weight = self._take(i, outputs, value)
+        self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
+
+    def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of ``leaves``. Those of other leaves of the loss are kept until the end of the run.
+
+        Other leaves are the parameters of a loss that is a module, or parameters of the pipe, to which workers are
+        adding.
+        """
+        graph = below([loss], leaves)
+        if graph.hides:
+            raise RuntimeError(
+                "loss_fn uses torch.utils.checkpoint with use_reentrant=True, or another pipe, whose backward adds to "
+                ".grad by itself, one micro-batch after the other; use use_reentrant=False, or pipe(input) and "
+                "backward()"
+            )
+        if graph.leaves:
+            self.deferred.hold(graph.leaves)
+            return self.sums.backward((loss,), (seed,), graph, leaves)
+        _engine.accumulate((loss,), (seed,))
+        return [leaf.grad for leaf in leaves]

@@ -28,8 +28,7 @@ from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
 from ._failures import Failures
-from ._loss import LossStage
-from ._losses import Losses
+from ._losses import Losses, LossStage
 from ._processes import ALONE, Processes
 from ._run import Run
 from ._scale import Scale, scaled

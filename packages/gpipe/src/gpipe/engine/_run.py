@@ -6,7 +6,7 @@ loss, and the gradients that are accumulated outside ``.grad`` until all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -21,12 +21,10 @@ from .._torch import backward_id, is_profiled
 from ..checkpoint._layers_then import LayersThen
 from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
-from ..transport._link import Channel, Link
-from ..transport._ports import Ports
+from ..transport._link import Channel, Link, Ports
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
-from ._capture import expect_no_capture
 from ._deferred_gradients import DeferredGradients, kept, summed
 from ._exclusive import involved, serving
 from ._failures import Failures
@@ -303,3 +301,12 @@ def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStrea
     for source, target in zip(sources, targets, strict=True):
         if source is not target:  # as on the CPU
             wait_stream(source, target)
+
+
+def expect_no_capture(devices: Iterable[torch.device]) -> None:
+    """Raise RuntimeError if a CUDA graph is being captured on one of ``devices``."""
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a pipeline cannot be captured in a CUDA graph: its workers wait for each other on the host, which a graph "
+            "does not repeat; capture what is around it"
+        )

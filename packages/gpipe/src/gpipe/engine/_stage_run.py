@@ -6,6 +6,7 @@ place and whether what they return is memory of their parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,7 @@ from .._current import current
 from .._moments import MiniBatchStatistics, commit
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
-from ..transport._link import Channel
-from ..transport._ports import Ports
+from ..transport._link import Channel, Ports
 from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
@@ -29,7 +29,6 @@ from ._block import Block
 from ._cell import Cell, CheckpointedCell
 from ._deferred_gradients import hooks_of
 from ._losses import Losses
-from ._out_of_memory import is_out_of_memory
 from ._recomputation import Recomputation
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks, expect_no_more_hooks
@@ -265,3 +264,17 @@ class StageRun:
                     raise RuntimeError(_HIDES)
                 self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
         self.adds = not every and self._sums is None
+
+
+# Errors that torch raises as a plain RuntimeError: those of the CPU's allocator, of drivers, and of libraries that
+# allocate without torch's allocator.
+_TEXTS = re.compile(r"(?i)out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or the error that caused it, says that a device or the host has no memory left."""
+    return any(
+        isinstance(each, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
+        for each in (error, error.__cause__)
+    )

@@ -14,9 +14,8 @@ from microbatch import Batch, Versions
 
 from .._flatten._own_loss import OwnLoss, with_whole_count
 from .._flatten._segment import Segment
-from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction
-from ..engine._losses import Losses
+from ..engine._losses import Losses, LossStage
 from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional

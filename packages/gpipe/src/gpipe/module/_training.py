@@ -14,10 +14,9 @@ from microbatch import Batch, map_tensors
 from streams import add_note
 
 from .._flatten._own_loss import OwnLoss
-from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction, own_loss
-from ..engine._losses import Losses
-from ..values._gather import gathered
+from ..engine._losses import Losses, LossStage
+from ..values._sharing import gathered
 from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
 from ._signature import binds

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..skip import SkipLayout
 from ._copy import StagePlace, carriers
-from ._link import Channel, Link, stall_seconds
-from ._ports import Ports
+from ._link import Channel, Link, Ports, stall_seconds
 
 
 class Transport:
