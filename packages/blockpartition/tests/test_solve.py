@@ -1,11 +1,8 @@
 from fractions import Fraction
-from itertools import accumulate
 
-import pytest
 from hypothesis import example, given, settings
 
-from blockpartition import _search, partition, solve, verify
-from blockpartition._numbers import read
+from blockpartition import partition, solve, verify
 
 from . import oracle
 from .cases import cases
@@ -22,26 +19,6 @@ def test_no_partition_is_better(problem):
     items, k = problem
     assert bottleneck(items, k) == oracle.least_bottleneck(items, k)
     verify(partition(items, k), items)
-
-
-@given(problems() | large_problems())
-@example(([0.0, 0.5, 0.5, 1.0, 0.5], 2))
-def test_the_search_takes_few_passes(problem):
-    """Floats are ints of up to two thousand bits to it: it must not go from one to the next."""
-    costs, k = problem
-    passes, filled = 0, _search.filled
-
-    def counted(*arguments):
-        nonlocal passes
-        passes += 1
-        assert passes <= limit
-        return filled(*arguments)
-
-    units = read(costs).units
-    limit = 2 * sum(units).bit_length() + 12
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_search, "filled", counted)
-        _search.least_bottleneck(list(accumulate(units, initial=0)), max(units), k)
 
 
 @given(problems() | large_problems())

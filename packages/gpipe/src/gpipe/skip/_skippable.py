@@ -52,19 +52,20 @@ class Skippable(nn.Module):
             What the layer returns.
         """
         commands = type(self)._commands(self, *args, **kwargs)
-        if not isinstance(commands, Generator):
-            self._expect_all(set())
-            return commands
-        done: set[str] = set()
-        answer: Tensor | None = None
-        while True:
+        left = {("stashed", name) for name in self.stashable_names} | {("popped", name) for name in self.poppable_names}
+        result, answer = commands, None
+        while isinstance(commands, Generator):
             try:
                 command = commands.send(answer)
             except StopIteration as stop:
-                self._expect_all(done)
-                return stop.value
+                result = stop.value
+                break
             answer = self._carry_out(command)
-            done.add(command.name)
+            left.discard(("stashed" if isinstance(command, stash) else "popped", command.name))
+        if left:
+            participle, name = min(left)
+            raise RuntimeError(f"{name!r} must be {participle} but has not been")
+        return result
 
     def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
         """Put the skips of this layer, or ``only`` those named, into a namespace.
@@ -124,28 +125,22 @@ class Skippable(nn.Module):
         return by_name
 
     def _carry_out(self, command: object) -> Tensor | None:
+        if not isinstance(command, (stash, pop)):
+            raise TypeError(
+                f"{command!r} is not a command of a skippable layer; yield stash(name, tensor) or pop(name)"
+            )
+        names, what = self.stashable_names, "stashable"
+        if isinstance(command, pop):
+            names, what = self.poppable_names, "poppable"
+        if command.name not in names:
+            raise RuntimeError(f"{command.name!r} has not been declared as {what}; this layer declares {sorted(names)}")
         if isinstance(command, stash):
-            self._expect_declared(command.name, self.stashable_names, "stashable")
             current_store()[self.key(command.name)] = command.tensor
             return None
-        if isinstance(command, pop):
-            self._expect_declared(command.name, self.poppable_names, "poppable")
-            try:
-                return current_store().pop(self.key(command.name))
-            except KeyError:
-                raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
-        raise TypeError(f"{command!r} is not a command of a skippable layer; yield stash(name, tensor) or pop(name)")
-
-    def _expect_declared(self, name: str, names: frozenset[str], what: str) -> None:
-        if name not in names:
-            raise RuntimeError(f"{name!r} has not been declared as {what}; this layer declares {sorted(names)}")
-
-    def _expect_all(self, done: set[str]) -> None:
-        for names, participle in ((self.stashable_names, "stashed"), (self.poppable_names, "popped")):
-            left = sorted(names - done)
-            if left:
-                have = "has" if len(left) == 1 else "have"
-                raise RuntimeError(f"{', '.join(map(repr, left))} must be {participle} but {have} not been")
+        try:
+            return current_store().pop(self.key(command.name))
+        except KeyError:
+            raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
