@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from packages.gpipe.tests.distributed.test_rank import Fails
-from packages.gpipe.tests.worlds import World
+from packages.gpipe.tests.distributed.planted import Planted, planted_in
+from packages.gpipe.tests.worlds import World, world
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.distributed import Rank
+from gpipe.distributed import LostRankError, Rank
+from gpipe.distributed._messages import RemoteLink
 from gpipe.distributed._wires import Wires
 
 from . import accelerator, communicators
@@ -206,15 +209,14 @@ def test_after_a_failure_the_next_step_is_right(worlds, placement: str, where: i
 
 
 def _fail(ranks: Ranks, where: int, phase: str, schedule: str) -> str:
-    plain = with_each_stage(model(), len(ranks.ranks), Fails)
+    plain = with_each_stage(model(), len(ranks.ranks), Planted)
     with accelerator.no_races():
         rank, pipe = ranks.rank(plain, checkpoint="always"), ranks.pipe(plain, checkpoint="always")
         expect_alike(rank, pipe, schedule)
-        own = [layer for layer in rank.modules() if isinstance(layer, Fails)]
         if dist.get_rank() == where:
-            own[0].when = phase, 1
+            planted_in(rank).when = phase, 1
         found = error_of(lambda: rank.step(rows(), loss_fn=squares, schedule=schedule))
-        own[0].when = None
+        planted_in(rank).when = None
         expect_alike(rank, pipe, schedule)
     return type(found).__name__
 
@@ -273,3 +275,35 @@ def _found(fault: Fault) -> list[str]:
     with planted(fault):
         wrong = error_of(lambda: expect_alike(rank, pipe))
     return ["wrong numbers"] * isinstance(wrong, AssertionError) + [str(race) for race in accelerator.found()]
+
+
+def test_who_is_killed_after_it_has_announced_a_tensor_is_named():
+    """Its device does not send it any more, for which the next rank's waits: no message tells that one so."""
+    with world(3) as opened:
+        answers = opened.answers(_lose, limit=60.0)
+    for succeeded, text in answers[1:]:
+        assert succeeded, text
+        assert "rank 0 has ended, or did not answer within 600 s" in text
+
+
+def _lose() -> str:
+    rank = PLACEMENTS["three ranks"].rank(model(), timeout=600.0)
+    rank.step(rows(), loss_fn=squares)
+    if dist.get_rank() == 0:
+        put = RemoteLink.put
+        communicators.Communicator.send = lambda *_: Mute()
+        RemoteLink.put = lambda link, *given, **flag: (put(link, *given, **flag), link.flush(), _end())
+    found = error_of(lambda: rank.step(rows(), loss_fn=squares))
+    assert isinstance(found, LostRankError), found
+    return str(found)
+
+
+class Mute(dist.Work):
+    """A transfer that sends nothing."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,11 +18,8 @@ from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, average_gradients
 
 from ..layers import Tied
-from ..worlds import world
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+from .planted import Planted, expect_gradients, mesh_of_four
+from .test_rendezvous import expect_named
 
 SHAPES = [(3, 2), (), (5,), (2, 2), (4, 3)]
 DTYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]
@@ -103,7 +100,7 @@ def test_two_replicas_of_two_stages(worlds: Any, schedule: str, checkpoint: str)
 
 
 def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    mesh = mesh_of_four()
     replica = mesh["replicas"].get_local_rank()
     with pytest.raises(ValueError, match=r"a mesh of one dimension, such as mesh\['pp'\]"):
         Rank(network(), [3, 3], group=mesh)
@@ -117,12 +114,7 @@ def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
         expected = nn.functional.mse_loss(plain(x), y)
         dist.all_reduce(own, group=mesh["replicas"].get_group())
         torch.testing.assert_close(own / 2, expected.detach())
-        names = dict(plain.named_parameters(remove_duplicate=False))
-        for name, parameter in rank.named_parameters():
-            if names[name].grad is None:
-                assert parameter.grad is None
-            else:
-                torch.testing.assert_close(parameter.grad.to_dense(), names[name].grad.to_dense())
+        expect_gradients(rank, plain)
 
 
 def _half(x: Tensor, y: Tensor, replica: int) -> tuple[Tensor, Tensor]:
@@ -156,11 +148,6 @@ def _averaged_over_stages() -> None:
     average_gradients(Rank(network(), [3, 3]))
 
 
-def test_without_a_process_group() -> None:
-    with pytest.raises(RuntimeError, match="there is no process group"):
-        average_gradients(nn.Linear(2, 2))
-
-
 REPLICAS = 4
 ROWS = ["sparse", "dense", "dense", "dense", "dense"]
 
@@ -172,53 +159,34 @@ def _prepared() -> nn.ParameterList:
     return nn.ParameterList(parameters)
 
 
-PLACES = {"before": ("_present", 2), "within": ("_dense", 7)}
-"""Functions, and at the start of which of their calls: not in the first average, which begins with a meeting."""
-
-
 @pytest.mark.parametrize(
-    ("who", "where", "how"),
+    ("who", "is_killed"),
     [
-        pytest.param(who, where, how, marks=[] if (who, where) == (2, "within") else pytest.mark.long)
+        pytest.param(who, is_killed, marks=[] if who == 2 else pytest.mark.long)
         for who in (0, 2, 3)
-        for where in PLACES
-        for how in ("is killed", "fails")
+        for is_killed in (True, False)
     ],
 )
-def test_a_replica_that_is_killed_or_fails_is_named(who: int, where: str, how: str) -> None:
+def test_a_replica_that_is_killed_or_fails_is_named(who: int, is_killed: bool) -> None:
     """Also by replicas that have no connection to it in a ring; and in the next average."""
-    with world(REPLICAS, 60.0) as ranks:
-        answers = ranks.answers(_lose, who, where, how, limit=40.0)
-    for k in {*range(REPLICAS)} - {who}:
-        succeeded, text = answers[k]
-        assert succeeded, text
-        assert text.startswith(f"rank {who} has ended")
+    expect_named(REPLICAS, who, _lose, is_killed)
 
 
-def _lose(who: int, where: str, how: str) -> str:
-    parameters = _prepared()
+def _lose(who: int, is_killed: bool) -> str:
+    planted, parameters, calls = Planted(), _prepared(), count()
+    planted.how = signal.SIGKILL if is_killed else torch.OutOfMemoryError
+
+    def dense(parameter: Tensor) -> Tensor:
+        if dist.get_rank() == who and next(calls) == 6:  # in the second average, after one reduction
+            planted.act()
+        return right(parameter)
+
     with pytest.MonkeyPatch.context() as patch:
+        right = average._dense
         patch.setattr(average, "BUCKET", 1)
-        if dist.get_rank() == who:
-            _at_call(patch, *PLACES[where], how == "is killed")
+        patch.setattr(average, "_dense", dense)
         average_gradients(parameters)
-        with pytest.raises((LostRankError, torch.OutOfMemoryError)):
-            average_gradients(parameters)
-        with pytest.raises(LostRankError) as caught:
-            average_gradients(parameters)
+        for _ in range(2):
+            with pytest.raises((LostRankError, torch.OutOfMemoryError)) as caught:
+                average_gradients(parameters)
     return str(caught.value)
-
-
-def _at_call(patch: pytest.MonkeyPatch, name: str, number: int, is_killed: bool) -> None:
-    """Let the process end, or run out of memory, in the ``number``-th call of a function of averages."""
-    right, calls = getattr(average, name), []
-
-    def called(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == number:
-            if is_killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise torch.OutOfMemoryError("planted")
-        return right(*arguments)
-
-    patch.setattr(average, name, called)

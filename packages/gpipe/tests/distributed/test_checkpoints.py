@@ -25,10 +25,6 @@ from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
 from ..layers import Tied
 from ..worlds import world
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
-
 LAYERS = 6
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(8) % 3

@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
     pytest.mark.long,
 ]
 

@@ -15,10 +15,6 @@ from gpipe.distributed import export
 from gpipe.schedule import Schedule
 from gpipe.skip import pop, skippable, stash
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
-
 OWN = "F0 F1 F2 F3 B1 B0 I3 B2 W3\nF0 F1 F2 F3 B1 B0 I3 B2 W3"
 
 

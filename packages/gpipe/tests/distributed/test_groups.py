@@ -16,10 +16,6 @@ from gpipe.distributed import LostRankError, Rank, load, save
 
 from ..worlds import world
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
-
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from gpipe.distributed import Rank, RemoteError
 
 from ..worlds import world
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+from .planted import expect_gradients
 
 
 class Block(nn.Module):
@@ -25,11 +22,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ArithmeticError("planted")
         found: Tensor = self.down(self.up(x).relu())
         return found
 
@@ -84,32 +78,10 @@ def _expect_plain(kind: str) -> None:
         expected = nn.functional.mse_loss(plain(own[0]), own[1])
         found = rank.step(*own, loss_fn=nn.functional.mse_loss, schedule=schedule)
         torch.testing.assert_close(found, expected.detach())
-        _expect_gradients(rank, plain)
+        expect_gradients(rank, plain)
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(rank.clip_grad_norm_(0.1), norm)
-    _expect_gradients(rank, plain)
-
-
-def _expect_gradients(rank: Rank, plain: nn.Module) -> None:
-    for name, parameter in rank.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad)
-
-
-@pytest.mark.parametrize("kind", ["tp", "shards and tp"])
-def test_a_failure_reaches_the_peer_that_waits_in_a_parallel_layer(kind: str) -> None:
-    with world(4) as opened:  # of its own: torch gives later meshes the same group, whose connections are closed
-        found = opened.run(_fail, kind)
-    assert found[2] == "ArithmeticError: planted"
-    assert all("ArithmeticError: planted" in text for text in found)
-    assert all(text.startswith("RemoteError") for k, text in enumerate(found) if k != 2)
-
-
-def _fail(kind: str) -> str:
-    _, rank, _ = _made(kind)
-    rank.partitions[-1][1].fails = dist.get_rank() == 2
-    with pytest.raises((ArithmeticError, RuntimeError)) as caught:
-        rank.step(torch.randn(8, 8), loss_fn=Tensor.mean)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    expect_gradients(rank, plain)
 
 
 def test_layers_that_are_sharded_before_the_rank_is_made(worlds: Any) -> None:
@@ -129,11 +101,12 @@ def _expect_plain_of_sharded() -> None:
     k = mesh["dp"].get_local_rank()
     rank.step(x.chunk(2)[k], y.chunk(2)[k], loss_fn=nn.functional.mse_loss)
     nn.functional.mse_loss(plain(x), y).backward()
-    _expect_gradients(rank, plain)
+    expect_gradients(rank, plain)
 
 
-def test_layers_over_the_wrong_processes_are_refused(worlds: Any) -> None:
-    worlds(4).run(_expect_refused)
+def test_layers_over_the_wrong_processes_are_refused() -> None:
+    with world(4) as opened:  # of its own: torch gives later meshes the same group, whose connections are closed
+        opened.run(_expect_refused)
 
 
 def _expect_refused() -> None:

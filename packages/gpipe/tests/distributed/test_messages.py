@@ -11,13 +11,9 @@ from weakref import WeakSet
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-if not dist.is_available():
-    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from gpipe.distributed._forms import Form, bytes_of
 from gpipe.distributed._messages import SMALL, RemoteLink

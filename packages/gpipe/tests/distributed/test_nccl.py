@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import LostRankError, Rank
+from gpipe.distributed import LostRankError, Rank, RemoteError
 
 from ..worlds import World, world
+from .planted import Planted
 
 pytestmark = [
     pytest.mark.cuda,
@@ -31,32 +31,10 @@ def two() -> Iterator[World]:
     opened.close()
 
 
-class Fails(nn.Module):
-    """The identity, which fails when it is told to."""
-
-    error: BaseException | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return x * 1
-
-
-class Ends(nn.Module):
-    """The identity, which ends its process when it is told to."""
-
-    now = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x * 1
-
-
-def network(last: nn.Module) -> nn.Sequential:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(256, 256), last)
+    return nn.Sequential(*layers, nn.Linear(256, 256), Planted())
 
 
 def shared(plain: nn.Sequential, **options: Any) -> Rank:
@@ -81,7 +59,7 @@ def test_both_ways_give_the_same(two: World, schedule: str, checkpoint: str):
 
 
 def _expect_the_same(schedule: str, checkpoint: str) -> None:
-    plain = network(nn.Identity())
+    plain = network()
     direct = shared(plain, checkpoint=checkpoint)
     host = shared(plain, checkpoint=checkpoint, transport="host")
     for _ in range(3):
@@ -95,20 +73,21 @@ def test_after_a_failure_the_next_step_is_right(two: World):
 
 
 def _fail() -> str:
-    rank = shared(network(Fails()))
+    rank = shared(network())
     wanted = step(rank)
-    failing = [layer for layer in rank.modules() if isinstance(layer, Fails)]
-    for layer in failing:
-        layer.error = ArithmeticError("planted")
-    try:
+    _set(rank, ArithmeticError)
+    with pytest.raises((ArithmeticError, RemoteError)) as raised:
         step(rank)
-    except Exception as error:
-        name = type(error).__name__
-    for layer in failing:
-        layer.error = None
+    _set(rank, None)
     found = step(rank)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    return name
+    return raised.type.__name__
+
+
+def _set(rank: Rank, how: Any) -> None:
+    for layer in rank.modules():
+        if isinstance(layer, Planted):
+            layer.when, layer.how = ("forward", 1) if how else None, how
 
 
 def test_a_rank_that_is_killed_is_named():
@@ -119,11 +98,9 @@ def test_a_rank_that_is_killed_is_named():
 
 
 def _lose() -> str:
-    rank = shared(network(Ends()), timeout=10.0)
+    rank = shared(network(), timeout=10.0)
     step(rank)
-    for layer in rank.modules():
-        if isinstance(layer, Ends):
-            layer.now = True
+    _set(rank, signal.SIGKILL)
     with pytest.raises(LostRankError) as raised:
         step(rank)
     torch.cuda.synchronize()  # no transfer is left that would hold it up

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..layers import Tied
-
-if not dist.is_available():
-    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
-
 from gpipe.distributed import GradScaler, Rank, average_gradients
+
+from ..layers import Tied
+from .planted import expect_gradients, mesh_of_four
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -31,12 +29,6 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def _expect_same_gradients(rank: nn.Module, plain: nn.Module) -> None:
-    for name, parameter in rank.named_parameters():
-        found, expected = parameter.grad, plain.get_parameter(name).grad
-        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, expected)
-
-
 @pytest.mark.parametrize("how", ["one", "replicas", "sharded"])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(worlds: Any, how: str, max_norm: float) -> None:
@@ -50,7 +42,7 @@ def _expect_clipped(how: str, max_norm: float) -> None:
         plain[4] = nn.Linear(4, 4)
     balance = [1, 1, 1, 2]
     if how != "one":
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+        mesh = mesh_of_four()
         options = {"group": mesh["stages"].get_group(), "replicas": mesh["replicas"].get_group()}
         balance = [2, 3]
     rank = Rank(copy.deepcopy(plain), balance, chunks=2, **options)
@@ -66,7 +58,7 @@ def _expect_clipped(how: str, max_norm: float) -> None:
     loss_of(plain(X)).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     torch.testing.assert_close(rank.clip_grad_norm_(max_norm), expected)
-    _expect_same_gradients(rank, plain)
+    expect_gradients(rank, plain)
 
 
 @pytest.mark.parametrize("unscales", [False, True])

@@ -25,10 +25,7 @@ from gpipe.schedule import checkpoint_stops
 from ..layers import Tied
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+from .planted import Planted, expect_gradients, planted_in
 
 SLOW = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
@@ -161,46 +158,28 @@ def _expect_placed(schedule: str, chunks: int = 4) -> None:
     rank = Rank(network(), [2, 2, 2, 2], chunks=chunks, ranks=ranks)
     assert rank.ranks == (ranks or [0, 1, 0, 1])
     assert rank.stages == [j for j, own in enumerate(rank.ranks) if own == dist.get_rank()]
-    _expect_trained_alike(rank, schedule)
+    _expect_right(rank, network(), schedule)
 
 
-def _expect_trained_alike(rank: Rank, schedule: str) -> None:
-    loss = rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
-    plain, (x, y) = network(), batch()
-    expected = nn.functional.mse_loss(plain(x), y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for name, parameter in rank.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+def test_outputs_are_on_the_last_rank_and_metrics_on_all(worlds):
+    first, last = worlds(2).run(_outputs_and_metrics)
+    assert first[0] is None
+    torch.testing.assert_close(last[0], network()(batch()[0]))
+    assert first[1] == last[1]
+    assert first[1]["rows"] == 3.0
+    assert first[2] is None
+    torch.testing.assert_close(last[2], last[0])
 
 
-def test_outputs_are_on_the_last_rank(worlds):
-    first, last = worlds(2).run(_output)
-    assert first is None
-    torch.testing.assert_close(last, network()(batch()[0]))
-
-
-def _output() -> Tensor | None:
-    output = Rank(network(), [4, 4], chunks=3)(batch()[0])
-    assert output is None or not output.requires_grad
-    return output
-
-
-def test_metrics_are_on_all_ranks(worlds):
-    found = worlds(2).run(_with_metrics)
-    assert found[0][1] == found[1][1]
-    assert found[0][1]["rows"] == 3.0
-    assert found[0][0] is None
-    assert found[1][0].shape == (12, 6)
-
-
-def _with_metrics() -> Any:
+def _outputs_and_metrics() -> Any:
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         return (output - target).square().mean(), {"rows": len(output)}
 
     rank = Rank(network(), [4, 4], chunks=4)
+    output = rank(batch()[0])
+    assert output is None or not output.requires_grad
     _, metrics, *outputs = rank.step(*batch(), loss_fn=loss_fn, return_outputs=True)
-    return outputs[0] if outputs else None, metrics
+    return output, metrics, outputs[0] if outputs else None
 
 
 @pytest.mark.parametrize(
@@ -360,27 +339,6 @@ def _choices() -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
-class Fails(nn.Module):
-    """Raises when it is told to, on one micro-batch, in its forward or backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.when: tuple[str, int] | None = None
-        self.error: type[BaseException] = ArithmeticError
-
-    def forward(self, x: Tensor) -> Tensor:
-        microbatch = gpipe._current.current.microbatch
-        phase = "recompute" if gpipe.is_recomputing() else "forward"
-        if (phase, microbatch) == self.when:
-            raise self.error("planted")
-        if ("backward", microbatch) == self.when and x.requires_grad:
-            x.register_hook(self._fail)
-        return x * 1.0
-
-    def _fail(self, _: Tensor) -> None:
-        raise self.error("planted")
-
-
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
@@ -403,21 +361,19 @@ def test_of_two_failures_the_earlier_one_is_told(worlds):
 
 def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
     """What the step raises; the one before and the one after it are right."""
-    model = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 6), Fails())
+    model = nn.Sequential(nn.Linear(6, 6), Planted(), nn.Linear(6, 6), Planted())
     rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
     _expect_right(rank, model, schedule)
     for own, phase, microbatch in where:
         if own == dist.get_rank():
-            fails = rank.partitions[0][1]
-            fails.when, fails.error = (phase, microbatch), error
+            planted_in(rank).when, planted_in(rank).how = (phase, microbatch), error
     try:
         rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
     except BaseException as raised:
         found = type(raised).__name__, str(raised)
     else:
         raise AssertionError("the step has not failed")
-    for partition in rank.partitions:
-        partition[1].when = None
+    planted_in(rank).when = None
     _expect_right(rank, model, schedule)
     return found
 
@@ -430,8 +386,7 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     expected = nn.functional.mse_loss(model(x), y)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
-    for name, parameter in rank.named_parameters():
-        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+    expect_gradients(rank, model)
 
 
 def tied() -> nn.Sequential:
@@ -466,8 +421,7 @@ def _expect_tied(schedule: str, balance: list[int]) -> None:
         for _ in range(2):
             rank.step(x, y, loss_fn=lambda a, b: nn.functional.mse_loss(a, b) / 2, schedule=schedule)
         names = dict(plain.named_parameters(remove_duplicate=False))
-        for name, parameter in rank.named_parameters():
-            torch.testing.assert_close(parameter.grad, names[name].grad)
+        expect_gradients(rank, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

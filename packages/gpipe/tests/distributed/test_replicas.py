@@ -11,46 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import gpipe
-import gpipe.distributed._sharded as sharded
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+from .planted import Planted, expect_gradients, mesh_of_four, planted_in
+from .test_rendezvous import expect_named
 
 SIZE = 4
 
 
-class Fails(nn.Module):
-    """Raises in one phase of its last micro-batch, when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = ""
-        self.error: Any = ArithmeticError
-
-    def forward(self, x: Tensor) -> Tensor:
-        if gpipe._current.current.microbatch == 2:
-            if self.phase == ("recompute" if gpipe.is_recomputing() else "forward"):
-                raise self.error("planted")
-            if self.phase == "backward" and x.requires_grad:
-                x.register_hook(self._fail)
-        return x * 1.0
-
-    def _fail(self, _: Tensor) -> None:
-        raise self.error("planted")
-
-
 def _network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(6, 6), Fails(), nn.Tanh())]).double()
-
-
-def _mesh() -> Any:
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    return nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(6, 6), Planted(), nn.Tanh())]).double()
 
 
 def _rank(mesh: Any, **options: Any) -> Rank:
@@ -75,9 +47,7 @@ def _expect_right(rank: Rank, mesh: Any, sharded: bool = False) -> None:
         average_gradients(rank, mesh["replicas"].get_group())
     plain, (x, y) = _network(), _batch()
     nn.functional.mse_loss(plain(x), y).backward()
-    for name, parameter in rank.named_parameters():
-        found = parameter.grad.full_tensor() if sharded else parameter.grad
-        torch.testing.assert_close(found, plain.get_parameter(name).grad)
+    expect_gradients(rank, plain)
 
 
 FAILURES = [(who, phase) for who in range(SIZE) for phase in ("begin", "forward", "recompute", "backward")]
@@ -109,7 +79,7 @@ def test_where_stages_compute_together_no_step_begins_after_a_failure(sharded: s
 
 
 def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: str) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_four()
     rank = _rank(mesh)
     if sharded:
         _shard(rank, mesh, sharded)
@@ -136,45 +106,33 @@ def _shard(rank: Rank, mesh: Any, what: str) -> None:
 
 def _expect_on_all(rank: Rank, mesh: Any, who: set[int], phase: str, kind: type[BaseException]) -> None:
     """Where it fails its own error, elsewhere one that names a rank that has failed; and no gradient anywhere."""
-    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
-    me = dist.get_rank()
+    planted, me = planted_in(rank), dist.get_rank()
     dist.barrier()
-    fails.phase, fails.error = (phase, kind) if me in who else ("", None)
+    planted.when, planted.how = ((phase, 2) if me in who else None), kind
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        _step(rank, mesh, schedule="none such" if fails.phase == "begin" else "1f1b")
+        _step(rank, mesh, schedule="none such" if me in who and phase == "begin" else "1f1b")
     if me in who:
         assert caught.type is (ValueError if phase == "begin" else kind)
     else:
         assert caught.type is RemoteError
         assert any(f"rank {k} " in str(caught.value) for k in who), str(caught.value)
-    fails.phase = ""
+    planted.when = None
 
 
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
-    with world(SIZE, timeout=60.0) as opened:
-        answers = opened.answers(_lose, who, limit=100.0)
-    for k in {*range(SIZE)} - {who}:
-        succeeded, text = answers[k]
-        assert succeeded, text
-        assert text.startswith(f"rank {who} has ended")
+    expect_named(SIZE, who, _lose, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", range(SIZE))
 def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over(who: int) -> None:
     """Its own replica waits for ``timeout``, the others up to four times as long."""
-    with world(SIZE, timeout=60.0) as opened:
-        for connection in opened.connections:
-            connection.send((_lose, (who, signal.SIGSTOP, 8.0)))
-        told = [opened.answer(k) for k in range(SIZE) if k != who]
-    for succeeded, text in told:
-        assert succeeded, text
-        assert text.startswith(f"rank {who} has ended, or did not answer within ")
+    expect_named(SIZE, who, _lose, signal.SIGSTOP, 8.0)
 
 
-def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | None = None) -> str:
-    mesh = _mesh()
+def _lose(who: int, number: signal.Signals, timeout: float) -> str:
+    mesh = mesh_of_four()
     rank = _rank(mesh, timeout=timeout)
     _expect_right(rank, mesh)
     if dist.get_rank() == who:
@@ -184,31 +142,6 @@ def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | No
     with pytest.raises((LostRankError, RemoteError), match="has ended"):
         _step(rank, mesh)
     return str(caught.value)
-
-
-@pytest.mark.long
-def test_a_replica_that_is_killed_before_gradients_are_reduced_ends_all() -> None:
-    """After the step, also replicas that do not compute with it at that moment."""
-    with world(SIZE, timeout=60.0) as opened:
-        answers = opened.answers(_lose_before_gradients_are_reduced, 2, limit=40.0)
-    assert [succeeded for succeeded, _ in answers] == [True, True, False, True]
-
-
-def _lose_before_gradients_are_reduced(who: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("replicas", "stages"))
-    rank = Rank(_network(), [6], chunks=3, group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
-    fully_shard(rank.partitions[0], mesh=mesh["replicas"])
-    x, y = torch.randn(12, 6).double(), torch.randn(12, 6).double()
-    rank.step(x, y, loss_fn=nn.functional.mse_loss)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == who:
-            patch.setattr(sharded, "_give_back", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises((RuntimeError, LostRankError)):
-            rank.step(x, y, loss_fn=nn.functional.mse_loss)
-        with pytest.raises(LostRankError, match="start the processes again"):
-            rank.step(x, y, loss_fn=nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize("what", ["weight", "running_mean"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Any
 
@@ -11,14 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import gpipe
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+from .planted import Planted, expect_gradients, mesh_of_four, planted_in
 
 
 class OnHost(nn.SyncBatchNorm):
@@ -40,10 +35,6 @@ def _network(group: Any = None) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), OnHost(6, process_group=group), nn.Tanh())]
     return nn.Sequential(*layers).double()
-
-
-def _mesh() -> Any:
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -68,7 +59,7 @@ def test_batch_norm_over_replicas(worlds: Any, schedule: str, checkpoint: str) -
 
 
 def _expect_as_one(schedule: str, checkpoint: str) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_four()
     replicas = mesh["replicas"].get_group()
     options = {"group": mesh["stages"].get_group(), "replicas": replicas, "checkpoint": checkpoint}
     rank = Rank(_network(replicas), [3] * 4, ranks=PLACES[schedule], chunks=4, **options)
@@ -82,42 +73,22 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
         rank.zero_grad()
         rank.step(x[own], y[own], loss_fn=nn.functional.mse_loss, schedule=schedule)
         average_gradients(rank, replicas)
-        for name, parameter in rank.named_parameters():
-            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        expect_gradients(rank, plain)
 
 
 @pytest.mark.parametrize("over", ["all", "stages"])
-def test_over_other_stages_it_is_refused(worlds: Any, over: str) -> None:
-    worlds(4).run(_expect_refused, over)
+def test_over_other_stages_it_is_refused(over: str) -> None:
+    with world(4) as opened:  # of its own: the connections of these groups are closed then
+        opened.run(_expect_refused, over)
 
 
 def _expect_refused(over: str) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_four()
     stages = mesh["stages"].get_group()
     rank = Rank(_network(dist.group.WORLD if over == "all" else stages), [6, 6], group=stages, chunks=2)
     x, y = _batch()
     with pytest.raises((ValueError, RemoteError), match="computes over a group with rank"):
         rank.step(x, y, loss_fn=nn.functional.mse_loss)
-
-
-class Fails(nn.Module):
-    """The identity, which fails, or ends its process, in one phase of its second micro-batch, when it is told to."""
-
-    phase = ""
-    is_killed = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if gpipe._current.current.microbatch == 1:
-            if self.phase == "forward":
-                self._fail(None)
-            if self.phase == "backward" and x.requires_grad:
-                x.register_hook(self._fail)
-        return x * 1.0
-
-    def _fail(self, _: Any) -> None:
-        if self.is_killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ArithmeticError("planted")
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
@@ -140,14 +111,15 @@ def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, i
 
 def _fail_while_others_wait(who: int, phase: str, is_killed: bool) -> str:
     """Whom this rank takes for the reason; that it knows it is so in the next step too."""
-    mesh, me = _mesh(), dist.get_rank()
+    mesh, me = mesh_of_four(), dist.get_rank()
     replicas = mesh["replicas"].get_group()
-    layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Fails(), OnHost(6, process_group=replicas))]
+    layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Planted(), OnHost(6, process_group=replicas))]
     rank = Rank(nn.Sequential(*layers), [3, 3], chunks=3, group=mesh["stages"].get_group(), replicas=replicas)
-    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    planted = planted_in(rank)
     x, y = torch.randn(12, 6), torch.randn(12, 6)
     rank.step(x, y, loss_fn=nn.functional.mse_loss)
-    fails.phase, fails.is_killed = (phase if me == who else ""), is_killed
+    planted.when = (phase, 1) if me == who else None
+    planted.how = signal.SIGKILL if is_killed else ArithmeticError
     with pytest.raises((ArithmeticError, RemoteError, LostRankError)) as caught:
         rank.step(x, y, loss_fn=nn.functional.mse_loss)
     with pytest.raises((LostRankError, RemoteError)):

@@ -1,0 +1,62 @@
+"""A layer that fails when it is told to, and what tests of several processes share."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpipe
+from gpipe._current import current
+from gpipe.distributed import Rank
+
+
+class Planted(nn.Module):
+    """The identity. In one phase of one micro-batch it raises, or its process gets a signal.
+
+    Attributes:
+        when: the phase, ``"forward"``, ``"recompute"`` or ``"backward"``, and the micro-batch; None for never.
+        how: the class of the error, or the signal.
+    """
+
+    when: tuple[str, int] | None = None
+    how: type[BaseException] | signal.Signals = ArithmeticError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == ("recompute" if gpipe.is_recomputing() else "forward", current.microbatch):
+            self.act()
+        if self.when == ("backward", current.microbatch) and x.requires_grad:
+            x.register_hook(lambda _: self.act())
+        return x * 1.0
+
+    def act(self) -> None:
+        if isinstance(self.how, signal.Signals):
+            os.kill(os.getpid(), self.how)
+        else:
+            raise self.how("planted")
+
+
+def planted_in(rank: nn.Module) -> Planted:
+    """The first such layer of a rank."""
+    return next(layer for layer in rank.modules() if isinstance(layer, Planted))
+
+
+def expect_gradients(rank: Rank, plain: nn.Module) -> None:
+    """Those of a rank are those of the plain model, also if they are sharded, or sparse."""
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in rank.named_parameters():
+        found, expected = parameter.grad, wanted[name].grad
+        if expected is None or found is None:
+            assert found is expected, name
+            continue
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found.to_dense()
+        torch.testing.assert_close(found, expected.to_dense())
+
+
+def mesh_of_four() -> Any:
+    """Two replicas of two stages."""
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
