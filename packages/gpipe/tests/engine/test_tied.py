@@ -267,6 +267,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "in place": (lambda layer: layer.total.add_(1), "'0.0.total' of partition 0 in place"),
     "by assignment": (lambda layer: setattr(layer, "total", layer.total + 1), "'total' of '0.0' of partition 0"),
     "of an attribute": (lambda layer: setattr(layer, "scale", layer.scale + 1), "'scale' of '0.0' of partition 0"),
+    "of its data": (
+        lambda layer: setattr(layer.total, "data", layer.total.data + 1),
+        "'0.0.total' of partition 0 in place",
+    ),
     "of a tensor": (lambda layer: layer.seen.add_(1), "'seen' of '0.0' of partition 0"),
 }
 

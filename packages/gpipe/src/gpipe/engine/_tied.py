@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from streams import current_stream, record_stream
 
+from ..values._memory import storage_id
 from ._parameters import modules_below
 from ._stage import Stage
 
@@ -120,15 +122,15 @@ class Tied:
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
-        """What layers may only read: versions of tensors, and the identity and version of all that copied modules hold.
+        """What layers may only read: the memory and version of tensors, and what copied modules hold.
 
         By a tensor or module and a name in it.
         """
-        tensors = ((tensor, _version(tensor)) for copy, (_, own) in self._owners.items() for tensor in (copy, own))
-        seen: dict[tuple[Any, str], Any] = {(tensor, ""): version for tensor, version in tensors}
+        tensors = (tensor for copy, (_, own) in self._owners.items() for tensor in (copy, own))
+        seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
         for module in self._modules:
             for entries in (vars(module), *_entries(module)):
-                seen |= {(module, name): (id(value), _version(value)) for name, value in entries.items()}
+                seen |= {(module, name): (id(value), _state(value)) for name, value in entries.items()}
         return seen
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
@@ -215,9 +217,11 @@ def _entries(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(module)[kind] for kind in _KINDS]
 
 
-def _version(value: Any) -> int:
-    """The number of changes in place of a tensor that torch has counted; 0 for anything else."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+def _state(value: Any) -> Any:
+    """The memory of a tensor, and the number of its changes in place that torch has counted; None for anything else."""
+    if not isinstance(value, Tensor) or is_lazy(value):
+        return None
+    return storage_id(value), 0 if value.is_inference() else value._version
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
