@@ -93,7 +93,7 @@ def clone_leaves(activation: Activation) -> Activation:
 
 def as_nonleaf(activation: Activation) -> Activation:
     """The same tensors, not as leaves, for layers that change them in place: torch refuses that for leaves that require
-    grad.
+    grad, and others would become part of the graph themselves.
     """
     return activation.with_tensors(map(_enter, activation.tensors))
 
@@ -111,7 +111,7 @@ _version = attrgetter("_version")
 
 def _enter(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
-        return tensor
+        return tensor.detach()
     as_nonleaf: Tensor = AsNonleaf.apply(tensor)  # type: ignore[no-untyped-call]
     return as_nonleaf
 
