@@ -413,4 +413,4 @@ TestAnyOrder.settings = settings(
     stateful_step_count=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-TestAnyOrder = pytest.mark.usefixtures("one_thread")(pytest.mark.timeout(120)(TestAnyOrder))
+TestAnyOrder = pytest.mark.usefixtures("one_thread")(TestAnyOrder)

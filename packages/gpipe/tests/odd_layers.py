@@ -1,0 +1,395 @@
+"""Layers that do what a pipe has to notice: they keep state, hook, draw, work in place, or leave tensors behind.
+
+What they do is found by name, so that they can be pickled. All take and give ``(rows, WIDTH)`` in double precision.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+
+from .layers import DOUBLE, Blocks, Overwrites
+
+WIDTH = 4
+
+Pair = namedtuple("Pair", "calls factor")
+HEARD: list[tuple[str, float]] = []
+"""What hooks were called with, and by what."""
+OUTSIDE: dict[str, Any] = {"calls": 0}
+"""State that is in no module."""
+
+
+class Odd(nn.Module):
+    """A linear layer that does something odd besides."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.spare = nn.Parameter(torch.ones(WIDTH, dtype=DOUBLE))
+        self.table = nn.Embedding(5, WIDTH, max_norm=0.5 if kind == "renorms" else None, dtype=DOUBLE)
+        self.drop = nn.Dropout(0.4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.ones(WIDTH, dtype=DOUBLE))
+        self.register_buffer("large", torch.ones(5000, dtype=DOUBLE))
+        self.value: Any = VALUES.get(kind)
+        self.all: list[Any] = []
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ODD[self.kind](self, x)
+
+    def tidy(self) -> None:
+        """Forget what can be neither copied nor pickled."""
+        self.kept = None
+
+
+VALUES: dict[str, Any] = {
+    "number": 1.0,
+    "numpy number": np.float64(1.0),
+    "fraction": Fraction(1, 2),
+    "named tuple": Pair(1, 0.5),
+    "text": "a",
+    "dict anew": {"calls": 1},
+    "tensor": torch.ones((), dtype=DOUBLE),
+}
+NEXT: dict[str, Callable[[Any], tuple[Any, float]]] = {
+    "number": lambda v: (v * 1.25, v),
+    "numpy number": lambda v: (v * 1.25, float(v)),
+    "fraction": lambda v: (v + Fraction(1, 4), float(v)),
+    "named tuple": lambda v: (v._replace(calls=v.calls + 1), v.calls * v.factor),
+    "text": lambda v: (v + "a", len(v) / 4),
+    "dict anew": lambda v: ({"calls": v["calls"] + 1}, v["calls"] / 4),
+    "tensor": lambda v: (v * 1.25, float(v)),
+}
+"""For each kind of state: the next one, and the factor that it stands for."""
+
+
+def attribute(s: Odd, x: Tensor) -> Tensor:
+    s.value, factor = NEXT[s.kind](s.value)
+    return s.linear(x) * factor
+
+
+def listed(s: Odd, x: Tensor) -> Tensor:
+    s.all.append(len(s.all))
+    return s.linear(x) * len(s.all) / 4
+
+
+def outside(s: Odd, x: Tensor) -> Tensor:
+    OUTSIDE["calls"] += 1
+    return s.linear(x) * (OUTSIDE["calls"] % 7)
+
+
+def polite(s: Odd, x: Tensor) -> Tensor:
+    if not gpipe.is_recomputing():
+        OUTSIDE["calls"] += 1
+    return s.linear(x)
+
+
+def counted(s: Odd, x: Tensor) -> Tensor:
+    s.calls += 1
+    return s.linear(x) * (s.calls % 5 + 1)
+
+
+def averaged(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x) * s.mean.clone()
+    s.mean = 0.5 * s.mean + x.detach().mean(0)
+    return y
+
+
+def by_numpy(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x) * s.mean.clone()
+    s.mean.numpy()[...] = 0.5 * s.mean.numpy() + 0.25
+    return y
+
+
+def large(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x) * s.large[7].clone()
+    s.large.mul_(0.9)
+    return y
+
+
+def decays(s: Odd, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.linear.weight.mul_(0.9)
+    return s.linear(x)
+
+
+def decays_by_data(s: Odd, x: Tensor) -> Tensor:
+    s.linear.weight.data = s.linear.weight.data * 0.9
+    return s.linear(x)
+
+
+def looked_up(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x) + s.table((x.detach()[:, 0] * 3).long().abs() % 5)
+
+
+def in_place(s: Odd, x: Tensor) -> Tensor:
+    return x.mul_(0.5).add_(s.spare)
+
+
+def in_place_later(s: Odd, x: Tensor) -> Tensor:
+    s.calls += 1
+    return x.mul_(2) if int(s.calls) % 3 == 2 else x * s.spare
+
+
+def in_place_after(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x).add_(1).tanh_()
+
+
+def viewed(s: Odd, x: Tensor) -> Tensor:
+    return x.t().t()
+
+
+def strided(s: Odd, x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, x.stride(), x.storage_offset()) * s.spare
+
+
+def given_away(s: Odd, x: Tensor) -> Tensor:
+    return s.mean.expand(len(x), WIDTH) if s.training else x + s.spare
+
+
+def keeps(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x).tanh()
+    s.kept = y.square().mean()
+    return y
+
+
+def carries(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    y = y if s.kept is None else y + s.kept
+    s.kept = y.mean(0).detach()
+    return y
+
+
+def carries_graph(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    y = y if s.kept is None else y + s.kept
+    s.kept = y.mean(0)
+    return y
+
+
+def drops(s: Odd, x: Tensor) -> Tensor:
+    return s.drop(s.linear(x))
+
+
+def drops_in_place(s: Odd, x: Tensor) -> Tensor:
+    return nn.functional.dropout(s.linear(x), 0.4, s.training, inplace=True)
+
+
+def skips_at_random(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x) if s.training and float(torch.rand(())) < 0.5 else x
+
+
+def own_generator(s: Odd, x: Tensor) -> Tensor:
+    s.calls += 1
+    generator = torch.Generator().manual_seed(int(s.calls))
+    return s.linear(x) * torch.rand(WIDTH, generator=generator, dtype=DOUBLE)
+
+
+def seeds(s: Odd, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(17)
+        return s.linear(x) * torch.rand(WIDTH, dtype=DOUBLE)
+
+
+def noisy_gradient(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * torch.rand(gradient.shape, dtype=DOUBLE))
+    return y
+
+
+def checkpointed(s: Odd, x: Tensor) -> Tensor:
+    return checkpoint(s.linear, x, use_reentrant=False)
+
+
+def checkpointed_reentrant(s: Odd, x: Tensor) -> Tensor:
+    return checkpoint(s.linear, x, use_reentrant=True) if x.requires_grad else s.linear(x)
+
+
+def checkpointed_drop(s: Odd, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: s.drop(s.linear(y)), x, use_reentrant=False)
+
+
+def _hear(name: str) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: HEARD.append((name, float(gradient.sum()))) or gradient * 0.5
+
+
+def hooks_tensor(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    if y.requires_grad:
+        y.register_hook(_hear("tensor"))
+    return y
+
+
+def hooks_input(s: Odd, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(_hear("input"))
+    return s.linear(x)
+
+
+def hooks_node(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda found: HEARD.append(("node", float(found[0].sum()))))
+    return y.tanh()
+
+
+def retains(s: Odd, x: Tensor) -> Tensor:
+    y: Tensor = s.linear(x)
+    if y.requires_grad:
+        y.retain_grad()
+        y.register_hook(lambda _, y=y: None)
+    return y.tanh()
+
+
+def hooks_parameter(s: Odd, x: Tensor) -> Tensor:
+    s.spare.register_hook(_hear("parameter"))
+    return s.linear(x) * s.spare
+
+
+def hooks_parameter_tidily(s: Odd, x: Tensor) -> Tensor:
+    handle = s.spare.register_hook(_hear("parameter"))
+    y: Tensor = s.linear(x) * s.spare
+    handle.remove()
+    return y
+
+
+def hooks_module(s: Odd, x: Tensor) -> Tensor:
+    handle = s.linear.register_forward_hook(lambda module, inputs, output: output * 2)
+    y: Tensor = s.linear(x)
+    handle.remove()
+    return y
+
+
+def without_grad(s: Odd, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = s.linear(x)
+    return y * s.spare
+
+
+def grad_inside(s: Odd, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(s.linear(leaf).pow(3).sum(), leaf)
+    return x * slope
+
+
+def func_inside(s: Odd, x: Tensor) -> Tensor:
+    return x * torch.func.vmap(torch.func.grad(lambda row: s.linear(row).pow(3).sum()))(x.detach()).detach()
+
+
+def switches_grad(s: Odd, x: Tensor) -> Tensor:
+    s.linear.weight.requires_grad_(False)
+    y: Tensor = s.linear(x)
+    s.linear.weight.requires_grad_(True)
+    return y
+
+
+def casts(s: Odd, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x.float() @ torch.ones(WIDTH, WIDTH)).to(DOUBLE) * s.spare
+
+
+def detaches(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x.detach())
+
+
+def blocks(s: Odd, x: Tensor) -> Tensor:
+    return Blocks.apply(x) + s.linear(x)
+
+
+def overwrites(s: Odd, x: Tensor) -> Tensor:
+    return Overwrites.apply(s.linear(x)) + x
+
+
+def sometimes(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x) if float(x.detach().sum()) > 0 else x * s.spare
+
+
+def not_contiguous(s: Odd, x: Tensor) -> Tensor:
+    return s.linear(x).t().contiguous().t()
+
+
+@contextmanager
+def _shadowed(s: Odd) -> Any:
+    s.linear.__dict__["forward"] = lambda x: nn.Linear.forward(s.linear, x) * 2
+    yield
+    del s.linear.__dict__["forward"]
+
+
+def patched(s: Odd, x: Tensor) -> Tensor:
+    with _shadowed(s):
+        return s.linear(x)
+
+
+def module_anew(s: Odd, x: Tensor) -> Tensor:
+    return nn.Softplus(beta=2)(s.linear(x))
+
+
+def raises_later(s: Odd, x: Tensor) -> Tensor:
+    s.calls += 1
+    if int(s.calls) == 4:
+        raise ZeroDivisionError("at the fourth call")
+    return s.linear(x)
+
+
+ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
+    **dict.fromkeys(NEXT, attribute),
+    "renorms": looked_up,
+    **{
+        each.__name__: each
+        for each in (
+            listed, outside, polite, counted, averaged, by_numpy, large, decays, decays_by_data, looked_up, in_place,
+            in_place_later, in_place_after, viewed, strided, given_away, keeps, carries, carries_graph, drops,
+            drops_in_place, skips_at_random, own_generator, seeds, noisy_gradient, checkpointed,
+            checkpointed_reentrant, checkpointed_drop, hooks_tensor, hooks_input, hooks_node, retains,
+            hooks_parameter, hooks_parameter_tidily, hooks_module, without_grad, grad_inside, func_inside,
+            switches_grad, casts, detaches, blocks, overwrites, sometimes, not_contiguous, patched, module_anew,
+            raises_later,
+        )
+    },
+}  # fmt: skip
+
+DRAWING = {"drops", "drops_in_place", "skips_at_random", "seeds", "noisy_gradient", "checkpointed_drop"}
+
+
+def batch_norm() -> nn.Module:
+    return nn.BatchNorm1d(WIDTH, dtype=DOUBLE)
+
+
+def spectral() -> nn.Module:
+    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH, dtype=DOUBLE),
+    "tanh": nn.Tanh,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "identity": nn.Identity,
+    "dropout": nn.Dropout,
+    "batch norm": batch_norm,
+    "spectral norm": spectral,
+}
+
+NAMES = (*PLAIN, *ODD)
+
+
+def make(name: str) -> nn.Module:
+    return PLAIN[name]() if name in PLAIN else Odd(name)
+
+
+def draws(name: str) -> bool:
+    return name == "dropout" or name in DRAWING
