@@ -89,33 +89,39 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """A function from the gradients of the outputs to those of the inputs; None where there is no gradient."""
 
 
-def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """``outputs``, connected to ``inputs`` in the caller's graph by a node whose backward is ``backward``.
 
-    All ``outputs`` must require grad; they do even if none of the inputs does, because parameters inside may.
+    Those that require grad do so even if none of the inputs does, because parameters inside may.
     """
-    if not outputs:
-        return []
+    differentiable = [tensor.requires_grad for tensor in outputs]
+    if not any(differentiable):
+        return outputs
     seeds: list[Tensor | None] = []
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
     # Detached: a leaf that requires grad would be kept alive by its AccumulateGrad node.
-    return list(Attach.apply(seeds, token, *map(Tensor.detach, outputs)))  # type: ignore[no-untyped-call]
+    found = Attach.apply(seeds, differentiable, token, *map(Tensor.detach, outputs))  # type: ignore[no-untyped-call]
+    return list(found)
 
 
 class Attach(torch.autograd.Function):
     """The identity on the outputs; its backward stores their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, seeds: list[Tensor | None], differentiable: list[bool], token: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.seeds = seeds
         ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.detach, outputs))
+        fresh = tuple(map(Tensor.detach, outputs))
+        ctx.mark_non_differentiable(*[each for each, flag in zip(fresh, differentiable, strict=True) if not flag])
+        return fresh
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.seeds[:] = gradients
-        return None, torch.empty(0, device="cpu"), *([None] * len(gradients))
+        return None, None, torch.empty(0, device="cpu"), *([None] * len(gradients))
 
 
 class PipelineBackward(torch.autograd.Function):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, compress, islice
-from operator import attrgetter
+from itertools import chain, islice
 from threading import Thread, current_thread
 from typing import Any
 from weakref import WeakSet
@@ -36,8 +35,6 @@ from ._settings import Observer, settings
 from ._stage import Stage
 from ._walks import walk_of
 from ._workers import Workers
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class Pipeline:
@@ -193,20 +190,17 @@ class Pipeline:
         outputs: Sequence[Activation],
     ) -> list[Activation]:
         """The outputs, connected to the inputs in the caller's graph."""
-        tensors = [tensor for output in outputs for tensor in output.tensors]
         counts = [len(output.tensors) for output in outputs]
-        flags = list(map(_requires_grad, tensors))
 
         def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
             versions.sync()
-            gradients = iter(seeds)
+            flowing = iter(seeds)
             with self.workers.section.entered():
                 self.workers.section.claim(run.parameters)
                 if left and len(self._trainers) > 1:
                     raise RuntimeError(_SEVERAL_THREADS)
-                each = iter([next(gradients) if flag else None for flag in flags])
                 try:
-                    found, own = run.backward([[*islice(each, count)] for count in counts], left)
+                    found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
                 except BaseException:
                     run.deferred.give_back()  # an interrupt may come after the workers are done
                     raise
@@ -216,9 +210,9 @@ class Pipeline:
         # from other parts of the caller's graph. But autograd adds it after this section, when another thread that
         # trains the pipe may accumulate outside .grad.
         left = run.kept_nodes if may_be_data_parallel() else []
-        attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], list(compress(tensors, flags))))
-        results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
-        return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
+        tensors = [tensor for output in outputs for tensor in output.tensors]
+        attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], tensors))
+        return [output.with_tensors(islice(attached, len(output.tensors))) for output in outputs]
 
 
 _SEVERAL_THREADS = (
