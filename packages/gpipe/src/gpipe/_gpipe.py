@@ -144,6 +144,7 @@ class GPipe(Stepping):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
+        # First whatever can be checked by itself: flattening and measuring take seconds.
         means = means_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
@@ -156,6 +157,7 @@ class GPipe(Stepping):
         sizes = checked_sizes(balance, len(module))
         places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
+        # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
         self.__dict__["_checkpoint"] = expect_fitting(choices, sizes)
         with untouched_on_failure(module):
             partitions, self.__dict__["_balance"], self.__dict__["_devices"] = divide(module, sizes, places, means)
@@ -321,6 +323,7 @@ class GPipe(Stepping):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
         """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
+        # Before the first tensor is changed: an error in the middle would leave half of them moved.
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
         with buffers_in_place(self._partitions):
             self._partitions._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -380,6 +383,7 @@ class GPipe(Stepping):
         self.__dict__["_workers"] = Workers(self._devices)
         self._lay_out(self._checkpoint)
         first = next(iter(self._layers().values()), None)
+        # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 
     def _follow_model(self, inputs: Any) -> None:

@@ -69,6 +69,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
     """The leaves of the value of micro-batch i, whose tree must be that of the first."""
     leaves, its = flatten(value)
+    # Trees are equal if types, keys and constants are: leaves of an unlike one would be joined across places.
     if its != tree:
         raise ValueError(
             f"micro-batch {i} is unlike micro-batch 0: a {type(value).__name__} with the leaves {_listed(value)} "

@@ -127,5 +127,6 @@ def _equal(first: Any, other: Any) -> bool:
     facts = ("__class__", "shape", "dtype", "device")
     if any(getattr(first, name, None) != getattr(other, name, None) for name in facts):
         return False
+    # Only a NaN differs from itself.
     found = (first == other) | ((first != first) & (other != other))
     return bool(found.all() if hasattr(found, "all") else found)

@@ -128,6 +128,7 @@ def _rows(
                 f"chunks={chunks} makes {_story(value, first, sizes)} but {_story(value, i, other)}; "
                 "all tensors of a mini-batch must give equally many"
             )
+    # What is not cut is the same object in each micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
     rows = dict.fromkeys(sizes for sizes, _ in columns.values())
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)

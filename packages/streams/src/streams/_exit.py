@@ -42,7 +42,7 @@ def _end_all() -> None:
             while True:
                 in_queue.get_nowait()
         in_queue.put(None)
-        # Raises SystemExit in the thread at its next line of Python.
+        # Python has no public way to interrupt a thread. This raises SystemExit there, at its next line.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     deadline = time.monotonic() + PATIENCE
     for thread, _ in workers:

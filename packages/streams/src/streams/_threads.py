@@ -35,6 +35,7 @@ def limit_threads(number: int) -> None:
         raise ValueError(f"number of threads must be from 1, the calling thread itself, to {2**31 - 1}; got {number}")
     # Torch initialises a thread at its first computation or query; that would overwrite a number that was set before.
     before = torch.get_num_threads()
+    # Called by their names in C, since torch.set_num_threads also sets the number of threads that begin later.
     openmp, mkl = native("omp_set_num_threads"), native("MKL_Set_Num_Threads_Local")
     if openmp is None:
         # This sets the number of this thread and of the process; a helper thread then restores that of the process.

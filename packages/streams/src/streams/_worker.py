@@ -38,7 +38,7 @@ def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
             failure = _failure(scope, blocks)
             while (task := in_queue.get()) is not None:
                 out_queue.put(failure or _answer(task))
-                del task
+                del task  # or it would stay alive until the next one comes
     finally:
         out_queue.put((False, None))
 

@@ -81,6 +81,7 @@ def untouched_on_failure(root: nn.Module) -> Iterator[None]:
 def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
     """Raise TypeError if ``fn``, which a module applies to all its ``tensors``, would move one to another device."""
     for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+        # The function is a closure of torch that only tensors can be asked about: one without elements costs nothing.
         there = fn(torch.empty(0, dtype=dtype, device=device)).device
         if there != device:
             raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")

@@ -74,6 +74,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
         return call.input
     args, kwargs = Arguments((), {}) if call.input is NOTHING else as_arguments(call.input)
     inputs = Arguments(tuple(args), {**kwargs, **call.arguments})
+    # Asked here and not left to the layer, which fails on a worker, after the batch was cut and moved.
     signature = signature_of(layer) or _ANYTHING
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():

@@ -29,6 +29,7 @@ class StageLayers(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition is one layer: its code would be compiled again for each cell.
+        # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
         rng = None if torch.compiler.is_compiling() else current.rng
         if rng is None or rng.module is not self:
             first, *others = self._modules.values()
@@ -213,7 +214,7 @@ def place_partitions(
         expect_materializable(dict(module.named_children()), places, means)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         if means is None:
-            expect_movable(partition, place, j)
+            expect_movable(partition, place, j)  # all of them before the first moves
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(partitions):
         if means is not None:

@@ -58,6 +58,7 @@ _classes: dict[tuple[type, str, str], type[Any]] = {}
 def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> FunctionType:
     """A copy of the method ``function`` that says it takes what ``signature`` has."""
     assert isinstance(function, FunctionType)
+    # Not functools.wraps: a function around it would be one more frame, which torch.compile traces.
     twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
     twin.__dict__.update(function.__dict__)
     twin.__doc__, twin.__module__, twin.__qualname__ = function.__doc__, function.__module__, function.__qualname__

@@ -187,6 +187,7 @@ class Stepping(Divided):
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
         inputs = called_with(next(iter(self._layers().values())), call)
+        # The versions of inputs matter to a later backward only, and a step has its backward inside.
         batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, call, batches, self._chunks, device, self._own_loss(call))

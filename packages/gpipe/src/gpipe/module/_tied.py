@@ -19,6 +19,7 @@ from ._divided import Divided
 def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
     """Move each partition to its place. What several partitions share is moved to that of the first one."""
     holders = _holders(partitions)
+    # The first partition last: what it shares stays on its place.
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
         move(partition, place)
     for (first, name), *others in holders.values():

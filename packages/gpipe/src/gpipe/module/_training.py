@@ -139,6 +139,7 @@ def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tenso
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     if normalizer is not None:
         raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
+    # The first number of rows is that of the samples, also where other tensors have several rows for each.
     rows = [batch.rows[0] for batch in batches]
     return [row / max(1, sum(rows)) for row in rows]
 
@@ -154,6 +155,7 @@ def _number(normalizer: Any) -> float:
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
     """The target of each micro-batch of ``inputs``, on ``device``."""
     value = checked(target, None, "target")
+    # The loss is computed where the outputs are; a gradient of the target would have no way back from there.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
     targets, _ = cut(detached, device, chunks)
     expect_same_rows(targets, inputs)
