@@ -51,7 +51,7 @@ def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch],
     """The micro-batches of ``value`` on ``device``, and an object that makes in-place changes known between both."""
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
-    # Views have version counters of their own, so that a layer in place on one does not count as a change of the others.
+    # Each view has its own version counter: a layer in place on one does not count as a change of the others.
     views, versions = scatter_views(there, chunks, value.spec)
     return reattach(there, views, value.spec), versions
 
