@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -83,6 +85,24 @@ class Remembering(nn.Module):
         return x * self.scale
 
 
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class OnPairs(nn.Module):
+    """Passes a dataclass inside of a mapping that nobody registered with torch, half of it changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: UserDict[str, Pair]) -> UserDict[str, Pair]:
+        pair = value["pair"]
+        return UserDict(pair=Pair(pair.left.relu_(), self.linear(pair.right)))
+
+
 def _old_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -101,6 +121,7 @@ HARD = {
     "same tensor twice": lambda: (nn.Sequential(Join()), (_rows(),) * 2),
     "tuple with a constant": lambda: (nn.Sequential(nn.Linear(6, 6), Twin(), Join()), _rows()),
     "dict": lambda: (nn.Sequential(FromDict(), nn.Linear(6, 6), ToDict()), {"value": _rows(), "mask": _rows() > 0.5}),
+    "dataclasses": lambda: (nn.Sequential(OnPairs(), OnPairs()), UserDict(pair=Pair(_rows(), _rows()))),
     "dropout": lambda: (nn.Sequential(nn.Dropout(), nn.AlphaDropout()), _rows()),
     "batch norm": lambda: (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)), _rows()),
     "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), First()), torch.rand(4, 3, 6)),

@@ -12,7 +12,6 @@ def test_a_profile_is_a_sequence_with_names(profile):
     assert len(profile) == len(list(profile)) == len(profile.names)
     for i, layer in enumerate(profile):
         assert profile[i] is profile[layer.name] is profile[np.int64(i)] is layer
-    assert profile[1:] == profile.layers[1:]
 
 
 def test_an_unknown_name_is_told():

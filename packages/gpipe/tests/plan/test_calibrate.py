@@ -7,20 +7,15 @@ from random import Random
 from statistics import median
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gpipe
-from gpipe import inline
-from gpipe._plan._calibrate import CLOSE, STEPS, calibrated, train
+from gpipe._plan._calibrate import CLOSE, STEPS, calibrated
 from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
-from gpipe.schedule import Kind
 
-from ..layers import linears, rows
-from ..plans import measured_of, measurements, space_of
+from ..plans import measurements, space_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -58,15 +53,3 @@ def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_a
     assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])
     assert len({each.key for each in found}) == len(found)
     assert "trained in turns" in note
-
-
-@pytest.mark.parametrize(("count", "chunks", "made"), [(8, 2, 2), (9, 4, 3)])
-def test_a_trial_does_what_the_candidate_says(count: int, chunks: int, made: int):
-    """Of 9 rows in 4 chunks `torch.chunk` makes 3."""
-    way = Candidate(measured_of([(1e-3, 1, 1, 1)] * 4, 2).cut(chunks), "zero_bubble", (2, 2), ("never",) * 2, 0.0, (1,))
-    with inline(), gpipe.record() as timeline:
-        trial = train(linears(4), [torch.device("cpu")] * 2, rows(count), None, None, way)
-    events = [event for event in timeline.events if event.stage == 1]
-    assert {event.kind for event in events} == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-    assert {event.microbatch for event in events} == set(range(made))
-    assert len(trial) == STEPS

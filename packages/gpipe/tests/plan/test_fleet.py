@@ -121,6 +121,13 @@ class TestPlan:
         assert example.predicted.throughput == pytest.approx(ROWS / example.predicted.seconds.mid)
         assert all(need.total <= 3 * 10**9 for need in example.predicted.bytes)
 
+    def test_bytes_are_those_of_the_layers_of_a_stage(self, example: Plan) -> None:
+        assert set(example.devices) == {"fake 3GB"}
+        for size, need in zip(example.balance, example.predicted.bytes, strict=True):
+            assert (need.parameters, need.optimizer) == (size * 2**28, 2 * size * 2**28)
+        assert "an estimate: nothing ran" in example.notes[0]
+        assert Plan.from_json(example.to_json()) == example
+
     def test_the_average_of_gradients_takes_a_ring_after_the_last_backward(self, example: Plan) -> None:
         largest = max(example.balance) * 2**28
         r = example.replicas

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import Infeasible, Plan, inline, plan
+from gpipe import Plan, inline, plan
 from profiler import profile
 
 from ..layers import Call, assert_same, linears, rows
@@ -126,28 +124,6 @@ class TestJson:
         assert again == example
         assert str(again) == str(example)
 
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(data=st.data())
-    def test_nothing_else_is_read(self, example: Plan, data: st.DataObject) -> None:
-        """Whatever is taken out, added, or replaced by something of another type, is refused by its place."""
-        document = json.loads(example.to_json())
-        at = document
-        while True:
-            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-            key = data.draw(st.sampled_from(keys))
-            if not (isinstance(at[key], (dict, list)) and at[key] and data.draw(st.booleans())):
-                break
-            at = at[key]
-        change = data.draw(st.sampled_from(["drop", "add", "replace"] if isinstance(at, dict) else ["replace"]))
-        if change == "drop":
-            del at[key]
-        elif change == "add":
-            at["surplus"] = 1
-        else:
-            at[key] = data.draw(st.sampled_from([{"a": 1}, -1, float("inf")]))
-        with pytest.raises(ValueError, match=r"plan|schema|expected"):
-            Plan.from_json(json.dumps(document))
-
     @pytest.mark.parametrize(
         ("name", "value"),
         [("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("modes", ["never"]), ("memory", [True, None])],
@@ -170,10 +146,7 @@ class TestInPieces:
             with inline():
                 shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
             assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
-
-    def test_it_is_written_and_read(self, found: Plan) -> None:
-        again = Plan.from_json(found.to_json())
-        assert again == found
+        assert Plan.from_json(found.to_json()) == found
 
 
 class TestAnotherModel:
@@ -200,22 +173,6 @@ class TestSearch:
         assert set(tight.checkpoint) & {"except_last", "always"}
         assert max(each.total for each in tight.predicted.bytes) <= room * 3 // 4
         assert tight.predicted.seconds.mid > free.predicted.seconds.mid
-
-    def test_nothing_fits(self) -> None:
-        with pytest.raises(Infeasible) as caught:
-            made(memory="2kB", checkpoint="never", chunks=1)
-        error = caught.value
-        assert error.short > 0
-        assert f"device {error.device} (cpu) has 1.95 KiB and is " in str(error)
-        assert len(error.changes) >= 1
-        enough = int(error.changes[-1].partition("=")[2].split()[0])
-        assert made(memory=enough, checkpoint="never", chunks=1).chunks == 1
-
-    def test_what_would_fit_is_named(self) -> None:
-        roomy = made(chunks=16, checkpoint="always")
-        room = max(each.total for each in roomy.predicted.bytes)
-        with pytest.raises(Infeasible, match=r"what would fit: .*chunks up to 16"):
-            made(memory=room + 10, chunks=1)
 
     def test_a_profile_of_one_size_goes_with_its_chunks(self) -> None:
         plain, x = linears(4), rows(8)
@@ -305,10 +262,14 @@ def test_wrong_devices_and_models():
         plan(model(), x, "cpu")
     with pytest.raises(ValueError, match=r"devices: nothing runs on 'meta'; text such as '8x80GB'"):
         plan(model(), x, ["meta"])
-    with pytest.raises(TypeError, match=r"text: expected what Plan.to_json wrote, got int"):
-        Plan.from_json(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Sequential|module"):
         plan(3, x, CPUS)
+
+
+def test_devices_of_several_types_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpipe._plan._request.checked_devices", lambda devices, _: [*map(torch.device, devices)])
+    with pytest.raises(ValueError, match="devices: expected devices of one type, got cpu, cuda"):
+        plan(model(), torch.zeros(4, 3), ["cpu", "cuda"])
 
 
 def test_a_layer_in_two_places_is_refused_before_anything_is_measured():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import SupportsIndex, overload
+from typing import SupportsIndex
 
 from . import documents
 from ._data import LayerProfile
@@ -48,13 +48,7 @@ class Profile:
     def __iter__(self) -> Iterator[LayerProfile]:
         return iter(self.layers)
 
-    @overload
-    def __getitem__(self, layer: SupportsIndex | str) -> LayerProfile: ...
-
-    @overload
-    def __getitem__(self, layer: slice) -> tuple[LayerProfile, ...]: ...
-
-    def __getitem__(self, layer: SupportsIndex | str | slice) -> LayerProfile | tuple[LayerProfile, ...]:
+    def __getitem__(self, layer: SupportsIndex | str) -> LayerProfile:
         if not isinstance(layer, str):
             return self.layers[layer]
         if layer not in self.names:

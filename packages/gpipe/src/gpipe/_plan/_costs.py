@@ -201,7 +201,9 @@ class Costs:
         Stages are on devices of their own and reduce at the same time (Patarasu and Yuan, 2009).
         """
         r = self.measured.replicas
-        largest = max(sum(layer.trainable_bytes for layer in self.profile[first:end]) for first, end in bounds(sizes))
+        largest = max(
+            sum(layer.trainable_bytes for layer in self.profile.layers[first:end]) for first, end in bounds(sizes)
+        )
         return 2 * (r - 1) / r * largest / self.measured.ring
 
     def hops(self, sizes: Sequence[int]) -> list[float]:

@@ -1,19 +1,16 @@
-"""The data of a plan; :class:`gpipe.Plan` adds methods."""
+"""What a :class:`gpipe.Plan` is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .._gpipe import GPipe
-from ..schedule._flags import StageMode, as_lists
-from ..timeline import StageCost, Timeline, simulate
+from ..schedule._flags import StageMode
 from ._bytes import DeviceBytes
-from ._candidate import schedule_of
-from ._fleet import FAKE
 
 
 @dataclass(frozen=True)
@@ -101,47 +98,3 @@ class Remembered:
     pipe: Callable[[], GPipe | None] = lambda: None
     loss_fn: Callable[[Any, Any], Any] | None = None
     sample: Any = None
-
-
-@dataclass(frozen=True)
-class PlanData:
-    """The fields of :class:`gpipe.Plan`, where they are described, and what follows from them."""
-
-    layers: tuple[LayerKey, ...]
-    devices: tuple[str, ...]
-    memory: tuple[int | None, ...]
-    rows: int
-    sizes: tuple[int, ...]
-    chunks: int
-    schedule: str
-    modes: tuple[StageMode, ...]
-    split: tuple[int, ...]
-    predicted: Prediction
-    stages: tuple[StageCost, ...]
-    hops: tuple[float, ...]
-    replicas: int
-    reduction: float
-    alternatives: tuple[Alternative, ...] = ()
-    notes: tuple[str, ...] = ()
-    _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
-
-    @property
-    def balance(self) -> list[int]:
-        """The number of layers of each stage."""
-        return list(self.sizes)
-
-    @property
-    def checkpoint(self) -> list[str | list[bool]]:
-        """For each stage its checkpoint mode, or a list with a flag for each of its layers."""
-        return as_lists(self.modes)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether this machine does not have the devices, so that nothing was measured."""
-        return self.devices[0].startswith(FAKE)
-
-    @property
-    def timeline(self) -> Timeline:
-        """The predicted timeline of a step."""
-        schedule = schedule_of(self.schedule, self.chunks, self.modes, self.split)
-        return simulate(schedule, self.stages, transfer=self.hops[1:])

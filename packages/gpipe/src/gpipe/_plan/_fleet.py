@@ -6,7 +6,7 @@ Many of them may have replicas of a pipe; then a :class:`Layout` says how many, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -113,9 +113,7 @@ def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Flee
     nodes, count = None if match[1] is None else int(match[1]), int(match[2])
     if not count or nodes == 0:
         raise ValueError(f"devices: expected at least one, got {devices!r}")
-    speeds, delays = _two("bandwidth", bandwidth), _two("latency", latency)
-    links = map(_link, (INSIDE, BETWEEN), speeds, delays)
-    return Fleet(nodes, count, *_described(match[3], devices), *links)
+    return Fleet(nodes, count, *_described(match[3], devices), *_links(bandwidth, latency))
 
 
 def _described(name: str, devices: str) -> tuple[str, int, float, float]:
@@ -133,20 +131,23 @@ def _described(name: str, devices: str) -> tuple[str, int, float, float]:
         ) from None
 
 
-def _two(name: str, given: Any) -> Sequence[Any]:
+def _links(bandwidth: Any, latency: Any) -> Iterator[Link]:
+    """The links inside a node and between nodes."""
+    for k, usual in enumerate((INSIDE, BETWEEN)):
+        speed, delay = _of_link("bandwidth", bandwidth, k), _of_link("latency", latency, k)
+        if isinstance(delay, (str, bool)):
+            raise TypeError(f"latency: expected seconds, such as 5e-6; got {delay!r}")
+        yield Link(
+            usual.latency if delay is None else delay,
+            usual.bandwidth if speed is None else read_bytes(speed, "bandwidth"),
+        )
+
+
+def _of_link(name: str, given: Any, k: int) -> Any:
     found = given if isinstance(given, (list, tuple)) else [given]
     if len(found) not in (1, 2):
         raise ValueError(f"{name}: expected one for all links, or two: inside a node and between nodes; got {given!r}")
-    return [found[0], found[-1]]
-
-
-def _link(link: Link, bandwidth: Any, latency: Any) -> Link:
-    if isinstance(latency, (str, bool)):
-        raise TypeError(f"latency: expected seconds, such as 5e-6; got {latency!r}")
-    return Link(
-        link.latency if latency is None else latency,
-        link.bandwidth if bandwidth is None else read_bytes(bandwidth, "bandwidth"),
-    )
+    return found[min(k, len(found) - 1)]
 
 
 def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, least: int = 1) -> list[Layout]:

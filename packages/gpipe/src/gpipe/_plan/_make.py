@@ -259,6 +259,6 @@ def _reason(best: Candidate, other: Candidate) -> str:
     slower = other.seconds / best.seconds - 1
     if slower > NEAR:
         return f"{slower:.0%} slower"
-    speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
-    differs = "less simple" if other.simplicity > best.simplicity else "another balance"
-    return f"{speed}, {differs if len(other.sizes) == len(best.sizes) else 'another number of stages'}"
+    if len(other.sizes) != len(best.sizes):
+        return "as fast, another number of stages"
+    return f"as fast, {'less simple' if other.simplicity > best.simplicity else 'another balance'}"

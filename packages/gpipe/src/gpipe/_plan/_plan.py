@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -16,23 +17,26 @@ from .._page import fragment, page
 from .._saving import save
 from ..module._arguments import Device
 from ..module._sequential import as_sequential
+from ..schedule._flags import StageMode, as_lists
+from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._data import LayerKey, PlanData, layer_keys
+from ._candidate import schedule_of
+from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
+from ._fleet import FAKE
 from ._table import report
 from ._verify import Verification, verify
 
 _SCHEMA = "gpipe-plan/1"
 
 
-class Plan(PlanData):
+@dataclass(frozen=True)
+class Plan:
     """How to train a model on some devices, with predicted time and memory. Made by :func:`gpipe.plan`.
 
     ``str()`` is a report; ``plan.build(model)`` makes the pipe.
 
     Attributes:
-        balance: the number of layers of each stage.
         chunks: the number of micro-batches.
-        checkpoint: for each stage its checkpoint mode, or a list with a flag for each of its layers.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
         predicted: predicted seconds, bytes of each device by kind, throughput and bubble.
         alternatives: other configurations, and the reasons why they were not chosen.
@@ -44,13 +48,50 @@ class Plan(PlanData):
         sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
             split. A stage with flags in ``modes`` recomputes inside its backwards, so ``stages`` includes that time in
             the backward.
-        timeline: the predicted timeline of a step.
         stages: the cost of each stage, for :attr:`timeline`.
         hops: for each stage the seconds of a transfer from the stage before.
         replicas: the number of pipes that train the same model, each on a part of the rows; 1 without data parallelism.
-        is_estimate: whether this machine does not have the devices, so that nothing was measured.
         reduction: the seconds of a step in which the replicas average their gradients; 0.0 for one replica.
     """
+
+    layers: tuple[LayerKey, ...]
+    devices: tuple[str, ...]
+    memory: tuple[int | None, ...]
+    rows: int
+    sizes: tuple[int, ...]
+    chunks: int
+    schedule: str
+    modes: tuple[StageMode, ...]
+    split: tuple[int, ...]
+    predicted: Prediction
+    stages: tuple[StageCost, ...]
+    hops: tuple[float, ...]
+    replicas: int
+    reduction: float
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+    _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each stage."""
+        return list(self.sizes)
+
+    @property
+    def checkpoint(self) -> list[str | list[bool]]:
+        """For each stage its checkpoint mode, or a list with a flag for each of its layers."""
+        return as_lists(self.modes)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether this machine does not have the devices, so that nothing was measured."""
+        return self.devices[0].startswith(FAKE)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted timeline of a step."""
+        schedule = schedule_of(self.schedule, self.chunks, self.modes, self.split)
+        return simulate(schedule, self.stages, transfer=self.hops[1:])
 
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
@@ -78,8 +119,6 @@ class Plan(PlanData):
                 f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
                 "real ones, as in plan.build(model, devices=[...])"
             )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected the one that was planned for, got {type(model).__name__}")
         layers = as_sequential(model, self._here.sample if sample is None else sample)
         self._expect(layer_keys(layers))
         pipe = GPipe(
@@ -171,8 +210,6 @@ class Plan(PlanData):
             TypeError: ``text`` is not a str.
             ValueError: it is not the JSON of a plan; the message names the place.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text: expected what Plan.to_json wrote, got {type(text).__name__}")
         plan = documents.load(Plan, text, "plan", _SCHEMA)
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "devices", "memory", "modes", "stages", "hops")}
         if len(set(stages.values())) > 1 or sum(plan.sizes) != len(plan.layers):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule._flags import StageMode, runs_of
 from ._costs import bounds
-from ._data import Alternative, PlanData
+from ._data import Alternative
+
+if TYPE_CHECKING:
+    from ._plan import Plan
 
 _MANY = 8
 
 
-def report(plan: PlanData) -> str:
+def report(plan: Plan) -> str:
     """The report: a summary, a line for each stage, alternatives, and notes."""
     parts = [_heading(plan), align([*_stages(plan)], left=4)]
     parts += [align(_alternatives(plan), left=7)] if plan.alternatives else []
@@ -22,7 +26,7 @@ def report(plan: PlanData) -> str:
     return "\n\n".join(parts)
 
 
-def _heading(plan: PlanData) -> str:
+def _heading(plan: Plan) -> str:
     """The gist, in two lines."""
     found, seconds, stages = plan.predicted, plan.predicted.seconds, len(plan.sizes)
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
@@ -40,7 +44,7 @@ def _heading(plan: PlanData) -> str:
     )
 
 
-def _stages(plan: PlanData) -> Iterable[list[str]]:
+def _stages(plan: Plan) -> Iterable[list[str]]:
     """The head and a line for each stage."""
     yield ["stage", "device", "layers", "checkpoint", "forward", "backward", "activations", "memory", "of"]
     for j, (stage, (begin, end), need) in enumerate(
@@ -74,7 +78,7 @@ def shown(mode: StageMode) -> str:
     return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
 
 
-def _alternatives(plan: PlanData) -> list[list[str]]:
+def _alternatives(plan: Plan) -> list[list[str]]:
     """The head and a line for each way to train that was not taken."""
     rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
     return rows + [_alternative(each) for each in plan.alternatives]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,10 @@ from ..schedule import Schedule
 from ..timeline import Timeline, record
 from ..timeline._chooser import RUNS
 from ..timeline._record import Recorder, RunRecorder
-from ._data import PlanData
 from ._measure import synchronize
+
+if TYPE_CHECKING:
+    from ._plan import Plan
 
 _STEPS = 3
 
@@ -64,7 +66,7 @@ class Verification:
         return align(rows, left=1)
 
 
-def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
+def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
     """Train some steps, and compare measured with predicted time and memory; see :meth:`gpipe.Plan.verify`.
 
     Gradients and buffers are afterwards as they were.
