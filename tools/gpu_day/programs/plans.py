@@ -1,4 +1,4 @@
-"""Plans for a GPU, and for the CPU before it: predicted seconds and bytes beside measured ones."""
+"""Plans for a GPU: predicted seconds and bytes beside measured ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
     }
     head("model", "stages", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
     for name, (model, x) in models.items():
-        for places in ([device], [device, device], [torch.device("cpu"), device]):
+        for places in ([device], [device, device]):
             row(name, " ".join(map(str, places)), *measured(copy.deepcopy(model), x, places))
 
 
