@@ -42,15 +42,6 @@ def test_dropout_under_checkpointing_is_refused_where_it_cannot_be_repeated(mode
     assert any("partition 1" in note for note in caught.value.__notes__)
 
 
-def test_without_a_recomputation_nothing_is_to_be_repeated(walked, elsewhere):
-    layers = nn.Sequential(nn.Dropout(), nn.Linear(4, 4))
-    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
-    pipe(torch.ones(4, 4)).sum().backward()
-    pipe.checkpoint = "always"
-    with torch.no_grad():
-        pipe.eval()(torch.ones(4, 4))
-
-
 @given(before=st.integers(0, 3), inside=st.integers(0, 3), between=st.integers(0, 3))
 def test_a_device_draws_again_and_goes_on_as_if_it_had_not(before, inside, between):
     """Property, of any module with the state of a generator: here that of the CPU."""

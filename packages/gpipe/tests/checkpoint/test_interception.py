@@ -24,27 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli": torch.bernoulli,
-    "bernoulli of p": lambda p: p * torch.bernoulli(p.detach(), 0.3),
-    "bernoulli_": lambda p: torch.empty_like(p).bernoulli_(0.4),
     "bernoulli_ of a tensor": lambda p: torch.empty_like(p).bernoulli_(p),
     "dropout": lambda p: nn.functional.dropout(p, 0.3),
-    "feature dropout": lambda p: nn.functional.dropout1d(p, 0.3),
-    "alpha dropout": lambda p: nn.functional.alpha_dropout(p, 0.3, training=True),
     "fused dropout": lambda p: torch.native_dropout(p, 0.3, True)[0],
     "rrelu": lambda p: nn.functional.rrelu(p - 0.5, training=True),
     "attention": lambda p: nn.functional.scaled_dot_product_attention(p, p, p, dropout_p=0.5),
     "rand": lambda p: p * torch.rand(p.shape),
-    "rand_like": lambda p: p * torch.rand_like(p),
     "randn out": lambda p: torch.randn(p.shape, out=torch.empty(p.shape)),
-    "randint": lambda p: p * torch.randint(9, p.shape),
     "randperm": lambda p: p[torch.randperm(len(p))],
-    "normal": lambda p: torch.normal(p, 2.0),
     "multinomial": lambda p: torch.multinomial(p + 0.1, 2).float(),
-    "exponential_": lambda p: torch.empty_like(p).exponential_(),
     "gamma": lambda p: torch.distributions.Gamma(p + 1, 1.0).rsample(),
-    "poisson": torch.poisson,
     "in vmap": lambda p: torch.vmap(lambda row: row * torch.rand(row.shape), randomness="different")(p),
-    "gumbel": lambda p: nn.functional.gumbel_softmax(p),
 }
 
 

@@ -271,20 +271,6 @@ class TestPipesInside:
         within(20, run)
         torch.testing.assert_close(outputs, [linears()(rows()).detach()])
 
-    @ways
-    @pytest.mark.parametrize("how", HOWS)
-    def test_hooks_of_parameters_are_called_on_the_callers_thread(
-        self, way: Callable[[], AbstractContextManager[None]], how: str
-    ) -> None:
-        """Another thread, such as autograd has for each GPU, would wait for this one to leave the pipe."""
-        pipe, seen = piped(linears(), [1, 2], chunks=2), []
-        pipe[0].weight.register_hook(
-            lambda _: seen.append((threading.current_thread(), torch._C._is_multithreading_enabled()))
-        )
-        with way():
-            train(pipe, how, rows())
-        assert seen == [(threading.current_thread(), False)]
-
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -115,16 +115,3 @@ def test_a_loss_need_not_be_differentiable():
     torch.testing.assert_close(accuracy.item(), (plain(rows(7)).argmax(1) == labels).double().mean().item())
     with pytest.raises(ValueError, match=r"does not require grad.*use pipe\.evaluate"):
         pipe.step(rows(7), labels, loss_fn=right)
-
-
-def test_what_is_refused():
-    pipe = piped(linears(), [1, 2], chunks=3)
-    with pytest.raises(ValueError, match="target has 5 rows"):
-        pipe.evaluate(rows(), rows(5), loss_fn=F.mse_loss)
-    with pytest.raises(ValueError, match="reduction must be"):
-        pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss, reduction="none")
-    with pytest.raises(ValueError, match=r"evaluate\(\) needs at least one layer"):
-        GPipe(nn.Sequential(), [], devices=[]).evaluate(rows(), rows(), loss_fn=F.mse_loss)
-    pipe.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"evaluate\(\) cannot call the forward hooks"):
-        pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)

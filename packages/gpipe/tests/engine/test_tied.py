@@ -160,22 +160,6 @@ def assert_sees_the_same(watched: Callable[[nn.Module], list[Tensor]]) -> None:
     assert_same(pipe, plain)
 
 
-def assert_tied(module: nn.Module) -> None:
-    assert module[0][0] is module[2][0]
-    assert module[0][0].weight is module[1][0].weight
-    assert [name for name, _ in module.named_parameters()] == ["0.0.weight", "0.0.bias", "1.0.bias"]
-
-
-class TestTheTieStays:
-    def test_in_the_pipe_and_in_the_model(self) -> None:
-        layers = model(TIED)
-        pipe = pipe_of(layers)
-        trained(pipe, "call")
-        assert_tied(layers)
-        assert_tied(pipe)
-        assert list(pipe.state_dict()) == list(layers.state_dict()) == list(model(TIED).state_dict())
-
-
 @places
 class TestChangesBetweenRuns:
     def test_tied_untied_and_frozen_later(self, place: Callable[[], Any]) -> None:
@@ -333,11 +317,6 @@ def test_what_cannot_be_copied_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipe_of(shared(made()))
     GPipe(shared(made()), [3], devices=["cpu"])
-
-
-def test_what_holds_no_tensors_may_be_in_several_partitions() -> None:
-    pipe, plain = pipe_of(shared(with_forward(nn.Tanh()))), shared(nn.Tanh())
-    assert_trains_like(pipe, plain)
 
 
 def views() -> nn.Sequential:

@@ -124,14 +124,6 @@ class TestShares:
         assert counts == [share] * stages
         assert torch.get_num_threads() == threads
 
-    def test_a_change_by_the_caller_is_heeded_in_the_next_run(self) -> None:
-        pipe, counts = self.counting(2)
-        for threads in (2, 4, 1):
-            torch.set_num_threads(threads)
-            pipe(rows())
-            assert torch.get_num_threads() == threads
-        assert counts == [1, 1, 2, 2, 1, 1]
-
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -124,3 +124,24 @@ def test_tensor_of_an_outer_graph_is_right_or_refused(mode: str):
         found.append(outer.grad)
     torch.testing.assert_close(found[1], found[0])
     assert_same(pipe, model)
+
+
+def ragged(x: Tensor) -> Tensor:
+    """Of each row, one, two or three copies."""
+    return torch.nested.as_nested_tensor([row.expand(1 + i % 3, -1) for i, row in enumerate(x)], layout=torch.jagged)
+
+
+def dense(value: Tensor) -> Tensor:
+    return torch.stack([part.sum(0) for part in value.unbind()])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]])
+def test_rows_of_several_lengths_train_as_in_the_plain_model(balance: list[int], mode: str, schedule: str):
+    plain = nn.Sequential(linear(), Call(ragged), linear(), nn.Tanh(), Call(dense))
+    pipe = piped(plain, balance, chunks=2, checkpoint=mode)
+    pipe.step(rows(6), rows(6), loss_fn=nn.functional.mse_loss, schedule=schedule)
+    nn.functional.mse_loss(torch.cat([plain(part) for part in rows(6).chunk(2)]), rows(6)).backward()
+    assert_same(pipe, plain)
