@@ -15,6 +15,8 @@ from torch import nn
 from gpipe.distributed import LostRankError, Rank, load, save
 
 from ..worlds import world
+from .planted import expect_gradients
+from .test_rendezvous import expect_named
 
 
 def _model() -> nn.Sequential:
@@ -28,8 +30,7 @@ def _expect_right(rank: Rank) -> None:
     plain(x).square().mean().backward()
     rank.zero_grad()
     rank.step(x, loss_fn=lambda output: output.square().mean())
-    for name, parameter in rank.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    expect_gradients(rank, plain)
 
 
 def _group(members: list[int]) -> Any:
@@ -81,23 +82,6 @@ def _close_one() -> None:
     _expect_right(other)
 
 
-def test_a_rank_that_others_have_closed(worlds: Any) -> None:
-    for succeeded, text in worlds(2).answers(_close_one_end):
-        assert succeeded, text
-        assert not text or text.startswith("rank 1 has ended, or did not answer within 30 s; start the processes again")
-
-
-def _close_one_end() -> str:
-    rank = Rank(_model(), [2, 1], chunks=2)
-    _expect_right(rank)
-    if dist.get_rank() == 1:
-        rank.close()
-        return ""
-    with pytest.raises(LostRankError) as caught:
-        _expect_right(rank)
-    return str(caught.value)
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
 @pytest.mark.parametrize(
     ("count", "closes"),
@@ -134,19 +118,14 @@ def _opened() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_who_does_not_come_to_connect_is_named(number: signal.Signals) -> None:
-    with world(3, timeout=60.0) as ranks:
-        for connection in ranks.connections:
-            connection.send((_make_without, (1, number)))
-        for told in (ranks.answer(k) for k in (0, 2)):
-            assert told == (True, "rank 1 has ended, or did not come here within 3 s")
+def test_who_does_not_come_to_connect_is_named() -> None:
+    expect_named(3, 1, _make_without)
 
 
-def _make_without(who: int, number: signal.Signals) -> str:
+def _make_without(who: int) -> str:
     Rank(_model(), [1, 1, 1], chunks=2)
     if dist.get_rank() == who:
-        os.kill(os.getpid(), number)
-    with pytest.raises(LostRankError) as caught:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError, match="did not come here within 3 s") as caught:
         Rank(_model(), [1, 1, 1], chunks=2, timeout=3.0)
-    return str(caught.value).partition(";")[0]
+    return str(caught.value)

@@ -96,7 +96,7 @@ class Ranks(Processes):
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends, told[0]["name"])
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
-        weakref.finalize(self, self._wires.end)
+        self._end_wires = weakref.finalize(self, self._wires.end)
         self._opening = Opening()
         self._crossings: dict[int, Crossing] = {}
         tied: dict[int, RemoteLink] = {}
@@ -155,7 +155,7 @@ class Ranks(Processes):
         if not self._closed:
             self._closed = True
             self._replicas.close()
-            self._wires.end()
+            self._end_wires()
             del self._groups, self._rendezvous, self._crossings, self._twins, self._wires
 
     def _expect_all(self) -> None:
