@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -90,7 +89,6 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
             )
         found.alike = {
             "the first parameter": next(iter(trained), None),
-            "the number of parameters": len(trained),
             "the list of parameters": [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()],
         }
     _agreed[rank].add(group)
@@ -114,16 +112,15 @@ def _dense(parameter: Tensor) -> Tensor:
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of parameters of one dtype and device, of up to ``BUCKET`` bytes."""
-    kinds = sorted(parameters, key=_kind)
-    for _, alike in groupby(kinds, _kind):
-        bucket: list[Tensor] = []
-        size = 0
-        for parameter in alike:
-            if bucket and size + parameter.nbytes > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.nbytes
+    bucket: list[Tensor] = []
+    left = BUCKET
+    for parameter in sorted(parameters, key=_kind):
+        if bucket and (parameter.nbytes > left or _kind(parameter) != _kind(bucket[0])):
+            yield bucket
+            bucket, left = [], BUCKET
+        bucket.append(parameter)
+        left -= parameter.nbytes
+    if bucket:
         yield bucket
 
 

@@ -27,21 +27,14 @@ class Folder:
         partial: the folder to which new content is written.
 
     Raises:
-        TypeError, ValueError: ``path`` cannot be the path of a folder.
+        ValueError: ``path`` is a URL.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        text = os.fspath(path)
-        if not isinstance(text, str):
-            raise TypeError(f"path: expected a str or a path, got {type(path).__name__}")
-        if "://" in text:
-            raise ValueError(f"path: expected a folder that all processes reach, got the address {text!r}")
-        self.path = Path(os.path.realpath(text))
-        self.partial = self._beside("partial")
-        self._previous = self._beside("previous")
-
-    def _beside(self, word: str) -> Path:
-        return self.path.with_name(f"{self.path.name}.{word}")
+        if "://" in os.fspath(path):
+            raise ValueError(f"path: expected a folder that all processes reach, got the address {str(path)!r}")
+        self.path = Path(path).resolve()
+        self.partial, self._previous = [self.path.with_name(f"{self.path.name}.{k}") for k in ("partial", "previous")]
 
     @property
     def whole(self) -> Path:
@@ -50,13 +43,10 @@ class Folder:
         Raises:
             FileNotFoundError: there is none.
         """
-        places = [self.path] if self.path.exists() else [self._previous]
-        for place in places:
-            if (place / _COMMITTED).is_file():
-                return place
-        raise FileNotFoundError(
-            f"path: there is no whole checkpoint in {str(self.path)!r}; save() has not finished one"
-        )
+        place = self.path if self.path.exists() else self._previous
+        if not (place / _COMMITTED).is_file():
+            raise FileNotFoundError(f"path: there is no whole checkpoint in {str(self.path)!r}; save() finished none")
+        return place
 
     def begin(self) -> None:
         """Make an empty folder for new content; delete what an interrupted save has left there.

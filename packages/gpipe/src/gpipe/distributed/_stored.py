@@ -6,7 +6,7 @@ have to tell each other goes through their meetings, so that an error of one is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ._agreement import agreement
 from ._rendezvous import Rendezvous
 
-_SHOWN = 5
+_SHOWN = 5  # names in an error
 
 
 def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
@@ -61,24 +61,24 @@ class Stored:
         self._entries = self._metadata.state_dict_metadata
         self._paths = self._metadata.planner_data or {}
 
-    def expect_model(self, names: Collection[str], own: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint is of a model with other names than ``names``; ``own`` is this process's
-        state.
+    def expect_model(self, names: set[str], own: Mapping[str, Any]) -> None:
+        """Raise ValueError if the checkpoint is of a model with other names than ``names``, or other shapes than those
+        in ``own``, the state of this process.
         """
-        found = {key.removeprefix("model.") for key in self._entries if key.startswith("model.")}
-        complaints = [
-            *_listed("it has no", [name for name in names if name not in found]),
-            *_listed("the model has no", [name for name in found if name not in names]),
-            *_listed("of another shape there:", self._other_shapes(own)),
-        ]
-        if complaints:
-            raise ValueError(f"the checkpoint in {str(self._folder)!r} is of another model: {'; '.join(complaints)}")
-
-    def _other_shapes(self, own: Mapping[str, Any]) -> list[str]:
-        here = {f"model.{name}": getattr(value, "shape", None) for name, value in own.items()}
-        there = {key: getattr(entry, "size", None) for key, entry in self._entries.items()}
-        known = [key for key in here if key in there and here[key] != there[key]]
-        return [f"{key.removeprefix('model.')} ({there[key]}, here {here[key]})" for key in known]
+        sizes = {
+            key.removeprefix("model."): getattr(entry, "size", None)
+            for key, entry in self._entries.items()
+            if key.startswith("model.")
+        }
+        shapes = {name: getattr(value, "shape", None) for name, value in own.items()}
+        complaints = {
+            "it has no": names - sizes.keys(),
+            "the model has no": sizes.keys() - names,
+            "of another shape there:": {name for name in shapes if shapes[name] != sizes.get(name, shapes[name])},
+        }
+        told = [f"{what} {', '.join(sorted(found)[:_SHOWN])}" for what, found in complaints.items() if found]
+        if told:
+            raise ValueError(f"the checkpoint in {str(self._folder)!r} is of another model: {'; '.join(told)}")
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a state like ``own``, in new memory."""
@@ -142,12 +142,3 @@ def _is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
-
-
-def _listed(word: str, items: Collection[str]) -> list[str]:
-    """A sentence with ``word`` and ``items`` for an error; empty if there are none, shortened if there are many."""
-    if not items:
-        return []
-    shown = sorted(items)
-    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return [f"{word} {', '.join(shown[:_SHOWN])}{rest}"]
