@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice, repeat
 
 from ._actions import Kind
 from ._replay import Lane
@@ -22,13 +22,9 @@ _F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_
 
 def drained(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
     """All forwards of each stage in turn, then all backwards in reverse."""
-    own = range(worker, stages, workers)
-    for j in own:
-        for i in range(microbatches):
-            yield j, (_F, i)
-    for j in reversed(own):
-        for i in reversed(range(microbatches)):
-            yield j, (_B, i)
+    own, each = range(worker, stages, workers), range(microbatches)
+    forwards, backwards = (_steps(j, _F, each) for j in own), (_steps(j, _B, each[::-1]) for j in reversed(own))
+    return chain.from_iterable(chain(forwards, backwards))
 
 
 def one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
@@ -58,21 +54,20 @@ def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
 
 def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:
     """``ahead`` forwards, then forward and backward in turn; the stage changes after each group of k micro-batches."""
-    forwards = _in_groups(microbatches, workers, own, _F)
-    yield from islice(forwards, max(0, ahead))
+    forwards, backwards = (_in_groups(microbatches, workers, *each) for each in ((own, _F), (own[::-1], _B)))
     # A forward before each backward: the last stage, with none ahead, begins with one.
-    for backward in _in_groups(microbatches, workers, own[::-1], _B):
-        forward = next(forwards, None)
-        if forward is not None:
-            yield forward
-        yield backward
+    turns = chain.from_iterable(zip(forwards, backwards, strict=False))
+    return chain(islice(forwards, max(0, ahead)), turns, backwards)
 
 
 def _in_groups(microbatches: int, workers: int, own: Iterable[int], kind: Kind) -> Steps:
-    for first in range(0, microbatches, workers):
-        for j in own:
-            for i in range(first, first + workers):
-                yield j, (kind, i)
+    groups = (range(first, first + workers) for first in range(0, microbatches, workers))
+    return chain.from_iterable(_steps(j, kind, group) for group in groups for j in own)
+
+
+def _steps(stage: int, kind: Kind, microbatches: Iterable[int]) -> Steps:
+    # Without a frame of Python for each of millions of steps.
+    return zip(repeat(stage), zip(repeat(kind), microbatches, strict=False), strict=False)
 
 
 def adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:

@@ -7,7 +7,7 @@ several failures was due first.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,7 +19,12 @@ Lane = Iterable[tuple[int, tuple[Kind, int]]]
 KindSeconds = Sequence[Mapping[Kind, float]]
 """For each stage, the duration of an action by its kind."""
 
-_FORWARD, _INSIDE = Kind.FORWARD, (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
+Times = MutableSequence[float]
+"""For each micro-batch the time at which something arrives; negative until that is known. In an array, since an object
+for each step would be far slower."""
+
+Route = tuple[Times, Times, float, float]
+"""When the inputs of an action arrive, and its outputs where they are sent; the time of that transfer; its duration."""
 
 
 class Span(NamedTuple):
@@ -90,8 +95,8 @@ def _run(
     spans: dict[Step, Span] | None,
 ) -> float:
     """Let the workers take turns, each until it has no input, and return when the last one ends."""
-    mail, clocks = _Mail(microbatches, hops), [0.0] * len(lanes)
-    workers = [_worker(lane, mail, seconds, spans, clocks, number) for number, lane in enumerate(lanes)]
+    routes, clocks = _routes(microbatches, seconds, hops), [0.0] * len(lanes)
+    workers = [_worker(lane, routes, spans, clocks, number) for number, lane in enumerate(lanes)]
     before: list[tuple[int, tuple[Kind, int]]] = []
     # Any order of turns gives the same times: a step starts at the maximum of two sums, whoever computes them first.
     while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
@@ -101,43 +106,34 @@ def _run(
     return max(clocks, default=0.0)
 
 
-class _Mail:
-    """When values and gradients arrive, by stage and micro-batch; negative until that is known.
-
-    In arrays, since an object for each step would be far slower. The last row takes what leaves the pipeline and is not
-    read: outputs have index n, gradients of the input have index -1.
-    """
-
-    def __init__(self, microbatches: int, hops: Sequence[float]) -> None:
-        there, stages = array("d", [0.0]) * microbatches, len(hops)
-        unknown = [array("d", [-1.0]) * microbatches for _ in range(2 * stages)]
-        self.values = [there, *unknown[:stages]]
-        self.gradients = [*unknown[stages : 2 * stages - 1], there, array("d", there)]
-        self.hops = [*hops, 0.0]
+def _routes(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Route]]:
+    """The route of an action, by stage and kind."""
+    unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * len(hops))]
+    there, nowhere = array("d", [0.0]) * microbatches, array("d", [0.0]) * microbatches
+    values, gradients = [there, *unknown[: len(hops)]], [*unknown[len(hops) + 1 :], there]
+    routes = []
+    for j, durations in enumerate(seconds):
+        backwards = gradients[j], gradients[j - 1] if j else nowhere, hops[j]
+        ways = {Kind.FORWARD: (values[j], values[j + 1], [*hops[j + 1 : j + 2], 0.0][0])}
+        ways |= {Kind.BACKWARD: backwards, Kind.BACKWARD_INPUT: backwards}
+        # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
+        routes.append({kind: (*ways.get(kind, (there, nowhere, 0.0)), took) for kind, took in durations.items()})
+    return routes
 
 
 def _worker(
-    lane: Lane, mail: _Mail, seconds: KindSeconds, spans: dict[Step, Span] | None, clocks: list[float], number: int
+    lane: Lane, routes: list[dict[Kind, Route]], spans: dict[Step, Span] | None, clocks: list[float], number: int
 ) -> Iterator[tuple[int, tuple[Kind, int]]]:
     """Do the steps of a worker. Yields a step whose input has not arrived, again and again until it has."""
-    # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
-    there, nowhere = mail.values[0], array("d", mail.values[0])
-    clock, here = 0.0, -1
-    for j, (kind, i) in lane:
-        if j != here:  # bound once for each change of the stage: this loop is all the time that a replay takes
-            here, cost, (values, onwards) = j, seconds[j], mail.values[j : j + 2]
-            gradients, backwards, (hop, next_hop) = mail.gradients[j], mail.gradients[j - 1], mail.hops[j : j + 2]
-        if kind == _FORWARD:
-            inbox, outbox, late = values, onwards, next_hop
-        elif kind in _INSIDE:
-            inbox, outbox, late = there, nowhere, 0.0
-        else:
-            inbox, outbox, late = gradients, backwards, hop
+    clock = 0.0
+    for step in lane:  # all the time that a replay takes, for millions of steps
+        j, (kind, i) = step
+        inbox, outbox, hop, took = routes[j][kind]
         while (arrival := inbox[i]) < 0:
-            yield j, (kind, i)
+            yield step
         start = arrival if arrival > clock else clock
-        end = start + cost[kind]
-        outbox[i] = end + late
+        end = start + took
+        outbox[i] = end + hop
         if spans is not None:
             spans[Step(j, Action(kind, i))] = Span(start, end, start - clock)
         clock = end
