@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,38 +98,6 @@ def test_mixed_precision() -> None:
     expected, _ = trained(model, mixed_precision="bf16")
     assert seen == {torch.bfloat16}
     assert losses == pytest.approx(expected, rel=1e-2)
-
-
-def test_a_compiled_pipe() -> None:
-    """The compiler calls it as it is."""
-    model = network()
-    losses, _ = trained(pipe_of(model, [2, 3]), dynamo_backend="eager")
-    _fresh_state()
-    assert losses == pytest.approx(trained(model)[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]])
-def test_states_are_saved_and_loaded_with_another_balance(balance: list[int], tmp_path: Path) -> None:
-    model = network()
-    finished, resumed = pipe_of(model, [4, 1]), pipe_of(network(), balance)
-    accelerator = accelerate.Accelerator(cpu=True)
-    optimizers = [torch.optim.AdamW(pipe.parameters(), 0.05) for pipe in (finished, resumed)]
-    prepared = accelerator.prepare(finished, optimizers[0])
-    for k in range(4):
-        if k == 2:
-            accelerator.save_state(str(tmp_path))
-        F.cross_entropy(prepared[0](X), Y).backward()
-        prepared[1].step()
-        prepared[1].zero_grad()
-    _fresh_state()
-    accelerator = accelerate.Accelerator(cpu=True)
-    prepared = accelerator.prepare(resumed, optimizers[1])
-    accelerator.load_state(str(tmp_path))
-    for _ in range(2):
-        F.cross_entropy(prepared[0](X), Y).backward()
-        prepared[1].step()
-        prepared[1].zero_grad()
-    torch.testing.assert_close(state(resumed), state(finished))
 
 
 def parallel() -> None:

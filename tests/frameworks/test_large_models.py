@@ -58,7 +58,7 @@ def test_a_state_dict_makes_the_plain_model(name: str) -> None:
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["GPT-2", "Gemma 3", "BERT", "Mamba", "T5"])
 def test_reset_initialises_as_the_model_does(name: str) -> None:
     """The numbers are others, but what is constant, and how far the rest is spread, is the same."""
     model, plain = pair(name)
@@ -80,31 +80,16 @@ def test_a_llama_from_a_folder(shard: str, tied: bool, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "5KB")
     inputs = FAMILIES["Llama"].inputs(ROWS)
-    pipe = GPipe(model, [2, 4], devices=["cpu", "cpu"], sample=inputs, init=tmp_path, chunks=2)
+    batch = {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
+    sample = {name: rows[:2] for name, rows in batch.items()}
+    pipe = GPipe(model, [2, 4], devices=["cpu", "cpu"], sample=sample, init=tmp_path, chunks=2)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    pipe.train().step(Arguments((), inputs), loss_fn=lambda logits, _: logits.square().mean())
-    result(plain.train()(**inputs)).square().mean().backward()
-    for (key, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, msg=key)
+    loss, expected = pipe.train().step(**batch), plain.train()(**batch).loss
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(pipe(**batch).logits, plain(**batch).logits)
+    expected.backward()
+    for (key, found), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, own.grad, msg=key)
     model.save_pretrained(tmp_path / "again")
     again = type(plain).from_pretrained(tmp_path / "again", dtype=torch.float64)
     torch.testing.assert_close(dict(again.state_dict()), dict(plain.state_dict()))
-
-
-def test_the_loss_of_a_model_without_data() -> None:
-    model, plain = pair("Llama")
-    inputs = FAMILIES["Llama"].inputs(ROWS)
-    batch = {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
-    sample = {name: rows[:2] for name, rows in batch.items()}
-    pipe = GPipe(model, devices=["cpu"] * 3, chunks=3, sample=sample, init=plain.state_dict())
-    found, expected = pipe(**batch), plain(**batch)
-    torch.testing.assert_close(found["loss"], expected["loss"])
-    torch.testing.assert_close(found["logits"], expected["logits"])
-
-
-def test_buffers_that_nobody_can_compute_are_named() -> None:
-    model, plain = pair("Llama")
-    model.model.layers[1].register_buffer("own", torch.ones(2, device="meta"), persistent=False)
-    with pytest.raises(ValueError, match=r"has not written to 'model\.layers\.1\.own'"):
-        piped(model, "Llama", plain.state_dict())
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -16,7 +16,7 @@ from gpipe import GPipe
 from .processes import expect_equal_in_two
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -102,14 +102,6 @@ def test_accumulation_and_clipping(options: dict[str, Any]) -> None:
     )
 
 
-def test_averages_of_weights() -> None:
-    """The callback copies the module, and the pipe in it."""
-    found, expected = Automatic(pipe_of([2, 3])), Automatic(network())
-    for module in (found, expected):
-        fitted(module, max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
-    torch.testing.assert_close(found.state_dict(), expected.state_dict())
-
-
 @pytest.mark.parametrize(("before", "after"), [([2, 3], [1, 1, 3]), ([4, 1], None), (None, [2, 3])])
 def test_its_checkpoints_are_those_of_the_plain_model(
     before: list[int] | None, after: list[int] | None, tmp_path: Path
@@ -137,32 +129,12 @@ def test_a_strategy_that_moves_nothing() -> None:
 def parallel() -> None:
     """One of two processes."""
     torch.set_num_threads(1)
-    for kind in (Automatic, Unsynchronised):
-        modules = [kind(pipe_of([2, 3], "always")), kind(network())]
-        for module in modules:
-            fitted(module, strategy="ddp", devices=2, max_epochs=1)
-        assert modules[0].losses == pytest.approx(modules[1].losses, rel=1e-5)
-        torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())
+    modules = [Automatic(pipe_of([2, 3], "always")), Automatic(network())]
+    for module in modules:
+        fitted(module, strategy="ddp", devices=2, max_epochs=1)
+    assert modules[0].losses == pytest.approx(modules[1].losses, rel=1e-5)
+    torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())
     print("equal", flush=True)
-
-
-class Unsynchronised(Manual):
-    """Gradients of every second step stay with the process, which is ``no_sync`` with ``step``."""
-
-    def training_step(self, batch: list[Tensor], number: int) -> None:
-        optimizer = self.optimizers()
-        wrapped = self.trainer.strategy.model
-        half = len(batch[0]) // 2
-        optimizer.zero_grad()
-        with wrapped.no_sync():
-            if isinstance(self.net, GPipe):
-                self.net.step(batch[0][:half], batch[1][:half], loss_fn=F.cross_entropy)
-            else:
-                F.cross_entropy(self.net(batch[0][:half]), batch[1][:half]).backward()
-        loss = F.cross_entropy(self.net(batch[0][half:]), batch[1][half:])
-        self.manual_backward(loss)
-        optimizer.step()
-        self.losses.append(float(loss.detach()))
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")

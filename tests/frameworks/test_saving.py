@@ -16,7 +16,7 @@ from gpipe import GPipe, flatten
 from .families import FAMILIES, transformers
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
-from safetensors.torch import load_file, load_model, save_file, save_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 
 pytestmark = [
@@ -55,13 +55,6 @@ def forget(model: nn.Module) -> None:
 
 
 def by_checkpoint(run: Run, again: Run, folder: Path) -> None:
-    saved, found = (dict(zip("mo", get_state_dict(each.model, each.optimizer), strict=True)) for each in (run, again))
-    dcp.save(saved, checkpoint_id=folder)
-    dcp.load(found, checkpoint_id=folder)
-    set_state_dict(again.model, again.optimizer, model_state_dict=found["m"], optim_state_dict=found["o"])
-
-
-def by_checkpoint_of_the_pipe(run: Run, again: Run, folder: Path) -> None:
     saved, found = (dict(zip("mo", get_state_dict(each.called, each.optimizer), strict=True)) for each in (run, again))
     dcp.save(saved, checkpoint_id=folder)
     dcp.load(found, checkpoint_id=folder)
@@ -81,12 +74,6 @@ def by_safetensors(run: Run, again: Run, folder: Path) -> None:
     again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
 
-def by_safetensors_of_the_model(run: Run, again: Run, folder: Path) -> None:
-    save_model(run.model, str(folder / "model.safetensors"))
-    load_model(again.model, str(folder / "model.safetensors"))
-    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
 def by_torch(run: Run, again: Run, folder: Path) -> None:
     torch.save((run.called.state_dict(), run.optimizer.state_dict()), folder / "run.pt")
     model, optimizer = torch.load(folder / "run.pt", weights_only=True)
@@ -94,14 +81,7 @@ def by_torch(run: Run, again: Run, folder: Path) -> None:
     again.optimizer.load_state_dict(optimizer)
 
 
-WAYS = [
-    by_checkpoint,
-    by_checkpoint_of_the_pipe,
-    by_save_pretrained,
-    by_safetensors,
-    by_safetensors_of_the_model,
-    by_torch,
-]
+WAYS = [by_checkpoint, by_save_pretrained, by_safetensors, by_torch]
 
 
 @pytest.fixture(scope="module")

@@ -83,26 +83,6 @@ def test_a_copy_has_them_too_and_trains(again: Callable[[GPipe], GPipe]):
     assert_equal(gradients(pipe), gradients(model))
 
 
-def test_the_state_of_an_optimizer_applies_to_the_right_parameters():
-    """All blocks have parameters of one shape, so that no error would tell of another order."""
-    model = Jumbled(others=2).double()
-    plain = copy.deepcopy(model)
-    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2, chunks=2)
-    first, second = (torch.optim.AdamW(each.parameters(), 0.1) for each in (plain, pipe))
-    for k in range(3):
-        plain.zero_grad()
-        plain(**batch())["logits"].square().mean().backward()
-        if k == 1:
-            pipe.load_state_dict(plain.state_dict())
-            second.load_state_dict(copy.deepcopy(first.state_dict()))
-        if k:
-            pipe.zero_grad()
-            pipe.step(batch(), loss_fn=lambda output: output.square().mean())
-            second.step()
-        first.step()
-    assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
-
-
 class Counting(nn.Module):
     """A block whose buffer is trained without a gradient."""
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -25,12 +29,13 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(CLASSES, 4, dtype=dtype)
         self.blocks = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(3))
+        self.norm = nn.LayerNorm(4, dtype=dtype)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.embed(tokens)
+    def forward(self, tokens: Tensor) -> dict[str, Tensor | None]:
+        hidden = embedded = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return hidden
+        return {"hidden": self.norm(hidden), "embedded": embedded, "cache": None}
 
 
 class Model(nn.Module):
@@ -55,8 +60,7 @@ class Model(nn.Module):
         return {"loss": self.loss(logits, labels, ends, num_items_in_batch), "logits": logits}
 
     def logits(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(self.trunk(tokens))
-        return found
+        return (self.head(self.trunk(tokens)["hidden"]) / 2).tanh() * 2
 
 
 class InTheList(Model):
@@ -181,6 +185,21 @@ def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule:
     expected.backward()
     for found in (pipe.evaluate(**inputs), pipe.step(**inputs, schedule=schedule)):
         torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert_same_gradients(pipe, plain)
+
+
+def assert_same_output(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any]) -> None:
+    """A call gives the whole output, with the loss of all rows, and its gradients."""
+    for model in (pipe, plain):
+        model.zero_grad()
+    found, expected = pipe(**inputs), plain(**inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for output in (found, expected):
+        (output["loss"] * 2 + output["logits"].square().mean()).backward()
+    assert_same_gradients(pipe, plain)
+
+
+def assert_same_gradients(pipe: GPipe, plain: nn.Module) -> None:
     for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
@@ -195,6 +214,7 @@ def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule:
     checkpoint=st.sampled_from(["never", "except_last", "always"]),
     schedule=st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
     items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
+    threads=st.booleans(),
 )
 @settings(max_examples=settings.default.max_examples // 5)
 def test_it_is_that_of_the_plain_model(
@@ -207,6 +227,7 @@ def test_it_is_that_of_the_plain_model(
     checkpoint: str,
     schedule: str,
     items: Any,
+    threads: bool,
 ) -> None:
     pipe, plain = both(loss, kind)
     pipe.chunks, pipe.checkpoint = chunks, checkpoint
@@ -215,8 +236,9 @@ def test_it_is_that_of_the_plain_model(
         items = 3
     if items is not None:
         inputs["num_items_in_batch"] = items
-    with inline():
+    with nullcontext() if threads else inline():
         assert_same(pipe, plain, inputs, schedule)
+        assert_same_output(pipe, plain, inputs)
 
 
 @pytest.mark.parametrize("kind", [Model, InTheList])
@@ -228,7 +250,7 @@ def test_what_micro_batches_do_not_determine_is_refused_by_name(loss: Loss, kind
     for method in (pipe.step, pipe.evaluate):
         with pytest.raises(ValueError, match=f"{kind.__name__} computes a loss that cannot be put together.*call pipe"):
             method(**inputs)
-    torch.testing.assert_close(pipe(**inputs)["loss"], plain(**inputs)["loss"])
+    assert_same_output(pipe, plain, inputs)
 
 
 class Otherwise(Model):
@@ -276,7 +298,14 @@ def test_it_has_no_reduction(options: dict[str, Any]) -> None:
             method(**batch(4, 3, 3), **options)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: GPipe(pipe[:], [1, 4], devices=["cpu"] * 2, chunks=3)])
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        lambda pipe: pickle.loads(pickle.dumps(pipe)),
+        lambda pipe: GPipe(pipe[:], [1, 4], devices=["cpu"] * 2, chunks=3),
+    ],
+)
 def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> None:
     torch.manual_seed(0)
     model = Model(tokens)
@@ -284,6 +313,61 @@ def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> N
     layers = flatten(model, batch(2, 3, 3))
     pipe = again(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2))
     assert_same(pipe, plain, batch(5, 4, 3))
+    assert_same_output(pipe, plain, batch(5, 4, 3))
+
+
+def test_threads_may_call_it_at_once() -> None:
+    pipe, plain = both(tokens)
+    expected = {rows: plain(**batch(rows, 4, 3))["loss"].detach() for rows in range(1, 9)}
+    found: dict[int, Tensor] = {}
+
+    def call(rows: int) -> None:
+        with torch.no_grad():
+            found[rows] = pipe(**batch(rows, 4, 3))["loss"]
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_run_is_held(fails: bool) -> None:
+    pipe, _ = both(tokens)
+    inputs = batch(5, 4, 3)
+    if fails:
+        with pytest.raises(ValueError, match="batch_size"):
+            pipe(inputs["tokens"], inputs["labels"][:, :3])
+    found = pipe(**inputs)
+    held = [weakref.ref(tensor) for tensor in (found["logits"], found["loss"])]
+    del found
+    assert [each() for each in held] == [None, None]
+
+
+class Tells(Model):
+    """Returns what the first stage computed, which the last one does not have."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, ends: Any = None) -> dict[str, Any]:  # type: ignore[override]
+        trunk = self.trunk(tokens)
+        logits = self.head(trunk["hidden"])
+        return {"loss": self.loss(logits, labels), "logits": logits, "embedded": trunk["embedded"]}
+
+
+def test_fields_that_cannot_be_told_are_left_out() -> None:
+    pipe, plain = both(tokens, Tells)
+    found = pipe(**batch(4, 3, 3))
+    assert found.keys() == {"loss", "logits"}
+    torch.testing.assert_close(found["loss"], plain(**batch(4, 3, 3))["loss"])
+
+
+def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:
+    model = Model(tokens)
+    pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2)
+    model.head.register_full_backward_hook(lambda module, given, grown: None)
+    with pytest.raises(RuntimeError, match="'head' has backward hooks"):
+        pipe(**batch(4, 3, 3))
 
 
 def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None:

@@ -241,10 +241,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("told", list(REFUSED), ids=lambda told: told.__name__)
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tensor], checkpoint: str):
+def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tensor]):
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[told]):
-        piped(made(told), checkpoint).step(batch(), loss_fn=lambda output: output.square().mean())
+        piped(made(told)).step(batch(), loss_fn=lambda output: output.square().mean())
 
 
 def changes(model: Told, x: Tensor, scale: float) -> Tensor:
@@ -265,6 +264,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         return [
             {name: value for name, value in vars(module).items() if not name.startswith("_")}
             | {name: tensor.clone() for name, tensor in module.named_buffers()}
+            | {"hooks": [*module._forward_hooks, *module._forward_pre_hooks]}
             for module in model.modules()
         ]
 
