@@ -8,10 +8,13 @@ from itertools import pairwise
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gpipe._plan._arguments import read_chunks
+from gpipe._plan._arguments import MODES, SCHEDULES, read_chunks
+from gpipe._plan._bytes import Held, held
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain, relaxations
 from gpipe._plan._search import NEAR, search
+from gpipe.schedule import Kind
+from gpipe.schedule._named import lanes
 from gpipe.simulate import simulate
 
 from ..plans import everything, measured_of, measurements, space_of
@@ -95,3 +98,29 @@ def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, shar
         for name, change in relaxations(space).items():
             changed = change(changed) if name in text else changed
         assert search(changed)
+
+
+@given(st.sampled_from(SCHEDULES), st.sampled_from(MODES), st.integers(1, 12), st.integers(1, 5), st.data())
+def test_a_stage_holds_what_its_order_of_actions_says(schedule: str, mode: str, m: int, n: int, data: st.DataObject):
+    j, split = data.draw(st.integers(0, n - 1)), schedule == "zero_bubble" and data.draw(st.booleans())
+    stop = {"never": 0, "except_last": m - 1, "always": m}[mode]
+    whole, late, bare = set[int](), set[int](), set[int]()
+    walked = set[Held]()
+    for _, (kind, i) in lanes(schedule, m, range(n), stop, None if split else ())[j]:
+        for each in (whole, late, bare):
+            each.discard(i)
+        walked.add(Held(1 + len(whole | late), len(late), len(bare)))
+        if kind == Kind.FORWARD and i < stop:
+            bare.add(i)
+        elif kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            whole.add(i)
+        elif kind == Kind.BACKWARD_INPUT:
+            late.add(i)
+
+    def covers(a: Held, b: Held) -> bool:
+        """One that is held as a whole holds its input too."""
+        return a.whole >= b.whole and a.late >= b.late and a.whole + a.bare >= b.whole + b.bare
+
+    most = held(schedule, mode, m, n, j, split)
+    assert all(any(covers(own, each) for own in most) for each in walked)
+    assert all(any(covers(each, own._replace(late=0)) for each in walked) for own in most)

@@ -17,8 +17,6 @@ from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
 from ..schedule._named import expect_name
 
-OptimizerChoice = str | float
-
 STATES = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
     "radam": 2, "amsgrad": 3,
@@ -154,7 +152,7 @@ def read_modes(checkpoint: str | None) -> Sequence[str]:
     return MODES if checkpoint is None else (checked_mode(checkpoint),)
 
 
-def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> list[int]:
+def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:
     """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer.
 
     Raises:
@@ -170,7 +168,7 @@ def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> 
     return found
 
 
-def _state_of(optimizer: OptimizerChoice) -> Callable[[nn.Parameter], float]:
+def _state_of(optimizer: str | float) -> Callable[[nn.Parameter], float]:
     if isinstance(optimizer, str):
         times = STATES.get(optimizer.lower())
         if times is None:

@@ -14,18 +14,23 @@ from torch import nn
 from microbatch import scatter
 from profiler import Profile
 
+from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
+from ..module._partition import refuse_duplicate_layers
+from ..module._sequential import as_sequential
+from ..module._whole import replicated
 from ..timeline import simulate
-from ._arguments import OptimizerChoice
+from . import _arguments
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space, by_seconds
+from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
-from ._fleet import INSIDE
+from ._fleet import INSIDE, read_fleet
 from ._infeasible import explain
 from ._measure import measure
 from ._plan import Plan
 from ._rehearse import ACCOUNT, rehearsed
-from ._request import Request, read_request
+from ._request import Request, read_layouts, read_profile
 from ._search import NEAR, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
@@ -39,7 +44,7 @@ def plan(
     *,
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: OptimizerChoice = "adam",
+    optimizer: str | float = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
     chunks: int | Iterable[int] | None = None,
     checkpoint: str | None = None,
@@ -97,12 +102,36 @@ def plan(
     >>> sum(found.balance), found.chunks, found.checkpoint
     (4, 4, ['never', 'never'])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
+    sample = replicated(sample, "sample")
+    _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
-    request = read_request(
-        model, sample, devices, target, loss_fn, optimizer, memory, chunks, checkpoint, schedule, profile, bandwidth,
-        latency, calibrate=calibrate,
-    )  # fmt: skip
-    return _planned(request, calibrate=calibrate and request.fleet is None)
+    loss_fn = _arguments.read_loss(loss_fn, target)
+    _arguments.expect_target(target, sample)
+    layers = as_sequential(model, sample)
+    if not len(layers):
+        raise ValueError("model: expected at least one layer, got none")
+    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
+    fleet = read_fleet(devices, bandwidth, latency)
+    layouts, places = read_layouts(devices, fleet, layers, sample, chunks)
+    request = Request(
+        layers=layers,
+        sample=sample,
+        target=target,
+        loss_fn=loss_fn,
+        fleet=fleet,
+        layouts=layouts,
+        places=places,
+        memory=_arguments.read_memory(fleet.memory if fleet and memory is None else memory, places),
+        modes=_arguments.read_modes(checkpoint),
+        schedules=_arguments.read_schedules(schedule),
+        optimizer=_arguments.optimizer_bytes(optimizer, layers),
+        profile=read_profile(profile, layers, timed=fleet is None),
+    )
+    if not fleet and (request.profile is None or calibrate):
+        expect_data(layers, "plan")
+    return _planned(request, calibrate=calibrate and fleet is None)
 
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
@@ -115,7 +144,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
     if not found:
         raise explain(space, request.names)
     spread = GUESSED if request.fleet else UNSURE
-    notes = [_source(request, space)]
+    notes = [_source(request, space.measured)]
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss_fn
@@ -178,25 +207,18 @@ def _best_of(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
     return space, [ways[0], *by_seconds([*ways[1:FEW], *others])] if others else ways
 
 
-def _source(request: Request, space: Space) -> str:
+def _source(request: Request, measured: Measured) -> str:
     """How the seconds were found, for the reader of a plan."""
-    fleet, measured = request.fleet, space.measured
-    if fleet is None:
-        profile = measured.profile
-        rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
-        engine = (
-            f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+    fleet, profile, link = request.fleet, measured.profile, f"links are taken to send {INSIDE.bandwidth / 1e9:.4g} GB/s"
+    if fleet:
+        return (
+            f"an estimate: nothing ran. Bytes are counted; seconds are those of {fleet.flops / 1e12:.0f} TFLOP/s and "
+            f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links send "
+            f"{fleet.inside.bandwidth / 1e9:.4g} GB/s inside a node and {fleet.between.bandwidth / 1e9:.4g} outside"
         )
-        link = f"links are taken to send {INSIDE.bandwidth / 1e9:.4g} GB/s"
-        added = link if measured.apart else engine
-        return f"{measured.layers} layers measured on {profile.device} at {rows} rows; {added}"
-    links = " and ".join(f"{each.bandwidth / 1e9:.4g} GB/s" for each in (fleet.inside, fleet.between))
-    replicas = f", and an average over {measured.replicas} replicas on a ring that nothing overlaps"
-    return (
-        f"an estimate: nothing ran. Bytes are counted; seconds are those of {fleet.flops / 1e12:.0f} TFLOP/s and "
-        f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of {links} inside a node and "
-        f"between nodes{replicas if measured.replicas > 1 else ''}"
-    )
+    rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
+    engine = f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+    return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {link if measured.apart else engine}"
 
 
 SHOWN = 8

@@ -12,22 +12,9 @@ from torch import nn
 from microbatch import Batch
 from profiler import Profile
 
-from .._flatten._shapes import expect_data
 from ..module._arguments import checked_devices
-from ..module._partition import refuse_duplicate_layers
-from ..module._sequential import as_sequential
-from ..module._whole import replicated
-from ._arguments import (
-    expect_rows,
-    expect_target,
-    optimizer_bytes,
-    read_chunks,
-    read_loss,
-    read_memory,
-    read_modes,
-    read_schedules,
-)
-from ._fleet import FAKE, Fleet, Layout, layouts_of, read_fleet
+from ._arguments import read_chunks
+from ._fleet import FAKE, Fleet, Layout, layouts_of
 
 
 @dataclass(frozen=True)
@@ -69,46 +56,6 @@ class Request:
     def rows(self) -> int:
         """The rows of the mini-batch."""
         return rows_of(self.sample)
-
-
-def read_request(
-    model: nn.Module, sample: Any, devices: Any, target: Any, loss_fn: Any, optimizer: Any, memory: Any, chunks: Any,
-    checkpoint: Any, schedule: Any, profile: Any, bandwidth: Any, latency: Any, *, calibrate: bool,
-) -> Request:  # fmt: skip
-    """Check the arguments of :func:`gpipe.plan`, before anything is measured.
-
-    Raises:
-        TypeError, ValueError: as :func:`gpipe.plan`.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
-    sample = replicated(sample, "sample")
-    expect_rows(sample)
-    loss_fn = read_loss(loss_fn, target)
-    expect_target(target, sample)
-    layers = as_sequential(model, sample)
-    if not len(layers):
-        raise ValueError("model: expected at least one layer, got none")
-    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
-    fleet = read_fleet(devices, bandwidth, latency)
-    layouts, places = read_layouts(devices, fleet, layers, sample, chunks)
-    request = Request(
-        layers=layers,
-        sample=sample,
-        target=target,
-        loss_fn=loss_fn,
-        fleet=fleet,
-        layouts=layouts,
-        places=places,
-        memory=read_memory(fleet.memory if fleet and memory is None else memory, places),
-        modes=read_modes(checkpoint),
-        schedules=read_schedules(schedule),
-        optimizer=optimizer_bytes(optimizer, layers),
-        profile=read_profile(profile, layers, timed=fleet is None),
-    )
-    if not fleet and (request.profile is None or calibrate):
-        expect_data(layers, "plan")
-    return request
 
 
 def rows_of(sample: Any) -> int:
