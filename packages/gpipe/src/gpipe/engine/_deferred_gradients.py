@@ -22,6 +22,9 @@ from ._accumulate import added
 from ._left_behind import expect_unguarded
 from ._scale import Scale, scale_in_place
 
+Hooks = dict[int, Any]
+"""The hooks that are called when a gradient arrives at a leaf, or has been accumulated."""
+
 
 class DeferredGradients:
     """Removes ``.grad`` and the hooks of leaves for one run, while their gradients accumulate over micro-batches.
@@ -31,7 +34,7 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[Tensor, Tensor | None, list[tuple[Hooks, Hooks]]]] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
         """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks.
@@ -44,8 +47,12 @@ class DeferredGradients:
             for leaf in leaves:
                 if (every or hooks_of(leaf)) and id(leaf) not in self._held:
                     expect_unguarded(leaf)
-                    held = self._held[id(leaf)] = _Held(leaf)
-                    held.take()
+                    hooks = [(own, dict(own)) for own in _hooks(leaf)]
+                    self._held[id(leaf)] = leaf, leaf.grad, hooks
+                    leaf.grad = None
+                    # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
+                    for own, _ in hooks:
+                        own.clear()
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Put ``.grad`` and the hooks back.
@@ -55,10 +62,13 @@ class DeferredGradients:
         """
         gradients = []
         while self._held:  # one at a time, since an interrupt may come between, after which this is called again
-            key = next(iter(self._held))
-            gradients.append((self._held[key].leaf, self._held[key].give_back()))
+            key, (leaf, before, hooks) = next(iter(self._held.items()))
+            gradients.append((leaf, leaf.grad))
+            leaf.grad = before
+            for own, removed in hooks:
+                own.update(removed)
             del self._held[key]
-        return [(leaf, scale_in_place(g, scale)) for leaf, g in gradients if g is not None]
+        return [(leaf, scale_in_place(gradient, scale)) for leaf, gradient in gradients if gradient is not None]
 
 
 def hooks_of(leaf: Tensor) -> int:
@@ -74,26 +84,7 @@ def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], li
     return list(sums), list(sums.values())
 
 
-class _Held:
-    def __init__(self, leaf: Tensor) -> None:
-        self.leaf = leaf
-        self._grad = leaf.grad
-        self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(leaf)]
-
-    def take(self) -> None:
-        self.leaf.grad = None
-        # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
-        for hooks, _ in self._hooks:
-            hooks.clear()
-
-    def give_back(self) -> Tensor | None:
-        gradient, self.leaf.grad = self.leaf.grad, self._grad
-        for hooks, own in self._hooks:
-            hooks.update(own)
-        return gradient
-
-
-def _hooks(leaf: Tensor) -> Iterator[dict[int, Any]]:
+def _hooks(leaf: Tensor) -> Iterator[Hooks]:
     """The dicts of hooks that are called when a gradient arrives, and when it has been accumulated."""
     for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
         if hooks:

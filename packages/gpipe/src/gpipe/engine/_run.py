@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
-from .._current import current
+from .._current import current, setting
 from .._torch import backward_id, is_profiled
 from ..checkpoint._layers_then import LayersThen
 from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
-from ..transport._link import Channel, Link, Ports
+from ..transport._link import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
@@ -33,7 +33,6 @@ from ._losses import Losses
 from ._parameters import parameters_of
 from ._scale import Scale
 from ._settings import Observer, settings
-from ._stage import Stage
 from ._stage_run import StageRun
 from ._tied import Tied
 from ._walks import forwards_and_backwards, forwards_of
@@ -105,12 +104,15 @@ class Run:
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
+        departures: dict[int, Any] = self._transport.departures
+        if loss is not None and pipeline.ends:
+            departures = {**departures, pipeline.count - 1: loss}
         self._stages = {
             stage.index: StageRun(
                 self,
                 stage,
                 self._transport.arrivals[stage.index],
-                self._departure(stage),
+                departures[stage.index],
                 parameters,
                 [*tied, *pipeline.processes.shared(stage.module)],
             )
@@ -118,10 +120,6 @@ class Run:
         }
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []
-
-    def _departure(self, stage: Stage) -> Channel | Ports | Losses:
-        is_last = stage.index == self._pipeline.count - 1
-        return self.loss if self.loss is not None and is_last else self._transport.departures[stage.index]
 
     def _current_streams(self) -> list[AbstractStream]:
         """The streams that are current in this thread, on the device of each stage."""
@@ -246,12 +244,12 @@ class Run:
         """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
         failures, stages = self.failures, self._stages
         do = self._action_wrapper()
-        step, outer = steps[0], (current.step, current.microbatch, current.statistics, current.rng, current.graph_task)
+        step = steps[0]
+        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread.
+        own = setting(step=step, microbatch=None, statistics=None, rng=None, graph_task=backward_id())
         try:
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
-            with context.applied(), torch.autograd.set_multithreading_enabled(False), interception.on():
-                current.statistics = current.rng = None
-                current.graph_task = backward_id()
+            with own, context.applied(), torch.autograd.set_multithreading_enabled(False), interception.on():
                 for step in steps:
                     j, action = current.step = step
                     current.microbatch = action.microbatch
@@ -266,9 +264,6 @@ class Run:
         except BaseException as error:
             failures.add(step, stages[step.stage].explained(error, step.action))
             self._transport.cancel()
-        finally:
-            # Restore those of an outer run: with inline(), a layer may run a pipeline in the same thread.
-            current.step, current.microbatch, current.statistics, current.rng, current.graph_task = outer
 
     def _action_wrapper(self) -> Callable[[StageRun, Action], None] | None:
         """A function that does an action where it is profiled, observed, or not on the stage's stream."""

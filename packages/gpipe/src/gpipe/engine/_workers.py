@@ -79,21 +79,18 @@ class Workers:
             What each work returned.
         """
         try:
-            return self._run(works, stop)
+            in_queues, out_queues = self._open()
+            self._share_processor(in_queues, out_queues)
+            if self._pauses:
+                pause_helpers()  # else they spin on the cores that the workers need
+            sections = involved()
+            for queue, (stream, compute) in zip(in_queues, works, strict=True):
+                queue.put(_Work(stream, compute, stop, sections))
+            return [_result(queue.get()) for queue in out_queues]
         except BaseException:
             stop()
             self.close()
             raise
-
-    def _run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
-        in_queues, out_queues = self._open()
-        self._share_processor(in_queues, out_queues)
-        if self._pauses:
-            pause_helpers()  # else they spin on the cores that the workers need
-        sections = involved()
-        for queue, (stream, compute) in zip(in_queues, works, strict=True):
-            queue.put(_Work(stream, compute, stop, sections))
-        return [_result(queue.get()) for queue in out_queues]
 
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""
