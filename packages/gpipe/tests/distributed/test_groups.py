@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe.distributed import LostRankError, Rank, load, save
 
@@ -116,6 +117,31 @@ def _make_and_leave(count: int, closes: bool) -> tuple[int, int]:
 def _opened() -> tuple[int, int]:
     dist.barrier()
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not os.path.isfile("/proc/self/statm"), reason="reads what Linux tells of memory")
+def test_thousands_of_steps_of_changing_lengths_leave_nothing_behind() -> None:
+    with world(2) as opened:
+        for succeeded, grown in opened.answers(_train_for_long, 2000, limit=800.0):
+            assert succeeded, grown
+            assert grown[0] <= 0
+            assert grown[1] <= 0
+            assert grown[2] < 2**22
+
+
+def _train_for_long(steps: int) -> list[int]:
+    """How many more threads, open files, and bytes of memory there are at the end than after a quarter of the steps."""
+    rank, found = Rank(_model(), [2, 1], chunks=2), []
+    for k in range(steps):
+        x = torch.ones(4, 1 + 37 * k % 19973, 4)  # some of them small messages, some not
+        rank.step(x, loss_fn=Tensor.mean)
+        if k + 1 in (steps // 4, steps):
+            found.append(
+                [*_opened(), int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")]
+            )
+    return [after - before for before, after in zip(*found, strict=True)]
 
 
 def test_who_does_not_come_to_connect_is_named() -> None:
