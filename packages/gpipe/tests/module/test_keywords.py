@@ -140,6 +140,7 @@ class TestRefused:
                 {"x": X, "y": Y, "losss_fn": 3},
                 r"'losss_fn' is no keyword of step\(\); did you mean 'loss_fn'",
             ),
+            (Anything, {"x": X, "y": Y, "schedul": 3}, "did you mean 'schedule'"),
             (Several, {}, r"step\(\) needs a mini-batch: step\(x, \.\.\.\), or step\(\*\*batch\)"),
         ],
     )
@@ -148,6 +149,12 @@ class TestRefused:
         with pytest.raises(TypeError, match=message):
             pipe.step(**call, loss_fn=loss_fn)
         assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_what_is_said_twice_is_refused() -> None:
+    pipe = piped(model(Several()), [2, 2], chunks=2)
+    with pytest.raises(TypeError, match="some keywords are in its input too; pass them once"):
+        pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
 
 
 def test_in_spec_may_be_a_mapping_of_keywords():

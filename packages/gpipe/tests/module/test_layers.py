@@ -25,6 +25,7 @@ PAST: dict[str, Callable[[GPipe], Any]] = {
     "deleted": lambda pipe: delattr(pipe, "1"),
     "partition, a layer more": lambda pipe: pipe.partitions[1].append(nn.Tanh()),
     "partition, another one": lambda pipe: pipe.partitions[1].__setitem__(0, nn.Tanh()),
+    "from one partition to another": lambda pipe: setattr(pipe.partitions[0], "1", pipe.partitions[1].pop(0)),
     "partitions, another one": lambda pipe: pipe.partitions.__setitem__(0, linears()),
 }
 """What changes the layers of the pipe or of its partitions."""

@@ -7,6 +7,7 @@ import inspect
 from inspect import Parameter, Signature
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,9 +68,15 @@ class Named(nn.Module):
         return tokens.exp()
 
 
-def test_of_a_flattened_model() -> None:
-    pipe = GPipe(flatten(Named(), torch.ones(1, 2)), [2, 2], devices=["cpu"] * 2)
+class NamedAlike(Named):
+    """With the same signature."""
+
+
+@pytest.mark.parametrize("kind", [Named, NamedAlike])
+def test_of_a_flattened_model(kind: type[nn.Module]) -> None:
+    pipe = GPipe(flatten(kind(), torch.ones(1, 2)), [2, 2], devices=["cpu"] * 2)
     assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
+    assert type(pipe).__name__ == f"GPipeOf{kind.__name__}"
 
 
 class TestTheClass:
