@@ -51,6 +51,7 @@ def examine_pipe(
     expected, drew = _plain(model, calm, loss)
     if not drew:
         if problem := compare(expected, partial(step, calm, "always")):
+            # Without recomputations too? Then these are not to blame.
             differs = compare(expected, partial(step, calm, "never"))
             code = "loss" if own and differs else "pipeline" if differs else "recompute"
             return [Finding(code, None, "", _MESSAGES[code], problem)], []

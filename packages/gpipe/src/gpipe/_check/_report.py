@@ -55,6 +55,7 @@ class Report:
         ordered = sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
         counts = Counter[str](finding.level for finding in self.findings)
         found = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _LEVELS if counts[level])
+        # Where layers are at fault, a pipe of them would only say so again.
         pipe = "the whole pipe was not compared; fix the errors first"
         if self.compared:
             pipe = f"the whole pipe equals the plain model under {', '.join(self.compared)}"

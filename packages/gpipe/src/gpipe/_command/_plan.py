@@ -69,7 +69,7 @@ def plan(
             bandwidth=bandwidth,
             latency=latency,
         )
-    except Infeasible as error:
+    except Infeasible as error:  # a finding rather than a mistake: its own status, and JSON of its own
         facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}
         finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None)
         return 1

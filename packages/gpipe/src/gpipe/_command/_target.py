@@ -65,6 +65,7 @@ def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
     >>> sample_of(["tokens=2,5:int64:10"])["tokens"].dtype
     torch.int64
     """
+    # A shape with a dtype has a colon too.
     if len(texts) == 1 and ":" in texts[0] and _SHAPE.fullmatch(texts[0]) is None:
         return load(texts[0], what)()
     parsed = [_tensor(text, what) for text in texts]

@@ -26,6 +26,7 @@ def checked_names(partitions: int, module: nn.Sequential, pin: Layers, forbid: L
     """The names of the layers, after a check that there is a balance, before anything is measured."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
+    # Positions are those of children, also of one that stands in two places.
     names = list(module._modules)
     balanced([1] * len(names), partitions, names, pin, forbid)
     return names

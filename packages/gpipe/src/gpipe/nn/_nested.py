@@ -72,6 +72,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[Named]:
     elif isinstance(module, Residual) and is_plain(module, known=(Residual,)):
         yield from _around(module, path)
     else:
+        # A layer of the outermost container has its name already; one from inside carries the path for state dicts.
         yield path, _inner(module, path) if "." in path else module
 
 

@@ -92,6 +92,7 @@ class JoinAgain(nn.Module):
 
 def ends(block: Residual) -> tuple[nn.Module, nn.Module]:
     """The first and the last layer that ``block`` becomes in a sequence of layers."""
+    # Blocks inside blocks stash under the same name: each pair has a namespace of its own.
     namespace = Namespace()
     both: list[Any] = [Fork(), JoinAgain(block.shortcut, block.join)]
     for end in both:

@@ -46,7 +46,7 @@ def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
             continue
         yield j, (_I, i)
         # Worker r sends its last gradient r steps before the first worker does: weights left until then fill the time.
-        weights.append((j, (_W, i)))
+        weights.append((j, (_W, i)))  # of all stages of the worker in one queue: the oldest first
         if len(weights) > worker:
             yield weights.popleft()
     yield from weights

@@ -29,6 +29,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     F0@0 F0@1 F1@0 F1@1 B1@1 B0@1 B1@0 B0@0
     """
     upcoming = [[Step(j, action) for action in reversed(program)] for j, program in enumerate(programs)]
+    # Forwards or backwards alone are a schedule too: what is in no program has been done before.
     present, done = set(chain.from_iterable(upcoming)), set[Step]()
     walk: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
     owns = [[j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(walk))]
@@ -38,7 +39,6 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
         return not sources or not done.isdisjoint(sources)
 
     while heads := [queue[-1] for queue in upcoming if queue]:
-        # A step whose source is in no program has its input already: so the backwards alone are a schedule too.
         ready = {step.stage: step for step in heads if is_ready(step)}
         begun = [ready[next(j for j in own if j in ready)] for own in owns if not ready.keys().isdisjoint(own)]
         if not begun:

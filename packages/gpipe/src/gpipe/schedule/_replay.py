@@ -108,13 +108,15 @@ def _run(
 
 def _routes(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Route]]:
     """The route of an action, by stage and kind."""
-    unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * len(hops))]
+    stages, following = len(hops), [*hops[1:], 0.0]
+    unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * stages - 1)]
+    # The input of the first stage is there from the beginning, as is the loss, where the backwards begin.
     there, nowhere = array("d", [0.0]) * microbatches, array("d", [0.0]) * microbatches
-    values, gradients = [there, *unknown[: len(hops)]], [*unknown[len(hops) + 1 :], there]
+    values, gradients = [there, *unknown[:stages]], [*unknown[stages:], there]
     routes = []
     for j, durations in enumerate(seconds):
         backwards = gradients[j], gradients[j - 1] if j else nowhere, hops[j]
-        ways = {Kind.FORWARD: (values[j], values[j + 1], [*hops[j + 1 : j + 2], 0.0][0])}
+        ways = {Kind.FORWARD: (values[j], values[j + 1], following[j])}
         ways |= {Kind.BACKWARD: backwards, Kind.BACKWARD_INPUT: backwards}
         # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
         routes.append({kind: (*ways.get(kind, (there, nowhere, 0.0)), took) for kind, took in durations.items()})

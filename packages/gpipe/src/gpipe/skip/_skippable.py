@@ -52,6 +52,7 @@ class Skippable(nn.Module):
             What the layer returns.
         """
         commands = type(self)._commands(self, *args, **kwargs)
+        # A forward that yields nothing is no generator, but may have promised skips all the same.
         left = {("stashed", name) for name in self.stashable_names} | {("popped", name) for name in self.poppable_names}
         result, answer = commands, None
         while isinstance(commands, Generator):
@@ -87,6 +88,7 @@ class Skippable(nn.Module):
         names = declared if only is None else _names("only", only)
         if names - declared:
             raise ValueError(f"only names {sorted(names - declared)}, but this layer declares {sorted(declared)}")
+        # Made when it is needed: decorated classes need not call the __init__ of this class.
         self.__dict__["_namespaces"] = {**self._by_name(), **dict.fromkeys(names, ns)}
         return self
 

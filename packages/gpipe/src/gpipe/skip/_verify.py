@@ -43,5 +43,6 @@ def _problems(module: nn.Module) -> Iterator[str]:
             elif key not in stashed:
                 yield f"'{name}' declared '{key[1]}' as poppable but it was not stashed"
             popped.add(key)
+    # Sorted, since sets have another order in every process.
     for _, skip in sorted(stashed - popped, key=lambda key: key[1]):
         yield f"no module declared '{skip}' as poppable but stashed"

@@ -113,6 +113,7 @@ class Chooser:
         if self._unread is None:
             return
         (recorder, measured, done), self._unread = self._unread, None
+        # The median of the micro-batches of a run: the first of them may wait for memory, or for kernels to be chosen.
         run: Measured = defaultdict(list)
         for event in recorder.timeline.events:
             run[event.stage, event.kind].append(event.seconds)

@@ -68,7 +68,7 @@ def simulate(
         j, (kind, i) = step
         # A forward gets the value of the stage before, a backward the gradient of the stage after.
         into = {Kind.FORWARD: j, Kind.BACKWARD: j + 1, Kind.BACKWARD_INPUT: j + 1}.get(kind, len(costs))
-        moved = [*crossing, None][into] or 0
+        moved = [*crossing, None][into] or 0  # nothing comes from beyond the last stage
         events.append(Event(j, i, kind, f"device {place[j]}", *span, moved, costs[j].layers, held[step]))
     return Timeline(events, dict(enumerate(place)))
 

@@ -116,6 +116,7 @@ class Timeline:
         Returns:
             Pairs (time, bytes from then on), sorted by time; empty if unknown.
         """
+        # Stages have their peaks at different times: the last figure of each counts until its next.
         bytes_of: dict[int, int] = {}
         steps = []
         for event in sorted(self.events, key=lambda e: e.end):
