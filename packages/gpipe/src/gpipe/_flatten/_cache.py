@@ -25,11 +25,7 @@ def uncached(value: Any) -> Any:
     return config
 
 
-_INSIDE = {
-    "output_hidden_states": "what each block returns",
-    "output_attentions": "weights of attention in the blocks",
-    "output_router_logits": "what routers in the blocks return, with a loss that balances experts",
-}
+_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments, and flags of a configuration, by which a model collects values while its blocks run."""
 
 
@@ -55,13 +51,13 @@ def expect_followed(model: nn.Module, inputs: Inputs, parts: Iterable[nn.Module]
     """
     given, config = inputs.named(model.forward), vars(model).get("config")
     configs = [config, *(vars(part).get("config") for part in parts)]
-    for name, what in _INSIDE.items():
+    for name in _INSIDE:
         asked = given.get(name)
         if any(getattr(each, name, False) for each in configs) if asked is None else asked:
             raise ValueError(
-                f"{name} asks for {what}, and a pipe has the blocks in layers of their own; pass {name}=False, "
-                "or set it in model.config, and in those of its parts, and get these values of the plain model, or by "
-                "hooks on its blocks"
+                f"{name} asks for values from inside of blocks, which a pipe has in layers of their own; pass "
+                f"{name}=False, or set it in model.config, and in those of its parts, and get these values of the "
+                "plain model, or by hooks on its blocks"
             )
     # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")

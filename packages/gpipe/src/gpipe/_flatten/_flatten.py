@@ -25,7 +25,7 @@ from ._names import Flattened
 from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import followers, named_units, skeleton
-from ._standins import Observe, StandIn
+from ._standins import StandIn, saw
 from ._trunk import Trunk, find_trunks
 from ._verify import add_own_loss, expect_equal
 
@@ -149,9 +149,9 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
     names, last = [name for trunk in trunks for name in trunk], len(trunks)
     blocks = {model.get_submodule(name): (name, j) for j, name in enumerate(names)}
     replaced = {block: StandIn(block, name, [calls.blocks[j]], j) for block, (name, j) in blocks.items()}
-    observed: dict[nn.Module, Observe] = {}
+    observed: dict[nn.Module, Callable[..., None]] = {}
     if segment == last and ending is not None:
-        observed = {model.get_submodule(name): Observe(name) for name in ending.calls}
+        observed = {model.get_submodule(name): partial(saw, name) for name in ending.calls}
     for name, unit in named_units(model, frozenset(blocks), frozenset(calls.modules)):
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
         own = calls.segments_of(unit) or ({last} if has_state else {segment})
@@ -160,7 +160,7 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
             if unit in observed:  # a loss of two parts of a model is computed from what the first one returned
                 replaced[unit].register_forward_hook(observed[unit])
         elif unit in calls.modules and max(own) < last:
-            observed[unit] = Observe(name)
+            observed[unit] = partial(saw, name)
     return skeleton(model, replaced, lambda tensor: segment in calls.segments.get(id(tensor), {last}), observed)
 
 

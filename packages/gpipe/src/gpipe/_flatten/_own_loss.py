@@ -8,7 +8,6 @@ or a sum that is divided by a number that the caller gives. Which one it is was 
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -156,15 +155,7 @@ def with_whole_count(inputs: Any) -> Any:
     if not found:
         return inputs
     # Not a constant: every new one would be kept with the layers.
-    whole = {
-        name: Replicate(torch.tensor(value, dtype=_dtype(value)) if isinstance(value, Number) else value)
-        for name, value in found.items()
-        if value is not None
-    }
+    whole = {name: Replicate(torch.as_tensor(value)) for name, value in found.items() if value is not None}
     if isinstance(others, Arguments):
         return Arguments(others.args, {**others.kwargs, **whole})
     return {**others, **whole}
-
-
-def _dtype(value: Number) -> torch.dtype:
-    return torch.int64 if isinstance(value, int) else torch.float32

@@ -50,7 +50,9 @@ class Reductions(TorchFunctionMode):
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
             return found
         self._compared.append(kwargs.get("ignore_index", -100))
-        reduction = _reduction(**kwargs)
+        # Two flags of older code choose another reduction, which is tried as if it were computed by hand.
+        is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+        reduction = None if is_old else kwargs["reduction"]
         self.sums += reduction == "sum"
         count_of = _COUNTS.get(function)
         if reduction != "mean" or count_of is None:
@@ -68,17 +70,6 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
-
-
-def _reduction(
-    *, reduction: Any, size_average: bool | None = None, reduce: bool | None = None, **others: object
-) -> Any:
-    """The reduction of a call, which older code chooses by two flags."""
-    if size_average is None and reduce is None:
-        return reduction
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
 
 
 def _labels(

@@ -89,34 +89,25 @@ class Follower:
         self.module, self.source, self.path = module, source, path
         self._children = dict(source._modules)
         self._observe = {} if observe is None else {_OBSERVE: observe}
-        self._kept: dict[tuple[str, str], Any] = {}
-        for kind in _TENSORS:
-            for name, value in vars(source)[kind].items():
-                if value is None or keeps(value):
-                    self._kept[kind, name] = value
-                else:
-                    del vars(module)[kind][name]
-                    self._set_placeholder(name, value)
+        own = [value for kind in _TENSORS for value in vars(source)[kind].items()]
+        self._others = {name for name, value in own if value is not None and not keeps(value)}
+        # What was there at the last time. During a run the copy itself may have a copy of what is shared.
+        self._then: dict[tuple[str, str], Any] = {}
+        vars(module).update(_parameters={}, _buffers={})
+        self.follow()
         first = next(source.parameters(), None)
         if first is not None and next(module.parameters(), None) is None:
             # Models ask their first parameter for a dtype and a device.
-            self._set_placeholder(_NUMBER, first.detach().new_empty(()))
+            self._set_placeholder(_NUMBER, first.dtype, torch.Size(), first.device)
             vars(module)["parameters"] = partial(_number_of, module)
-        self.follow()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
         """A copy of a layer alone does not copy the model; a copy of a pipe has copied the model before."""
         found = copy.copy(self)
         found.source = memo.get(id(self.source), self.source)
-        for name in ("module", "_kept", "_children"):
+        for name in ("module", "_then", "_children"):
             setattr(found, name, copy.deepcopy(getattr(self, name), memo))
         return found
-
-    def _set_placeholder(self, name: str, value: Tensor) -> None:
-        # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside,
-        # which may have this one already.
-        self.module._buffers[name] = _unknown(value)
-        self.module._non_persistent_buffers_set.add(name)
 
     def follow(self) -> None:
         """Take over what has changed in the model.
@@ -133,26 +124,29 @@ class Follower:
             )
         own = vars(self.module)
         own.update({name: self._bound(value) for name, value in vars(self.source).items() if name not in _OWN})
-        own["_forward_hooks"] = OrderedDict({**self.source._forward_hooks, **self._observe})
+        hooks = OrderedDict({**self.source._forward_hooks, **self._observe})
+        if own["_forward_hooks"] != hooks:
+            own["_forward_hooks"] = hooks
         for kind in _TENSORS:
             for name, value in vars(self.source)[kind].items():
-                self._follow_tensor(kind, name, value)
-        if (first := next(self.source.parameters(), None)) is not None:
-            self._liken(_NUMBER, first.dtype, torch.Size())
+                if name in self._others and value is not None:
+                    self._set_placeholder(name, value.dtype, value.shape, value.device)
+                elif name not in self._others and self._then.get((kind, name), self) is not value:
+                    own[kind][name] = self._then[kind, name] = value
+        if _NUMBER in own["_buffers"]:
+            first = next(self.source.parameters())
+            self._set_placeholder(_NUMBER, first.dtype, torch.Size(), first.device)
 
-    def _follow_tensor(self, kind: str, name: str, value: Tensor | None) -> None:
-        if (kind, name) not in self._kept:
-            if value is not None:
-                self._liken(name, value.dtype, value.shape)
-        # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
-        elif self._kept[kind, name] is not value:
-            vars(self.module)[kind][name] = self._kept[kind, name] = value
-
-    def _liken(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Give the placeholder of this name, if there is one, another dtype and shape."""
+    def _set_placeholder(self, name: str, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
+        """Set a buffer filled with NaN, where the one before is, unless that has this dtype and shape."""
         mine = self.module._buffers.get(name)
-        if mine is not None and (mine.dtype, mine.shape) != (dtype, shape):
-            self.module._buffers[name] = _unknown(torch.empty(shape, dtype=dtype, device=mine.device))
+        if mine is None or (mine.dtype, mine.shape) != (dtype, shape):
+            value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+            found = torch.full(shape, value, dtype=dtype, device=device if mine is None else mine.device)
+            # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside,
+            # which may have this one already.
+            self.module._buffers[name] = placeholder(found)
+            self.module._non_persistent_buffers_set.add(name)
 
     def lead(self) -> None:
         """Let the module of the model be in evaluation mode if the copy is; not the model, which a pipe trains."""
@@ -173,11 +167,6 @@ def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
     number = twin._buffers[_NUMBER]
     assert number is not None
     yield number
-
-
-def _unknown(tensor: Tensor) -> Tensor:
-    value = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    return placeholder(torch.full_like(tensor, value, requires_grad=False))
 
 
 def placeholder(tensor: Tensor) -> Tensor:

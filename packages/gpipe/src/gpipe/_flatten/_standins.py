@@ -114,26 +114,18 @@ class Tape:
                 "flattened model calls each block once (is there a layerdrop? Set it to 0)"
             )
 
-    def _present(self) -> dict[str, Any]:
+    def _present(self) -> tuple[Any, ...]:
         kind = self.device.type if self.device.type != "meta" else "cpu"
-        return {
-            "torch.no_grad()": torch.is_grad_enabled(),
-            "torch.autocast()": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        }
+        return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def _expect_context(self, name: str) -> None:
         """Raise RuntimeError if the block is called in a context of the forward's own, which it would not run in."""
-        now = self._present()
-        for what, then in self._context.items():
-            if now[what] != then:
-                raise RuntimeError(
-                    f"block {name!r} is called under {what} of the forward's own, and a pipe calls it by itself; "
-                    "freeze what is not trained by requires_grad_(False), and put autocast around the pipe"
-                )
-
-    def saw(self, name: str, output: Any) -> None:
-        """An observed module has returned ``output``."""
-        self.returned.setdefault(name, []).append(flattened(output))
+        if self._present() != self._context:
+            raise RuntimeError(
+                f"block {name!r} is called under torch.no_grad() or torch.autocast() of the forward's own, and a pipe "
+                "calls it by itself; freeze what is not trained by requires_grad_(False), and put autocast around the "
+                "pipe"
+            )
 
     def early(self, name: str, calls: Sequence[Call]) -> Any:
         """What a module of another segment returns: what is given, or placeholders, which a forward may write to."""
@@ -301,15 +293,10 @@ class StandIn(nn.Module):
             self.real.module.train(mode)
 
 
-class Observe:
-    """A forward hook that takes down what a module returns."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (tape := current_tape()) is not None:
-            tape.saw(self._name, output)
+def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that takes down what the module of this name returns."""
+    if (tape := current_tape()) is not None:
+        tape.returned.setdefault(name, []).append(flattened(output))
 
 
 def let_go(layers: nn.Module) -> None:
