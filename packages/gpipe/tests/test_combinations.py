@@ -370,7 +370,7 @@ class Both:
             parameters[0].register_hook(halved)
         elif do.what == "zero":
             model.zero_grad(set_to_none=do.flag)
-        elif do.what == "half the gradients":
+        elif do.what == "half the gradients" and [*model.parameters()]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=do.flag)
         elif do.what == "update" and self.optimizers:
             self.optimizers[isinstance(model, GPipe)].step()
