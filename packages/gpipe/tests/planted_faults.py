@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,6 +210,23 @@ class Global(nn.Module):
         return x.tanh()
 
 
+LEFT: ContextVar[Tensor] = ContextVar("LEFT")
+
+
+class Variable(nn.Module):
+    """Keeps and reads in a context variable."""
+
+    def __init__(self, what: Callable[[Tensor], Any] | None) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what is None:
+            return x + LEFT.get()
+        LEFT.set(self.what(x))
+        return x.tanh()
+
+
 def kept(what: Callable[[Tensor], Any]) -> Fault:
     where: dict[str, Any] = {}
     return Fault(nn.Sequential(linear(), Keeps(what, where), Reads(where), linear()), rows())
@@ -216,6 +234,10 @@ def kept(what: Callable[[Tensor], Any]) -> Fault:
 
 def kept_globally(what: Callable[[Tensor], Any]) -> Fault:
     return Fault(nn.Sequential(linear(), Global(what), Global(None), linear()), rows())
+
+
+def kept_in_a_variable(what: Callable[[Tensor], Any]) -> Fault:
+    return Fault(nn.Sequential(linear(), Variable(what), Variable(None), linear()), rows())
 
 
 def embedded(s: Layer, x: Tensor) -> Tensor:
@@ -397,6 +419,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "a statistic of it": lambda: kept(lambda x: x.detach().mean()),
         "their input, globally": lambda: kept_globally(lambda x: x.detach()),
         "a statistic of it, globally": lambda: kept_globally(lambda x: x.detach().mean()),
+        "a statistic of it, in a context variable": lambda: kept_in_a_variable(lambda x: x.detach().mean()),
     },
     "losses that are no mean over rows": {
         "padding": lambda: padded(F.cross_entropy),
