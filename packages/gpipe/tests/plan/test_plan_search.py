@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from gpipe._plan._search import NEAR, search
 from gpipe.schedule import Kind
 from gpipe.schedule._named import lanes
 from gpipe.simulate import simulate
+from profiler import Profile
 
 from ..plans import everything, measured_of, measurements, space_of
 
@@ -124,3 +126,19 @@ def test_a_stage_holds_what_its_order_of_actions_says(schedule: str, mode: str, 
     most = held(schedule, mode, m, n, j, split)
     assert all(any(covers(own, each) for own in most) for each in walked)
     assert all(any(covers(each, own._replace(late=0)) for each in walked) for own in most)
+
+
+@given(measurements(most_stages=1), st.lists(st.booleans(), min_size=6, max_size=6))
+def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(measured: Measured, choices: list[bool]):
+    def with_loss(profile: Profile) -> Profile:
+        return replace(profile, loss=profile.layers[0], others=tuple(map(with_loss, profile.others)))
+
+    costs = replace(measured, profile=with_loss(measured.profile), action=0.0, crowding=2.0).cut(2)
+    layers, flags = costs.profile.layers, choices[: measured.layers]
+    work = 2 * (sum(layer.seconds for layer in layers) + costs.profile.loss.seconds)
+    forwards = [2 * layer.forward_seconds for layer in layers]
+    never, always, pieces = (costs.stage_cost(0, len(layers), mode) for mode in ("never", "always", tuple(flags)))
+    assert never.forward + never.backward == pytest.approx(work)
+    assert always.forward + always.recompute + always.backward == pytest.approx(work + sum(forwards))
+    again = sum(seconds for seconds, flag in zip(forwards, flags, strict=True) if flag)
+    assert pieces.forward + pieces.backward == pytest.approx(work + again)
