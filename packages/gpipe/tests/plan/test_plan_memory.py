@@ -211,3 +211,17 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     found = plan(model, x, ["cpu"] * 2, memory=room, **given)
     assert "one step of the engine" in found.notes[-1]
     assert all(need.total <= room for need in found.predicted.bytes)
+
+
+def test_devices_that_are_not_there_keep_no_scores_of_attention():
+    def first(dropout: float) -> int:
+        model = nn.Sequential(
+            nn.TransformerEncoderLayer(32, 4, 32, dropout=dropout, batch_first=True), nn.Linear(32, 32)
+        )
+        given = {"chunks": 2, "schedule": "1f1b", "checkpoint": "never", "loss_fn": lambda output: output.mean()}
+        found = plan(model, torch.rand(4, 256, 32), "2x1GB", **given)
+        assert "one step of the engine" in found.notes[-1]
+        return found.predicted.bytes[0].total
+
+    scores = 2 * 4 * 256 * 256 * 4
+    assert first(0.1) - first(0.0) < scores

@@ -2,9 +2,8 @@
 
 In three parts: the options of a stage are data (:mod:`gpipe._plan._options`); a way to train has one cost, a replay of
 its schedule and the account of its bytes (:mod:`gpipe._plan._candidate`); and this module chooses. For each number of
-chunks and each schedule it begins with balances that dynamic programming finds: the least slowest stage, and the least
-work in total where the slowest stage may take a little longer. From the best of them a layer goes from a stage to
-another one nearby, or a stage takes another option, as long as a replay is faster.
+chunks and each schedule it begins with the balance of the least slowest stage, which dynamic programming finds. From
+there a layer goes from a stage to another one nearby, or a stage takes another option, as long as a replay is faster.
 
 What is not searched: schedules with several stages on a device (interleaved ones and those in the shape of a V), more
 than one device for a stage, stages on other devices than in the order given, and, of stages with many layers, patterns
@@ -15,11 +14,9 @@ than five layers, so where memory is barely enough it may find nothing although 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from heapq import nsmallest
 from itertools import accumulate, permutations
 
 from blockpartition import partition
@@ -40,11 +37,8 @@ ENOUGH = 100
 _MARGIN = 0.9
 """How much faster the best balance may be than the one with the least slowest stage."""
 
-_WIDER = (1.05, 1.25, 2.0, math.inf)
+_WIDER = (1.05, 1.25, 2.0, 1e9)
 """How much longer than an even share of the work the slowest stage may take, until a balance is found."""
-
-_SLACK = 1.1
-"""How much longer the slowest stage may take where that makes the work of all stages less."""
 
 _NEARBY = 2
 """A layer goes to a stage so many stages away, at most."""
@@ -86,14 +80,15 @@ def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
     costs, free = space.measured.cut(chunks), replace(space, memory=(None,) * len(space.memory))
     for name in space.schedules:
         own = Options(free, costs, name)  # without a limit of memory
-        yield min(_Way.of(own, sizes).seconds for sizes in _placed(own)) * _MARGIN, Options(space, costs, name)
+        sizes = _placed(own)
+        assert sizes is not None
+        yield _Way.of(own, sizes).seconds * _MARGIN, Options(space, costs, name)
 
 
 def best_of(options: Options) -> Candidate | None:
     """The fastest balance and options that fit; None if none was found."""
-    found = [_Way.of(options, sizes) for sizes in dict.fromkeys(_placed(options))]
-    starts = nsmallest(2, (each for each in found if each.fits), key=lambda each: each.seconds)
-    return min((each.improved() for each in starts), key=lambda each: each.seconds).candidate if starts else None
+    sizes = _placed(options)
+    return None if sizes is None else _Way.of(options, sizes).improved().candidate
 
 
 class _Way:
@@ -163,8 +158,8 @@ def shifted(sizes: Sizes) -> Iterator[Sizes]:
             yield tuple(size + (i == j) - (i == k) for i, size in enumerate(sizes))
 
 
-def _placed(options: Options) -> Iterator[Sizes]:
-    """Balances that fit: the one of the least slowest stage, and one of the least work within a little more."""
+def _placed(options: Options) -> Sizes | None:
+    """The balance with the least slowest stage that fits; None if none does."""
 
     def busy(j: int, first: int, end: int) -> float:
         found = options.some(j, first, end)
@@ -173,49 +168,40 @@ def _placed(options: Options) -> Iterator[Sizes]:
     stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()
     free = partition(work, stages)
     if not options.space.is_bounded:
-        yield free.sizes
-        return
+        return free.sizes
     # The work of later layers, below which no balance of these comes.
     behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
     even = m * (free.bottleneck + 2 * options.costs.measured.action)
-    found = (divided(behind, stages, busy, even * wider, max) for wider in _WIDER)
-    least = next((sizes for sizes in found if sizes is not None), None)
-    if least is not None:
-        yield least
-        slowest = max(busy(j, *each) for j, each in enumerate(bounds(least)))
-        yield divided(behind, stages, busy, slowest * _SLACK, operator.add) or least
+    found = (divided(behind, stages, busy, even * wider) for wider in _WIDER)
+    return next((sizes for sizes in found if sizes is not None), None)
 
 
 Weight = Callable[[int, int, int], float]
 """Of stage j with the layers from one to another; infinite if it cannot have them, nor more of them."""
 
 
-def divided(
-    behind: Sequence[float], stages: int, weight: Weight, most: float, join: Callable[[float, float], float]
-) -> Sizes | None:
-    """The sizes of stages of the least weight, none of which weighs more than ``most``; None if there are none.
+def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -> Sizes | None:
+    """The sizes of stages with the least heaviest one, which weighs at most ``most``; None if there are none.
 
     Args:
         behind: for each layer, and the end, what stages of it and all later ones weigh at least, together.
         stages: how many there are.
         weight: of a stage, which grows with its layers.
         most: the limit.
-        join: the weight of some stages and another one, such as their sum.
     """
     layers = len(behind) - 1
     best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
     for left in reversed(range(stages)):
         found: dict[int, tuple[float, Sizes]] = {}
-        for first, (weighs, sizes) in best.items():
+        for first, (heaviest, sizes) in best.items():
             for end in range(first + 1 if left else layers, layers - left + 1):
                 if behind[end] > most * left:
                     continue  # the later stages could not have the rest
-                own = weight(len(sizes), first, end)
+                own = max(heaviest, weight(len(sizes), first, end))
                 if own > most:
                     break
-                each = join(weighs, own)
-                if end not in found or each < found[end][0]:
-                    found[end] = each, (*sizes, end - first)
+                if end not in found or own < found[end][0]:
+                    found[end] = own, (*sizes, end - first)
         best = found
     return best[layers][1] if layers in best else None
 
@@ -229,6 +215,6 @@ def least_share(options: Options) -> tuple[float, Candidate]:
 
     even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
-    sizes = divided([0.0] * (layers + 1), stages, share, most, max) or even
+    sizes = divided([0.0] * (layers + 1), stages, share, most) or even
     chosen = [options.least(j, *own) for j, own in enumerate(bounds(sizes))]
     return max(option.share for option in chosen), _Way(options, sizes, chosen).candidate
