@@ -207,10 +207,10 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     model, x = nn.Sequential(*[PIECES["in place"]() for _ in range(4)]), torch.randn(ROWS, WIDTH)
     given = {"loss_fn": lambda output: squares(output, None), "chunks": 4, "schedule": "1f1b", "calibrate": False}
     free = plan(model, x, ["cpu"] * 2, checkpoint="never", **given)
-    room = int(0.98 * max(need.total for need in free.predicted.bytes))
-    found = plan(model, x, ["cpu"] * 2, memory=room, **given)
+    room = int(0.98 * free.predicted.bytes[0].total)  # which also a layer less, or one that is recomputed, saves
+    found = plan(model, x, ["cpu"] * 2, memory=[room, None], **given)
     assert "one step of the engine" in found.notes[-1]
-    assert all(need.total <= room for need in found.predicted.bytes)
+    assert found.predicted.bytes[0].total <= room
 
 
 def test_devices_that_are_not_there_keep_no_scores_of_attention():
