@@ -52,14 +52,6 @@ def test_a_run_that_is_loaded_into_other_stages_goes_on_as_if_it_had_not_been(tm
     again.pipe.close()
 
 
-def test_no_token_is_in_both_halves() -> None:
-    tokenizer = finetune.tokenizer_for("one two three " * 50, 300)
-    train, test = finetune.blocks(tokenizer, "one two three " * 50, 4)
-    whole = torch.tensor(tokenizer.encode("one two three " * 50).ids)
-    assert torch.equal(torch.cat([train, test]).flatten(), whole[: len(train) * 4 + len(test) * 4])
-    assert len(test) == max(1, (len(train) + len(test)) // 10)
-
-
 def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     tables = [

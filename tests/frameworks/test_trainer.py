@@ -105,15 +105,6 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
         torch.testing.assert_close(pipe.state_dict()[key], value, rtol=1e-2, atol=1e-3)
 
 
-def test_metrics_and_predictions(tmp_path: Path) -> None:
-    model = made("BERT").eval()
-    plain = copy.deepcopy(model)
-    pipe = pipe_of("BERT", model, [3, 3])
-    predicted = [trainer("BERT", each, tmp_path).predict(data("BERT", 9)) for each in (pipe, plain)]
-    torch.testing.assert_close(*(torch.from_numpy(each.predictions) for each in predicted))
-    assert (predicted[0].label_ids == predicted[1].label_ids).all()
-
-
 def test_the_evaluation_of_answers_to_questions(tmp_path: Path) -> None:
     """Their labels are positions, which Trainer knows by the name of the class of the model."""
     model = FAMILIES["BERT"]._replace(model="BertForQuestionAnswering").make(num_labels=2).float()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -66,21 +64,6 @@ def test_names_and_order_are_those_of_the_model(problem: tuple[dict[str, Any], A
         with closing(GPipe(pipe[:], [len(layers)], devices=["cpu"])) as again:
             expect_listed(again, model)
         assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in model.state_dict()]
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-def test_a_copy_has_them_too_and_trains(again: Callable[[GPipe], GPipe]):
-    model = Jumbled(others=2, token=True).double()
-    pipe = again(GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2, chunks=2))
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert not {*pipe.parameters()} & {*model.parameters()}
-    for each in (pipe, model):
-        optimizer = torch.optim.SGD(each.parameters(), 0.1)
-        output = each(**batch())
-        (output if isinstance(output, Tensor) else output["logits"]).square().sum().backward()
-        optimizer.step()
-    assert_equal(dict(pipe.state_dict()), dict(model.state_dict()))
-    assert_equal(gradients(pipe), gradients(model))
 
 
 class Counting(nn.Module):

@@ -20,7 +20,7 @@ from gpipe.balance import balance_by_time
 from gpipe.simulate import simulate, stage_costs
 from profiler import profile
 
-from .test_flatten import ROWS, Model, Told, assert_equal, batch, each_refusal, gradients, models
+from .test_flatten import Model, Told, assert_equal, batch, each_refusal, gradients, models
 
 
 def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
@@ -72,29 +72,6 @@ def test_in_one_line_and_with_copies() -> None:
         torch.testing.assert_close(each(**batch()), plain(**batch())["logits"])
         assert_equal(dict(each.state_dict()), dict(plain.state_dict()))
     assert all(buffer.isnan().all() for name, buffer in pipe.named_buffers() if name == "end.net.token")
-
-
-class Looks(nn.Module):
-    """Looks at the values of its mask, as models do that leave out a mask of ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model().double()
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        positions = torch.arange(len(x), device=x.device)
-        assert int(positions.max()) == len(x) - 1
-        x = (x + self.model.factor * 0).to(positions.device)
-        return self.model(x, None if mask is None or bool((mask == 1).all()) else mask)
-
-
-def test_a_forward_may_look_at_the_values_of_its_inputs() -> None:
-    with torch.device("meta"):
-        model = Looks()
-    plain = Looks()
-    pipe = GPipe(model, [2, 3], devices=["cpu"] * 2, sample=batch(2), init=plain.state_dict())
-    for inputs in (batch(), {**batch(), "mask": torch.ones(ROWS).double()}):
-        torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
 
 
 class Owner(Model):

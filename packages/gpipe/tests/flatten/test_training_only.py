@@ -57,11 +57,6 @@ def plain(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(model.through(model.embed(x), scale))
 
 
-def parameter_at_the_start(model: Told, x: Tensor, scale: float) -> Tensor:
-    hidden = model.embed(x)
-    return model.head(model.through(hidden + model.extra if model.training else hidden))
-
-
 def parameter_at_the_end(model: Told, x: Tensor, scale: float) -> Tensor:
     hidden = model.through(model.embed(x))
     return model.head(hidden * model.extra if model.training else hidden)
@@ -77,12 +72,6 @@ def output_used_again(model: Told, x: Tensor, scale: float) -> Tensor:
     first = model.embed(x)
     hidden = model.through(first)
     return model.head(hidden + first if model.training else hidden)
-
-
-def codes(model: Told, x: Tensor, scale: float) -> Tensor:
-    first = model.embed(x)
-    found = model.head(model.through(first))
-    return found.gather(1, (first.argmax(1) % 3)[:, None])
 
 
 def codes_in_training(model: Told, x: Tensor, scale: float) -> Tensor:
@@ -117,11 +106,9 @@ def norm_at_the_start(model: Told, x: Tensor, scale: float) -> Tensor:
 EQUAL = [
     plain,
     norm_at_the_start,
-    parameter_at_the_start,
     parameter_at_the_end,
     parameter_at_both_ends,
     output_used_again,
-    codes,
     codes_in_training,
     buffer_at_the_start,
     buffer_at_the_end,
@@ -166,13 +153,6 @@ def without_gradients(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(hidden)
 
 
-def in_another_precision(model: Told, x: Tensor, scale: float) -> Tensor:
-    hidden = model.embed(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.through(hidden)
-    return model.head(hidden.to(x.dtype))
-
-
 def in_another_precision_in_training(model: Told, x: Tensor, scale: float) -> Tensor:
     hidden = model.embed(x)
     with torch.autocast("cpu", torch.bfloat16, enabled=model.training):
@@ -183,11 +163,6 @@ def in_another_precision_in_training(model: Told, x: Tensor, scale: float) -> Te
 def noise(model: Told, x: Tensor, scale: float) -> Tensor:
     drawn = torch.randn_like(x) if model.training else torch.zeros_like(x)
     return model.head(model.through(model.embed(x + drawn))) - drawn.sum(1, keepdim=True)
-
-
-def steps_of_a_diffusion(model: Told, x: Tensor, scale: float) -> Tensor:
-    drawn = torch.randint(3, x.shape[:1]) if model.training else torch.zeros(len(x), dtype=torch.int64)
-    return model.head(model.through(model.embed(x * drawn[:, None]))).gather(1, drawn[:, None])
 
 
 def buffer_at_both_ends(model: Told, x: Tensor, scale: float) -> Tensor:
@@ -227,10 +202,8 @@ def told_to_a_block(model: Told, x: Tensor, scale: float) -> Tensor:
 
 REFUSED = {
     without_gradients: r"'blocks\.0' is called under torch\.no_grad\(\).*requires_grad_\(False\)",
-    in_another_precision: r"autocast",
     in_another_precision_in_training: r"'blocks\.0' is called under .*autocast.*around the pipe",
     noise: r"random numbers.*drawn again.*pass them",
-    steps_of_a_diffusion: r"random numbers.*drawn again.*pass them",
     buffer_at_both_ends: r"'mean'.*changes.*parts",
     norm_at_both_ends: r"'norm\.\w+'.*changes.*parts",
     counter: r"'calls'.*buffer",
