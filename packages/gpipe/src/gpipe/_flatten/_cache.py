@@ -25,6 +25,9 @@ def uncached(value: Any) -> Any:
     return config
 
 
+HOOKED = "_output_capturing_hooks_installed"
+"""By this attribute models note that their modules have the hooks that collect hidden states: it stays as these do."""
+
 _INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments, and flags of a configuration, by which a model collects values while its blocks run."""
 

@@ -17,7 +17,7 @@ from microbatch import unwrap
 
 from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
-from ._cache import expect_followed, without_cache
+from ._cache import HOOKED, expect_followed, without_cache
 from ._calls import Calls, observe, watch
 from ._ending import Ending, ending_of
 from ._inputs import Inputs
@@ -229,6 +229,8 @@ class _State:
     def restore(self) -> None:
         """Set what it was."""
         for module, (attributes, buffers) in self._entries.items():
+            if HOOKED in vars(module):
+                attributes = {**attributes, HOOKED: True}
             for entries, then in ((vars(module), attributes), (module._buffers, buffers)):
                 entries.clear()
                 entries.update(then)
