@@ -37,14 +37,15 @@ class Ending:
     Args:
         calls: what these modules returned for the sample, by name.
         places: the tensors that the last block returned, if that is next to the loss.
+        rows: of the sample.
 
     Attributes:
         calls: as given.
         fields: the fields of the output that it can compute.
     """
 
-    def __init__(self, calls: Mapping[str, list[Call]], places: Collection[int]) -> None:
-        self.calls, self._places = calls, places
+    def __init__(self, calls: Mapping[str, list[Call]], places: Collection[int], rows: int) -> None:
+        self.calls, self._places, self._rows = calls, places, rows
         self.fields: frozenset[str] = frozenset()
 
     def recorded(self, segment: Segment, tape: Tape) -> Returned:
@@ -65,7 +66,10 @@ class Ending:
                         f"{name!r} was called more often than with the sample, or returned another structure; flatten "
                         "the model with a sample that it treats alike"
                     )
-                found.update({(name, number, m): leaf for m, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+                # What follows no rows cannot be concatenated: a loss that needs it is refused on the sample.
+                for m, then in enumerate(known[number].outputs):
+                    if _has_rows(then, self._rows):
+                        found[name, number, m] = leaves[m]
         return found
 
     def net(self, segment: Segment) -> nn.Module:
@@ -134,11 +138,11 @@ def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence
     rows = inputs.rows()
     found = dict(_around(model, calls, blocks, rows))
     if any(blocks[-1] in model.get_submodule(name).modules() for name in found):
-        return Ending(found, ())
+        return Ending(found, (), rows)
     # Other tensors, such as position biases that all rows share, cannot be concatenated.
     last = enumerate(calls[blocks[-1]][-1].outputs)
     places = [m for m, leaf in last if isinstance(leaf, Like) and leaf.shape and rows and not leaf.shape[0] % rows]
-    return Ending(found, places)
+    return Ending(found, places, rows)
 
 
 def _around(
@@ -148,13 +152,19 @@ def _around(
     rows: int,
     path: str = "",
 ) -> Iterator[tuple[str, list[Call]]]:
-    """The largest modules that are called and return values for rows alone, but for blocks; the rest is the loss."""
+    """The largest modules that are called and return a value for rows, and maybe others after it, but for blocks; the
+    rest is the loss.
+    """
     for name, child in module.named_children():
         called = calls.get(child, [])
         if child in blocks:
             continue
-        leaves = [leaf for call in called for leaf in call.outputs if isinstance(leaf, Like)]
-        if called and all(leaf.shape and leaf.shape[0] == rows for leaf in leaves):
+        firsts = [next((leaf for leaf in call.outputs if isinstance(leaf, Like)), None) for call in called]
+        if called and all(_has_rows(leaf, rows) for leaf in firsts):
             yield path + name, called
         else:
             yield from _around(child, calls, blocks, rows, f"{path}{name}.")
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Like) and leaf.shape[:1] == (rows,)
