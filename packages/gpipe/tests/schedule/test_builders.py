@@ -75,5 +75,6 @@ class TestEverySchedule:
         held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
         assert held == [min(m, n - j) for j in range(n)]
         assert all(in_flight(program) <= n for program in zero_bubble(m, n))
+        assert Schedule(tuple(fill_drain(m, n))) == fill_drain(m, n)  # its programs say all of it
         ends = [makespan(make(m, n).on(range(n))) for make in (fill_drain, one_forward_one_backward)]
         assert ends[0] == ends[1] == 2 * (m + n - 1)

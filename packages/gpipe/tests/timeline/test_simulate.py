@@ -33,7 +33,9 @@ def test_fill_drain_and_1f1b_take_all_cells_and_the_way_in_and_out(
 
 @fewer
 @given(problems(), exact_seconds)
-@example((zero_bubble(2, 2), [StageCost(1, 2, activation_bytes=1)] * 2, [0, 1]), 0.0)
+@example(
+    (zero_bubble(2, 2), [StageCost(1, 2, activation_bytes=j, boundary_bytes=7 * j) for j in range(2)], [0, 1]), 0.0
+)
 def test_events_are_the_steps_of_a_replay_with_what_is_alive_and_what_crosses(problem: Problem, transfer: float):
     """Backwards for the weights need the activations: a backward for the inputs alone frees nothing."""
     schedule, costs, placement = problem
@@ -73,6 +75,14 @@ def test_each_link_may_have_its_own(links: list[tuple[int, float, int]]) -> None
     assert alone.makespan == 3 * len(costs)
     with pytest.raises(ValueError, match=f"transfer: expected one entry for each of {len(links)} links"):
         simulate("1f1b", costs, microbatches=1, transfer=[*each, 1.0])
+
+
+@given(exact_seconds, exact_seconds)
+def test_what_is_not_told_follows_from_the_rest(forward: float, backward: float) -> None:
+    cost = StageCost(forward, backward)
+    assert cost.seconds("recompute") == forward
+    assert cost.seconds("backward_input") == cost.seconds("backward_weight") == backward / 2
+    assert StageCost(forward, backward, backward_weight=backward / 4).seconds("backward_input") == backward * 3 / 4
 
 
 class TestRefused:

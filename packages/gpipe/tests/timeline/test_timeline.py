@@ -34,6 +34,11 @@ def test_idle_and_busy_are_all_the_time_there_is(timeline: Timeline, factor: flo
     assert again.utilisation == pytest.approx(shares)
 
 
+def test_time_in_which_several_actions_go_on_counts_once():
+    spans = [(0, 10), (1, 2), (5, 6), (19, 20)]
+    assert Timeline(event(0, *span) for span in spans).utilisation == {0: 11 / 20}
+
+
 @fewer
 @given(timelines)
 def test_every_action_is_on_the_lane_of_its_worker_by_its_start(timeline: Timeline) -> None:
