@@ -20,13 +20,14 @@ from gpipe import GPipe
 
 from .layers import DOUBLE, assert_same, linears, rows, within
 
-OURS = str(Path(gpipe.__file__).parents[3])
+OURS = (str(Path(gpipe.__file__).parents[3]), torch.autograd.grad_mode.__file__)
 WAYS = ("call", "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
 MODES = ("never", "except_last", "always")
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:
-    """Interrupt ``work`` before the line of that number, of all that this thread runs in our packages; 0: never.
+    """Interrupt ``work`` before the line of that number, of all that this thread runs in our packages and where
+    torch switches grad mode; 0: never.
 
     Returns:
         The number of lines that were run.

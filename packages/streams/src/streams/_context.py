@@ -77,8 +77,12 @@ class Context:
             self._enter(undos)
             yield
         finally:
-            while undos:
-                undos.pop()()
+            try:
+                while undos:
+                    undos.pop()()
+            finally:  # an interrupt may come between two of them
+                while undos:
+                    undos.pop()()
 
     def casts_kept(self) -> AbstractContextManager[None]:
         """A context manager that keeps autocast's casts of weights while threads enter and leave this context.

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from .._current import current
@@ -40,7 +41,7 @@ class Section:
         self._expect_an_end()
         with self._lock:
             self._process = os.getpid()
-            before = {**vars(current)}
+            before, grad = {**vars(current)}, torch.is_grad_enabled()
             # An interrupt may come between any two lines, also of those that put back what is current.
             try:
                 current.holds = (*current.holds, self)
@@ -50,6 +51,7 @@ class Section:
                 for name in own.keys() - before.keys():
                     del own[name]
                 own.update(before)
+                torch.set_grad_enabled(grad)  # torch.no_grad() leaves it off if it is interrupted
                 self._process = None
                 _claimed.pop(self, None)
 
