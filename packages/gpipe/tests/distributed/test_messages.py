@@ -165,58 +165,6 @@ def test_a_form_is_sent_once():
     assert len(kept) <= 3
 
 
-def test_a_sender_keeps_what_the_other_end_has_not_taken():
-    """Each message of the other direction says how many have been taken: of 1F1B as many are kept as stages hold."""
-    first, last = ends()
-    values, gradients = WeakSet[Tensor](), WeakSet[Tensor]()
-    first.expect(20)
-    last.expect(20)
-    most = [0, 0]
-    for i in range(20):
-        value = torch.ones(SMALL)
-        values.add(value)
-        first.put(i, Activation(value))
-        del value
-        last.get()
-        if i >= 3:
-            gradients.add(gradient := torch.ones(SMALL))
-            last.put(i - 3, [gradient])
-            del gradient
-            first.get()
-        most = [max(most[0], len(values)), max(most[1], len(gradients))]
-    assert most[0] <= 5
-    assert most[1] <= 2
-
-
-@dataclass
-class Unreadable:
-    """Pickled as what cannot be unpickled."""
-
-    x: Tensor
-
-    def __reduce__(self) -> Any:
-        return _unreadable, ()
-
-
-def _unreadable() -> Any:
-    raise RuntimeError("unreadable")
-
-
-@pytest.mark.parametrize("direct", [None, Direct()], ids=["host", "direct"])
-def test_what_cannot_be_read_is_taken_all_the_same(direct: Direct | None):
-    """Each time, and nothing of it is left for the messages after it."""
-    sender, receiver = ends(direct)
-    receiver.expect(3)
-    for i in range(2):
-        sender.put(i, Activation(Unreadable(torch.ones(3))))
-        with pytest.raises(RuntimeError, match="unreadable"):
-            receiver.get()
-    sender.put(2, [torch.ones(2)], flag=True)
-    microbatch, flag, (found,) = receiver.get()
-    assert (microbatch, flag, found.tolist()) == (2, True, [1.0, 1.0])
-    assert direct is None or not direct.under_way
-
-
 def test_a_head_comes_after_what_it_announces():
     """Else, where that fails, the receiver would wait for it. What there was no memory for is taken first."""
     direct = Direct()

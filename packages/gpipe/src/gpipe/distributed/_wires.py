@@ -198,44 +198,30 @@ def open_wires(
     Raises:
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
-    groups = meeting.groups
-    directions = direct(routes, backends)
-    wires = Wires(groups.again("present") if directions else groups)
-    if directions:
-        with agreement(meeting):
-            # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
-            # other.
-            for tag, source, target in directions:
-                if groups.me in (ranks[source], ranks[target]):
-                    ends, backend = (source, target), str(backends[source])
-                    wires.found[tag] = _opened(ends, groups, ranks, devices, wires, backend, f"{name}/{tag}")
+    groups, directions = meeting.groups, direct(routes, backends)
+    if not directions:
+        return Wires(groups)
+    wires = Wires(groups.again("present"))
+    with agreement(meeting):
+        # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
+        # other.
+        for tag, source, target in directions:
+            leads_away = ranks[source] == groups.me
+            here, there = (source, target) if leads_away else (target, source)
+            if ranks[here] == groups.me:
+                mine, other = groups.members[groups.me], groups.members[ranks[there]]
+                try:
+                    group = _communicator_of_two(str(backends[here]), f"{name}/{tag}", groups.timeout, mine, other)
+                    wires.own(group, ranks[there])
+                    peer = Peer(group, ranks[there], 0, 0, number=int(mine < other))
+                    wires.found[tag] = Wire(peer, devices[here], wires)
+                    wires.found[tag].open(leads_away=leads_away)
+                except (RuntimeError, UnreachableError) as error:
+                    raise RuntimeError(
+                        f"rank {mine} cannot reach rank {other} over {backends[here]}, between stages {source} and "
+                        f"{target}: {error}; give transport='host' to send by way of host memory instead"
+                    ) from error
     return wires
-
-
-def _opened(
-    ends: tuple[int, int],
-    groups: Groups,
-    ranks: Sequence[int],
-    devices: Mapping[int, torch.device],
-    wires: Wires,
-    backend: str,
-    name: str,
-) -> Wire:
-    source, target = ends
-    leads_away = ranks[source] == groups.me
-    here, there = (source, target) if leads_away else (target, source)
-    mine, other = groups.members[groups.me], groups.members[ranks[there]]
-    try:
-        communicator = _communicator_of_two(backend, name, groups.timeout, mine, other)
-        wires.own(communicator, ranks[there])
-        wire = Wire(Peer(communicator, ranks[there], 0, 0, number=int(mine < other)), devices[here], wires)
-        wire.open(leads_away=leads_away)
-    except (RuntimeError, UnreachableError) as error:
-        raise RuntimeError(
-            f"rank {mine} cannot reach rank {other} over {backend}, between stages {source} and {target}: {error}; "
-            "give transport='host' to send by way of host memory instead"
-        ) from error
-    return wire
 
 
 def _communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int, other: int) -> Any:
