@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpipe.distributed._forms import Form, bytes_of
 from gpipe.distributed._messages import SMALL, RemoteLink
@@ -163,6 +164,29 @@ def test_a_form_is_sent_once():
             assert receiver.get()[2][0].sum() == length
         sender.flush()
     assert len(kept) <= 3
+
+
+def test_a_sender_keeps_what_the_other_end_has_not_taken():
+    """Each message of the other direction says how many have been taken: of 1F1B as many are kept as stages hold."""
+    first, last = ends()
+    values: list[Any] = []
+    gradients: list[Any] = []
+
+    def sent(kept: list[Any]) -> Tensor:
+        tensor = torch.ones(SMALL)
+        kept.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    first.expect(20)
+    last.expect(20)
+    for i in range(20):
+        first.put(i, Activation(sent(values)))
+        last.get()
+        if i >= 3:
+            last.put(i - 3, [sent(gradients)])
+            first.get()
+        assert sum(not each.expired() for each in values) <= 5
+        assert sum(not each.expired() for each in gradients) <= 2
 
 
 def test_a_head_comes_after_what_it_announces():
