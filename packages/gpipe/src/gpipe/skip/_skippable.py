@@ -50,6 +50,9 @@ class Skippable(nn.Module):
 
         Returns:
             What the layer returns.
+
+        Raises:
+            RuntimeError: a skip that the layer declares was not stashed, or not popped.
         """
         commands = type(self)._commands(self, *args, **kwargs)
         # A forward that yields nothing is no generator, but may have promised skips all the same.
