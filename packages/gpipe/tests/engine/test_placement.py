@@ -63,6 +63,12 @@ class TestConstruction:
             assert (parameter.grad is None) == (gradient is None)
             assert gradient is None or torch.equal(parameter.grad, gradient)
 
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    def test_a_scripted_layer_hides_no_error(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3))))
+        with pytest.raises(ValueError, match=r"'1.0.weight' of partition 1 .* cannot go to 'meta'"):
+            GPipe(model, [1, 1], devices=["cpu", "meta"])
+
 
 class Around(nn.Module):
     def __init__(self, middle: nn.Module) -> None:

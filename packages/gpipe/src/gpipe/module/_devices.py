@@ -56,7 +56,8 @@ _NO_DATA = (
 @contextmanager
 def untouched_on_failure(root: nn.Module) -> Iterator[None]:
     """A context that restores everything in ``root`` if it raises: modules, parameters, buffers, and their devices."""
-    held = [each for m in root.modules() for each in (vars(m), m._modules, m._parameters, m._buffers)]
+    every = [each for m in root.modules() for each in (vars(m), m._modules, m._parameters, m._buffers)]
+    held = [each for each in every if isinstance(each, dict)]  # scripted modules have no dicts
     entries = [(each, dict(each)) for each in held]
     tensors = [(t, t.data, t.grad if t.is_leaf else None) for t in (*root.parameters(), *root.buffers())]
     # Moving a module keeps the identity of a parameter and of its gradient, and replaces the data of both.
