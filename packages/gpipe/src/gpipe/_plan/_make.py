@@ -213,8 +213,9 @@ def _source(request: Request, measured: Measured) -> str:
     if fleet:
         return (
             f"an estimate: nothing ran. Bytes are counted; seconds are those of {fleet.flops / 1e12:.0f} TFLOP/s and "
-            f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links send "
-            f"{fleet.inside.bandwidth / 1e9:.4g} GB/s inside a node and {fleet.between.bandwidth / 1e9:.4g} outside"
+            f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of "
+            f"{fleet.inside.bandwidth / 1e9:.4g} GB/s and {fleet.between.bandwidth / 1e9:.4g} GB/s inside a node and "
+            "between nodes"
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
     engine = f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
