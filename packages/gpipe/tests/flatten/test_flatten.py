@@ -299,6 +299,16 @@ def _in_place(model: Model, x: Tensor) -> Tensor:
     return model.head(hidden)
 
 
+def _beside(model: Model, x: Tensor) -> Tensor:
+    """A module is called between blocks, and does not use what these return."""
+    first = hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(hidden, model.middle(first))[0]
+    for other in model.others:
+        hidden = other(hidden)
+    return model.head(hidden)
+
+
 def _asked(model: Model, x: Tensor) -> Tensor:
     """What is made depends on the parameters that a part has, all of which belong to other layers."""
     hidden = model.embed(x.to(next(model.body.parameters()).dtype))
@@ -309,7 +319,7 @@ def _asked(model: Model, x: Tensor) -> Tensor:
     return model.head(hidden * torch.ones((), dtype=next(model.body.parameters()).dtype))
 
 
-@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _asked])
+@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _beside, _asked])
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable[..., Any], others: int):
     torch.manual_seed(1)
