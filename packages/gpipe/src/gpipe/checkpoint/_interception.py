@@ -77,6 +77,7 @@ class Interception:
         self._libraries[namespace].impl(operation, partial(self._hand_over, operation))  # type: ignore[no-untyped-call]
 
     def _hand_over(self, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        # The operation comes to its real kernel then, and those of the handler are not intercepted.
         _torch.set_intercepting(False)
         try:
             return operation(*args, **kwargs) if _torch.is_faked() else self._handler(operation, args, kwargs)

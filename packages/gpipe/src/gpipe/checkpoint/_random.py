@@ -201,6 +201,7 @@ class CellRNG:
         self.forget()
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
+        # The next forward of the layer goes on from here, as if nothing had been drawn again.
         now = [(generator, generator.get_state()) for generator, _ in others]
         _set_states(others)
         try:

@@ -59,6 +59,7 @@ class State:
                 self._buffers += range(first, len(self._places))
                 if _may_keep(module):
                     self._add(prefix, vars(module), _OF_ANY_MODULE)
+        # A name that is added later shows in the sizes; looking for it by name would take longer than all else.
         self._sizes = [*map(len, self._dicts)]
 
     def _add(self, prefix: str, values: dict[str, Any], ignored: frozenset[str] = frozenset()) -> None:

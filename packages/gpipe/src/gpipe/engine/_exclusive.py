@@ -39,6 +39,7 @@ class Section:
             yield
             return
         self._expect_an_end()
+        # Reentrant: an interrupt may have left the section to this thread without a trace in ``current``.
         with self._lock:
             self._process = os.getpid()
             before, grad = {**vars(current)}, torch.is_grad_enabled()

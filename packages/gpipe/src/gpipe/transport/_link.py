@@ -61,6 +61,7 @@ class Link(Generic[Payload]):
 
     def get(self, microbatch: int) -> Payload:
         """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will not arrive."""
+        # Backwards may ask for micro-batches in another order than the forwards have sent them.
         arrived = self._arrived
         while microbatch not in arrived:
             i, parcel = self._queue.get() if self._stall_timeout is None else self._get_with_timeout(microbatch)
@@ -148,6 +149,7 @@ class Ports:
     def put_values(self, i: int, activation: Activation) -> None:
         """Send each part to the stage that needs it."""
         parts = divided(activation)
+        # The cell gives the gradients of all parts as one list, which has to be cut again.
         self._sizes[i] = [len(part.tensors) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):
             channel.put_values(i, part)

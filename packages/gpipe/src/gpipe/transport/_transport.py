@@ -45,6 +45,7 @@ class Transport:
         self.exit = self._channel("at the output")
         self._main = {0: self.entrance, count: self.exit}
         for j in range(1, count):
+            # A process has channels where one end at least is a stage of its own.
             if not places.keys().isdisjoint((j - 1, j)):
                 self._main[j] = self.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
         self.arrivals: dict[int, Channel | Ports] = {j: self._main[j] for j in places}
