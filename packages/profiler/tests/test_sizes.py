@@ -1,21 +1,12 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from profiler import profile_sizes
 
-from .strategies import WIDTH, fewer, models, samples
+from .strategies import WIDTH
 
 ROW = 4 * WIDTH
-
-
-@fewer
-@given(models(), samples(min_rows=8), st.integers(1, 4), st.sampled_from([0, 1, 2.0]))
-def test_fake_tensors_count_what_real_ones_do(model, sample, chunks, param_scale):
-    real = profile_sizes(model, sample, chunks, param_scale, "cpu")
-    assert profile_sizes(model, sample, chunks, param_scale, "meta") == real
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -41,3 +32,8 @@ def test_saved_bytes_counted_by_hand(layer, latent, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_first_micro_batch_has_the_most_rows(device):
     assert profile_sizes(nn.Sequential(nn.ReLU()), torch.rand(8, WIDTH), 3, 0, device) == [3 * ROW]
+
+
+def test_a_parameter_counts_so_many_times():
+    linear = nn.Sequential(nn.Linear(WIDTH, 10))
+    assert profile_sizes(linear, torch.rand(8, WIDTH), 1, 2.5, "cpu") == [8 * 4 * 10 + int(2.5 * 4 * 10 * (WIDTH + 1))]
