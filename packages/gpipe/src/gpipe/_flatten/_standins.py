@@ -17,7 +17,7 @@ from ._calls import Call, Key, Like, like
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
-Shapes = dict[str, tuple[tuple[Any, ...], ...]]
+ShapesByName = dict[str, tuple[tuple[Any, ...], ...]]
 """What modules returned, tensors as :class:`Like`, by name and call."""
 
 
@@ -46,7 +46,7 @@ class Tape:
     def __init__(
         self,
         device: torch.device,
-        shapes: Shapes,
+        shapes: ShapesByName,
         first: int,
         names: Sequence[str],
         done: list[Any],
@@ -61,7 +61,7 @@ class Tape:
         self._counts = Counter[str]()
         self._held: list[Any] = []
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> ShapesByName:
         """What modules have returned up to the end of this segment."""
         found = dict(self._shapes)
         for name, calls in self.returned.items():
