@@ -29,8 +29,14 @@ def test_every_other_value_is_refused(at: int, dtype: torch.dtype) -> None:
     other = value.clone()
     other.view(-1)[at] = not value.view(-1)[at] if dtype is torch.bool else 1000
     with pytest.raises(RuntimeError, match="tensor 1 of 2 has other values"):
-        Sample((value, value), values=True).expect((value, other))
-    Sample((value, value), values=False).expect((value, other))
+        Sample((value, value), whole=True).expect((value, other))
+
+
+@given(elements=st.integers(1, 500), dtype=st.sampled_from((*FLOATS, torch.int64)))
+def test_values_that_are_all_others_are_refused_by_some_of_them(elements: int, dtype: torch.dtype) -> None:
+    value = torch.ones(elements, dtype=dtype)
+    with pytest.raises(RuntimeError, match="tensor 0 of 1 has other values"):
+        Sample((value,), whole=False).expect((value * 2,))
 
 
 @given(dtype=st.sampled_from(FLOATS))
@@ -38,7 +44,7 @@ def test_rounding_is_no_difference_nor_are_nan_and_infinity(dtype: torch.dtype) 
     value = some(dtype)
     other = value + value * (4 * torch.finfo(dtype).eps)
     value[0, :3] = other[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    Sample((value,), values=True).expect((other,))
+    Sample((value,), whole=True).expect((other,))
 
 
 @pytest.mark.parametrize(
@@ -46,21 +52,25 @@ def test_rounding_is_no_difference_nor_are_nan_and_infinity(dtype: torch.dtype) 
 )
 def test_other_kinds_are_refused(other: Tensor) -> None:
     with pytest.raises(RuntimeError, match="another output than its forward"):
-        Sample((torch.zeros(2, 2),), values=False).expect((other,))
+        Sample((torch.zeros(2, 2),), whole=False).expect((other,))
 
 
-@pytest.mark.parametrize(("when", "check", "refused"), [(0, "0", True), (1, "0", False), (1, "1", True)])
-def test_the_first_is_compared_and_under_gpipe_check_all(
-    when: int, check: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("when", "elements", "check", "refused"),
+    [(0, 1, "0", True), (1, 1, "0", False), (1, 1, "1", True), (1, 1000, "0", True)],
+)
+def test_the_first_is_compared_as_a_whole_and_others_in_part(
+    when: int, elements: int, check: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer changes one element of its output in recomputations after some runs, by something in a closure."""
+    """A layer changes elements of its output in recomputations after some runs, by something in a closure."""
     runs = 0
 
     def sneaky(x: Tensor) -> Tensor:
         nonlocal runs
         runs += not is_recomputing()
         output = x.repeat(1, 1000)
-        return output.index_fill(1, torch.tensor([1]), 0.0) if is_recomputing() and runs > when else output * 1
+        others = torch.arange(1, 1 + elements)
+        return output.index_fill(1, others, 0.0) if is_recomputing() and runs > when else output * 1
 
     monkeypatch.setenv("GPIPE_CHECK", check)
     pipe = GPipe(nn.Sequential(Call(sneaky)), [1], devices=["cpu"], chunks=1, checkpoint="always")

@@ -72,7 +72,7 @@ class Recomputation:
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """A sample of the ``outputs`` of a forward, with which its recomputation is compared."""
         compares, self._compares = self._compares, False
-        return Sample(outputs, values=compares or self._compares_all)
+        return Sample(outputs, whole=compares or self._compares_all)
 
     def expect_same(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
