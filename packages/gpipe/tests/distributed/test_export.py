@@ -155,10 +155,10 @@ class _Returns(nn.Module):
 
 @pytest.mark.parametrize("value", [{"x": torch.ones(2)}, (torch.ones(2), None), (torch.ones(2),), None])
 def test_values_that_torch_cannot_send(value: Any):
-    from gpipe.distributed._torch_runtime import Carrier
+    from gpipe.distributed._torch_runtime import ExportedStage
 
     with pytest.raises(TypeError, match=r"stage 0 returns .* use gpipe.distributed.Rank"):
-        Carrier(nn.Sequential(_Returns(value)), 0, 2)(torch.ones(2, 2))
+        ExportedStage(nn.Sequential(_Returns(value)), 0, 2)(torch.ones(2, 2))
 
 
 def test_what_torch_cannot_keep_is_refused_on_every_rank(worlds):

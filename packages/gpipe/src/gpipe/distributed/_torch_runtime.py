@@ -26,7 +26,7 @@ _KINDS = {
 }
 
 
-class Carrier(StageLayers):
+class ExportedStage(StageLayers):
     """A partition that takes and returns what torch sends: a tensor, or several.
 
     Args:
@@ -159,7 +159,7 @@ def runtime_of(
         group: the processes that take part.
     """
     own = [
-        PipelineStage(Carrier(partition, j, stages), j, stages, device, group=group)
+        PipelineStage(ExportedStage(partition, j, stages), j, stages, device, group=group)
         for (j, partition), device in zip(partitions.items(), devices, strict=True)
     ]
     return own, Runtime(own, walk, chunks, loss_fn)
