@@ -26,6 +26,10 @@ def heard(rows: int) -> dict[str, torch.Tensor]:
     return {**sounds(rows), "decoder_input_ids": text(rows)["input_ids"]}
 
 
+def bytes_of(rows: int) -> dict[str, torch.Tensor]:
+    return {("inputs" if name == "input_ids" else name): value for name, value in text(rows).items()}
+
+
 def decoder(model: str, tolerance: float = 1e-9, **settings: Any) -> Family:
     return Family(f"{model}ForCausalLM", f"{model}Config", {**DECODER, **settings}, text, tolerance=tolerance)
 
@@ -53,10 +57,18 @@ def image_classifier(model: str, settings: dict[str, Any], **options: Any) -> Fa
 
 
 MORE = {
+    "GPT": Family("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, text),
+    "CTRL": Family("CTRLLMHeadModel", "CTRLConfig", {**GPT, "dff": 64}, text),
     "GPT-NeoX": decoder("GPTNeoX"),
     "GPT-J": Family("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}, text),
     "Falcon": decoder("Falcon"),
     "BLOOM": Family("BloomForCausalLM", "BloomConfig", {**GPT, "hidden_size": 32}, text),
+    "MPT": Family(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": WORDS, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64},
+        text,
+    ),
     "Phi": decoder("Phi"),
     "Phi-3": decoder("Phi3"),
     "Gemma 2": decoder("Gemma2", tolerance=1e-5, head_dim=8, sliding_window=4),
@@ -101,6 +113,7 @@ MORE = {
         {"vocab_size": WORDS, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 64, "num_labels": 5},
     ),
     "RoBERTa": classifier("Roberta", CLASSES),
+    "ELECTRA": classifier("Electra", {**CLASSES, "embedding_size": 32}),
     "DeBERTa v2": classifier(
         "DebertaV2",
         {**CLASSES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
@@ -108,6 +121,13 @@ MORE = {
     "ModernBERT": classifier("ModernBert", {**CLASSES, "global_attn_every_n_layers": 2, "local_attention": 4}),
     "Longformer": classifier("Longformer", {**CLASSES, "attention_window": 4}),
     "FNet": classifier("FNet", {**CLASSES, "tpu_short_seq_length": 12}, unmasked),
+    "Perceiver": classifier(
+        "Perceiver",
+        {"vocab_size": WORDS, "d_model": 16, "num_latents": 8, "d_latents": 16, "num_blocks": 1, "num_labels": 5}
+        | {"num_self_attends_per_block": 3, "num_self_attention_heads": 4, "num_cross_attention_heads": 4}
+        | {"max_position_embeddings": 64},
+        bytes_of,
+    ),
     "ALBERT": classifier("Albert", {**CLASSES, "embedding_size": 16}),
     "BART": Family(
         "BartForConditionalGeneration",
@@ -136,6 +156,13 @@ MORE = {
         lambda rows: {**text(rows), **pictures(rows)},
         by_micro_batch=True,  # it compares every text with every picture
     ),
+    "CLIP vision": Family(
+        "CLIPVisionModel", "CLIPVisionConfig", {**VISION, "image_size": 32, "patch_size": 8}, pictures
+    ),
+    "SigLIP vision": Family(
+        "SiglipVisionModel", "SiglipVisionConfig", {**VISION, "image_size": 32, "patch_size": 8}, pictures
+    ),
+    "DeiT": image_classifier("DeiT", VIT),
     "BEiT": image_classifier("Beit", VIT),
     "DINOv2": image_classifier("Dinov2", VIT),
     "Swin": image_classifier(
