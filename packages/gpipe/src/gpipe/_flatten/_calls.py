@@ -28,7 +28,7 @@ def like(leaf: Any) -> Any:
     return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-class Call(NamedTuple):
+class Observed(NamedTuple):
     """What a module returned.
 
     Attributes:
@@ -42,13 +42,13 @@ class Call(NamedTuple):
     given: torch.dtype | None
 
     @classmethod
-    def of(cls, args: Any, output: Any) -> Call:
+    def of(cls, args: Any, output: Any) -> Observed:
         leaves, tree = flattened(output)
         first = next(iter(tensors_of(args)), None)
         return cls(list(map(like, leaves)), tree, None if first is None else first.dtype)
 
 
-Called = list[tuple[nn.Module, Call]]
+Called = list[tuple[nn.Module, Observed]]
 
 
 def observe(model: nn.Module, inputs: Inputs) -> tuple[Called, Any]:
@@ -61,7 +61,7 @@ def observe(model: nn.Module, inputs: Inputs) -> tuple[Called, Any]:
 
 
 def _note(called: Called, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    called.append((module, Call.of((args, kwargs), output)))
+    called.append((module, Observed.of((args, kwargs), output)))
 
 
 class Origin(NamedTuple):
@@ -98,8 +98,8 @@ class Calls:
         needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
     """
 
-    blocks: list[Call] = field(default_factory=list)
-    modules: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    blocks: list[Observed] = field(default_factory=list)
+    modules: dict[nn.Module, list[Observed]] = field(default_factory=dict)
     segments: dict[int, set[int]] = field(default_factory=dict)
     needs: dict[int, set[Origin]] = field(default_factory=dict)
 
@@ -180,7 +180,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         is_block = module in self._blocks
         calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
         source = Origin(name, 0 if is_block else len(calls), 0, self._segment, is_block)
-        calls.append(Call.of((args, kwargs), output))
+        calls.append(Observed.of((args, kwargs), output))
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
             self.add(leaf, frozenset([source._replace(place=place)]))

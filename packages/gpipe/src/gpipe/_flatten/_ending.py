@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
 
-from ._calls import Call, Called, Key, Like
+from ._calls import Called, Key, Like, Observed
 from ._inputs import Inputs
 from ._skeleton import skeleton
 from ._standins import StandIn, Tape, unknown
@@ -44,7 +44,7 @@ class Ending:
         fields: the fields of the output that it can compute.
     """
 
-    def __init__(self, calls: Mapping[str, list[Call]], places: Collection[int], rows: int) -> None:
+    def __init__(self, calls: Mapping[str, list[Observed]], places: Collection[int], rows: int) -> None:
         self.calls, self._places, self._rows = calls, places, rows
         self.fields: frozenset[str] = frozenset()
 
@@ -132,7 +132,7 @@ def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
 
 def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence[nn.Module]) -> Ending:
     """How ``model`` computes its loss, by what all its modules returned for ``inputs``."""
-    calls: dict[nn.Module, list[Call]] = {}
+    calls: dict[nn.Module, list[Observed]] = {}
     for module, call in called:
         calls.setdefault(module, []).append(call)
     rows = inputs.rows()
@@ -147,11 +147,11 @@ def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence
 
 def _around(
     module: nn.Module,
-    calls: Mapping[nn.Module, list[Call]],
+    calls: Mapping[nn.Module, list[Observed]],
     blocks: Collection[nn.Module],
     rows: int,
     path: str = "",
-) -> Iterator[tuple[str, list[Call]]]:
+) -> Iterator[tuple[str, list[Observed]]]:
     """The largest modules that are called and return a value for rows, and maybe others after it, but for blocks; the
     rest is the loss.
     """

@@ -88,7 +88,7 @@ def flatten(
 
 
 def _flattened(
-    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _State, *, whole: bool
+    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _Settings, *, whole: bool
 ) -> Flattened:
     """The layers.
 
@@ -201,7 +201,7 @@ class _Changed(NamedTuple):
     attributes: list[tuple[str, nn.Module, str, bool]]
 
 
-class _State:
+class _Settings:
     """The attributes and buffers of a model as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -243,9 +243,9 @@ _NEW = object()
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[_State]:
+def _unchanged(model: nn.Module) -> Iterator[_Settings]:
     """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
-    state = _State(model)
+    state = _Settings(model)
     try:
         with fork_rng(devices=[]):
             yield state

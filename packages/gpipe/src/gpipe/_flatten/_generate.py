@@ -40,7 +40,7 @@ def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     """
     with ExitStack() as scope:
         for module, device in _placed(model):
-            visit = _Visit(device, returns=module not in blocks)
+            visit = _Move(device, returns=module not in blocks)
             scope.callback(module.register_forward_pre_hook(visit.begin, with_kwargs=True, prepend=True).remove)
             scope.callback(module.register_forward_hook(visit.end).remove)
         yield
@@ -56,7 +56,7 @@ def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
             yield from _placed(child)
 
 
-class _Visit:
+class _Move:
     """Hooks of a module on ``device``: its inputs are moved there, and, if it ``returns``, its output back."""
 
     def __init__(self, device: torch.device, *, returns: bool) -> None:

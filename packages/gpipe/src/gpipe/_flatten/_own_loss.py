@@ -31,7 +31,7 @@ class CombineError(ValueError):
     """The loss of a mini-batch is not determined by the losses of its parts."""
 
 
-class Kind(NamedTuple):
+class LossKind(NamedTuple):
     """How a loss is combined.
 
     Attributes:
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     observed: bool | None = None
 
 
-Kinds = dict[bool, Kind | None]
+Kinds = dict[bool, LossKind | None]
 """How a loss is combined, without and with a number of items among the inputs; None: it cannot be."""
 
 

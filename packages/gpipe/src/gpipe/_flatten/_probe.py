@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from ..engine._loss_value import loss_value, own_loss
 from ._ending import LOSS_ONLY, Ending, Returned
 from ._inputs import Inputs
-from ._own_loss import KINDS, CombineError, Kind, Kinds, OwnLoss
+from ._own_loss import KINDS, CombineError, Kinds, LossKind, OwnLoss
 from ._reductions import Reductions
 from ._segment import Segment
 
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
         one, other = self._loss(values), self._loss(values)
         return one is None or other is None or not torch.equal(one, other)
 
-    def _kind(self, values: Values) -> Kind | None:
+    def _kind(self, values: Values) -> LossKind | None:
         with Reductions() as seen:
             self._loss(values)
         # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
@@ -98,9 +98,9 @@ class Trial(NamedTuple):
             if loss is not None and not any(loss.equal(known) for _, known in tried):  # it makes a difference
                 tried.append((each, loss))
         for name in KINDS if tried else ():
-            own = OwnLoss(self.model, dict.fromkeys((False, True), Kind(name)))
+            own = OwnLoss(self.model, dict.fromkeys((False, True), LossKind(name)))
             if all(self._agrees(each, loss, own) for each, loss in tried):
-                return Kind(name, seen.any())
+                return LossKind(name, seen.any())
         return None
 
     def _loss(self, values: Values) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._calls import Call, Key, Like, like
+from ._calls import Key, Like, Observed, like
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
@@ -69,7 +69,7 @@ class Tape:
             found[name] = (*known, *(tuple(map(like, leaves)) for leaves, _ in calls[len(known) :]))
         return found
 
-    def block(self, name: str, j: int, call: Call, given: Any) -> Any:
+    def block(self, name: str, j: int, call: Observed, given: Any) -> Any:
         """Record a call of block number ``j``, and return placeholders for its result."""
         if j == self._first - 1:
             return call.result.value(self.done)
@@ -91,7 +91,7 @@ class Tape:
             self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
         return call.result.value(outputs)
 
-    def _output(self, leaf: Any, first: Tensor | None, call: Call) -> Any:
+    def _output(self, leaf: Any, first: Tensor | None, call: Observed) -> Any:
         """A tensor that takes no memory for an output of a block: like its first argument if it was in the sample."""
         if not isinstance(leaf, Like):
             return leaf
@@ -127,7 +127,7 @@ class Tape:
                 "pipe"
             )
 
-    def early(self, name: str, calls: Sequence[Call]) -> Any:
+    def early(self, name: str, calls: Sequence[Observed]) -> Any:
         """What a module of another segment returns: what is given, or placeholders, which a forward may write to."""
         number = self._counts[name]
         self._counts[name] += 1
@@ -251,7 +251,7 @@ class StandIn(nn.Module):
         number: of a block, whose arguments are recorded.
     """
 
-    def __init__(self, real: nn.Module, name: str, calls: Sequence[Call], number: int | None = None) -> None:
+    def __init__(self, real: nn.Module, name: str, calls: Sequence[Observed], number: int | None = None) -> None:
         super().__init__()
         self.real = Real(real)
         self._name, self._calls, self._number = name, calls, number
