@@ -215,7 +215,8 @@ def _fail(ranks: Ranks, where: int, phase: str, schedule: str) -> str:
         expect_alike(rank, pipe, schedule)
         if dist.get_rank() == where:
             planted_in(rank).when = phase, 1
-        found = error_of(lambda: rank.step(rows(), loss_fn=squares, schedule=schedule))
+        x = rows().requires_grad_()  # so that the first layer has a backward
+        found = error_of(lambda: rank.step(x, loss_fn=squares, schedule=schedule))
         planted_in(rank).when = None
         expect_alike(rank, pipe, schedule)
     return type(found).__name__
