@@ -148,10 +148,8 @@ class RemoteLink:
     def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
         form, tensors = form_of(payload)
-        if self._out is not None:
-            self._out.send(
-                [each for each in tensors if each is not None]
-            )  # before the head, which says that it is done
+        if self._out is not None:  # before the head, which says that it is done
+            self._out.send([each for each in tensors if each is not None])
             tensors = []
         parts = [] if form == self._sent else self._text(_FORM, form)
         self._sent = form

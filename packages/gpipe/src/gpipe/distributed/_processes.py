@@ -131,11 +131,11 @@ class Ranks(Processes):
         """The tensors of this rank that count as another's, which has a stage with them before the stages here."""
         return self._twins.of_others()
 
-    def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        sums = dict(zip(*run.whole(), strict=True))
+    def whole(self, run: Run) -> dict[Tensor, Tensor]:
+        sums = run.whole()
         with self._reaching():
             self._twins.add_up(sums)
-        return list(sums), list(sums.values())
+        return sums
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

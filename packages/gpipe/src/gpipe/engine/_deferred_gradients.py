@@ -76,12 +76,12 @@ def hooks_of(leaf: Tensor) -> int:
     return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())
 
 
-def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The leaves, each once, and the sums of their gradients."""
+def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
+    """The sum of the gradients of each leaf."""
     sums: dict[Tensor, Tensor] = {}
     for leaf, gradient in gradients:
         sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
-    return list(sums), list(sums.values())
+    return sums
 
 
 def _hooks(leaf: Tensor) -> Iterator[Hooks]:

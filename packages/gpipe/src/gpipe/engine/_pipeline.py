@@ -148,15 +148,11 @@ class Pipeline:
                 with self.processes.together(run):
                     refuse_data_parallel(run.kept_nodes)
                     gradients = run.train(self._entering(batches), walk, order)
-                leaves, whole = self.processes.whole(run)
+                whole = self.processes.whole(run)
                 adds = True
-                flowing = [
-                    *_flowing(batches[: len(gradients)], gradients, loss.scale),
-                    *zip(leaves, whole, strict=True),
-                ]
                 # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
                 # several gradients.
-                accumulate_whole(flowing)
+                accumulate_whole([*_flowing(batches[: len(gradients)], gradients, loss.scale), *whole.items()])
             except BaseException as error:
                 run.deferred.give_back()
                 _restore(run, empty, error, adds or run.adds)

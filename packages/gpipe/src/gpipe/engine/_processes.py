@@ -40,8 +40,8 @@ class Processes:
         """The leaves in ``module`` that other processes use too: their gradients are summed over the processes."""
         return []
 
-    def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        """The leaves of ``run``, each once, and their gradients, with sums over all processes."""
+    def whole(self, run: Run) -> dict[Tensor, Tensor]:
+        """The gradient of each leaf of ``run``, with sums over all processes."""
         return run.whole()
 
 

@@ -172,7 +172,7 @@ class Run:
             self._walk(backwards, lambda: backwards, Context.capture())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
-        whole = dict(zip(*self.whole(), strict=True))
+        whole = self.whole()
         own = [whole.pop(parameter, None) for parameter in left]
         accumulate_whole(whole.items())
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
@@ -198,12 +198,12 @@ class Run:
         self._walk(walk, whole, self.context)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
-    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
+    def whole(self) -> dict[Tensor, Tensor]:
         """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
 
         Returns:
-            The leaves whose gradients were accumulated outside ``.grad``, each once, and these gradients, scaled. Those
-            of a leaf that several stages share are added in the order of the stages.
+            For each leaf whose gradient was accumulated outside ``.grad`` that gradient, scaled. Those of a leaf that
+            several stages share are added in the order of the stages.
         """
         scale: Scale = 1.0 if self.loss is None else self.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
