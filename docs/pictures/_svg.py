@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from xml.sax.saxutils import escape
+from gpipe._page import escaped
 
 INK, FAINT, PAPER, GROUND, RULE = "#1f2937", "#667085", "#ffffff", "#eef0f3", "#d0d5dd"
 FORWARD, BACKWARD = "#7fb0f2", "#6fc793"
 
 DARK = {INK: "#e5e7eb", FAINT: "#9aa4b2", PAPER: "#14181f", GROUND: "#232a35", RULE: "#344054"}
 """For each colour the one that replaces it if the reader prefers dark."""
-
-_FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def escaped(text: str) -> str:
-    """Text escaped for an element or an attribute. Characters that XML does not allow are replaced.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The escaped text.
-
-    >>> escaped('a < "b"')
-    'a &lt; &quot;b&quot;'
-    """
-    return escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text), {'"': "&quot;"})
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
