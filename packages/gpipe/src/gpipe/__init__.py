@@ -1,4 +1,4 @@
-"""Pipeline-parallel training of sequential PyTorch models in one process."""
+"""Pipeline-parallel training of PyTorch models, in one process or in several."""
 
 from . import balance as balance
 from . import nn as nn
