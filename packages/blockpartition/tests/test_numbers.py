@@ -17,11 +17,8 @@ from .strategies import costs
 def test_a_sum_is_exact_or_correctly_rounded_and_of_the_kind_of_the_costs(numbers):
     (load,) = partition(numbers, 1).loads
     assert agrees(load, sum(map(Fraction, numbers)))
-    kinds = {type(x) for x in numbers}
-    if kinds == {int}:
-        assert type(load) is int
-    elif float not in kinds:
-        assert type(load) is Fraction
+    if float not in {type(x) for x in numbers}:
+        assert type(load) is (int if load.denominator == 1 else Fraction)
     else:
         assert type(load) is float or load > sys.float_info.max
 
