@@ -65,11 +65,11 @@ def test_the_engine_adds_gradients_and_returns_them():
 
 def test_a_graph_is_another_user_of_a_parameter():
     parameter = nn.Parameter(torch.ones(2))
-    assert _torch.has_one_user(parameter)
+    assert not _torch.used_by_graphs([parameter])
     graph = parameter * 2
-    assert not _torch.has_one_user(parameter)
+    assert _torch.used_by_graphs([parameter])
     del graph
-    assert _torch.has_one_user(parameter)
+    assert not _torch.used_by_graphs([parameter])
 
 
 def test_operations_that_consist_of_others_are_known():

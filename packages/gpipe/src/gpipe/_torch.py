@@ -6,7 +6,7 @@ on. Attributes of tensors and modules, such as ``_version`` and ``_modules``, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar
@@ -30,9 +30,9 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 recomputation cannot repeat, would not be refused."""
 
 
-def has_one_user(parameter: Tensor) -> bool:
-    """Whether only Python refers to a tensor, no graph. Without it: every run asks each parameter for its node."""
-    return parameter._use_count() <= 1  # type: ignore[attr-defined, no-any-return]
+def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those to which more refers than Python, such as a graph. Without it: every run asks each for its node."""
+    return [parameter for parameter in parameters if parameter._use_count() > 1]  # type: ignore[attr-defined]
 
 
 # Interception of operations that draw. Without these names: a TorchDispatchMode, through which every operation passes;

@@ -48,7 +48,7 @@ def test_the_reader_comes_after_the_copy_and_the_copy_after_the_source(places, s
     with accelerator("xpu"):
         ends = [place(index) for index in places]
         channels = connected(ends)
-        between = channels._main[1]
+        between = channels.departures[0]
         for i, (kind, queued) in enumerate(sends):
             source, target = ends if kind == "value" else ends[::-1]
             out, into = (source[2][1], target[2][0]) if kind == "value" else (source[2][3], target[2][2])
@@ -76,7 +76,7 @@ def test_what_comes_does_not_wait_for_what_goes():
     """Under 1F1B a stage computes while the next value arrives: its stream must not wait for the output's."""
     with accelerator("xpu"):
         ends = [place(0), place(1), place(2)]
-        first, second = (connected(ends)._main[j] for j in (1, 2))
+        first, second = (connected(ends).arrivals[j] for j in (1, 2))
         middle, (values_in, values_out, gradients_in, gradients_out) = ends[1][1], ends[1][2]
         assert len({values_in, values_out, gradients_in, gradients_out, middle}) == 5
         middle.work()

@@ -106,7 +106,7 @@ class Twins:
     def trained(self, module: nn.Module) -> list[Tensor]:
         """The leaves in ``module`` whose gradients have to be summed over ranks."""
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
-        below = {*parameters_of(module)} if twins else set()
+        below = {*parameters_of(modules_below(module))} if twins else set()
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:

@@ -40,7 +40,9 @@ def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch
 def _reattached(whole: Tensor, views: Sequence[Batch]) -> list[Batch]:
     """The same where the mini-batch is one tensor, cut along its rows."""
     parts = _dealt(0, whole, [view.value for view in views])
-    return [Batch(part, view.rows) for part, view in zip(parts, views, strict=True)]
+    for view, part in zip(views, parts, strict=True):
+        view.value = part
+    return [*views]
 
 
 def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,13 +11,14 @@ Its hooks can be neither listed nor removed from Python. But the node need not r
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .._torch import has_one_user
+from .._torch import used_by_graphs
 from ._accumulate import added
 from ._left_behind import expect_unguarded
 from ._scale import Scale, scale_in_place
@@ -45,9 +46,9 @@ class DeferredGradients:
         """
         with self._lock:
             for leaf in leaves:
-                if (every or hooks_of(leaf)) and id(leaf) not in self._held:
+                if (every or any(_HOOKS(leaf))) and id(leaf) not in self._held:
                     expect_unguarded(leaf)
-                    hooks = [(own, dict(own)) for own in _hooks(leaf)]
+                    hooks = [(own, dict(own)) for own in _HOOKS(leaf) if own]
                     self._held[id(leaf)] = leaf, leaf.grad, hooks
                     leaf.grad = None
                     # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
@@ -71,9 +72,14 @@ class DeferredGradients:
         return [(leaf, scale_in_place(gradient, scale)) for leaf, gradient in gradients if gradient is not None]
 
 
-def hooks_of(leaf: Tensor) -> int:
-    """The number of hooks that are called when a gradient arrives at ``leaf``, or has been accumulated."""
-    return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())
+_HOOKS: Callable[[Tensor], tuple[Hooks | None, Hooks | None]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+
+
+def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
+    """For each leaf the number of hooks that are called when a gradient arrives, or has been accumulated."""
+    return [len(arriving or ()) + len(accumulated or ()) for arriving, accumulated in map(_HOOKS, leaves)]
 
 
 def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
@@ -84,17 +90,10 @@ def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
     return sums
 
 
-def _hooks(leaf: Tensor) -> Iterator[Hooks]:
-    """The dicts of hooks that are called when a gradient arrives, and when it has been accumulated."""
-    for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
-        if hooks:
-            yield hooks
-
-
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of ``parameters`` whose ``AccumulateGrad`` node outlives a run: a hook or another graph refers to it."""
     # A node refers to its parameter, so a parameter with one reference has none. That sorts out most of them.
-    several = [p for p in parameters if not has_one_user(p) and p.requires_grad]
+    several = [p for p in used_by_graphs(parameters) if p.requires_grad]
     return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ def modules_below(root: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The same as ``list(module.parameters())``."""
-    own = [parameter for each in modules_below(module) for parameter in each._parameters.values()]
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of ``modules``, each once; ``list(root.parameters())`` for those below a root."""
+    own = [parameter for each in modules for parameter in each._parameters.values()]
     return list({id(parameter): parameter for parameter in own if parameter is not None}.values())

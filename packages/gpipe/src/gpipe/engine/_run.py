@@ -7,6 +7,7 @@ loss, and the gradients that are accumulated outside ``.grad`` until all of them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from ._exclusive import involved, serving
 from ._failures import Failures
 from ._left_behind import watch_attributes
 from ._losses import Losses
-from ._parameters import parameters_of
+from ._parameters import modules_below, parameters_of
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
@@ -91,7 +92,8 @@ class Run:
         if loss is not None:
             # The loss draws as a layer behind the last one would.
             loss.begin(self.rng, stages[-1].numbers.stop)
-        own = [parameters_of(stage.module) if self.keeps else [] for stage in stages]
+        modules = [modules_below(stage.module) for stage in stages]
+        own = [parameters_of(each) if self.keeps else [] for each in modules]
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
         self.deferred = DeferredGradients() if loss is None else loss.deferred
@@ -103,7 +105,7 @@ class Run:
         link = Link if self.observer is None else self.observer.link
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
-        self._tied = Tied(stages)
+        self._tied = Tied(stages, modules)
         departures: dict[int, Any] = self._transport.departures
         if loss is not None and pipeline.ends:
             departures = {**departures, pipeline.count - 1: loss}
@@ -137,8 +139,7 @@ class Run:
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
-        for i, each in enumerate(inputs):
-            self._transport.entrance.put_values(i, each)
+        self._transport.entrance.values.update(enumerate(inputs))
         forwards = partial(forwards_of, *self.size)
         self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
         if self._recomputed:
@@ -164,12 +165,11 @@ class Run:
         # The caller may be on other streams than in the forward, and its gradients are computed there.
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
-        for i, each in enumerate(gradients):
-            self._transport.exit.put_gradients(i, each)
+        self._transport.exit.gradients.update(enumerate(gradients))
         self.rng.begin()
         backwards = forwards_and_backwards(*self.size)[1]
         try:
-            self._walk(backwards, lambda: backwards, Context.capture())
+            self._walk(backwards, lambda: backwards)
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = self.whole()
@@ -189,9 +189,7 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor.
         """
-        # Links hold any number of values, so that all inputs can be there before a worker begins.
-        for i, each in enumerate(inputs):
-            self._transport.entrance.put_values(i, each)
+        self._transport.entrance.values.update(enumerate(inputs))
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._stages.keys():
             self._stages[j].look_for_hooks()
@@ -215,10 +213,15 @@ class Run:
         """Whether backwards may have added to gradients that were in ``.grad`` before the run."""
         return any(stage.adds for stage in self._stages.values())
 
-    def _walk(self, walk: Walk, whole: Callable[[], Walk], context: Context) -> None:
+    def _walk(self, walk: Walk, whole: Callable[[], Walk], context: Context | None = None) -> None:
         """Have every worker take its steps; raise the earliest failure if there is one.
 
         Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
+
+        Args:
+            walk: the steps of each worker.
+            whole: as for :meth:`train`.
+            context: the settings for the workers; those of this thread if not given.
         """
         self.failures.whole = whole
         try:
@@ -230,17 +233,18 @@ class Run:
         finally:
             self.rng.settle()
 
-    def _run_all(self, walk: Walk, context: Context) -> None:
-        if self._workers is None:
+    def _run_all(self, walk: Walk, context: Context | None) -> None:
+        if self._workers is None:  # this thread, which has its settings
             with serving(involved()):
-                self._do(walk[self._pipeline.processes.me or 0], context)
+                self._do(walk[self._pipeline.processes.me or 0], nullcontext())
         else:
-            works = [partial(self._do, steps, context) for steps in walk]
+            context = context or Context.capture()
+            works = [partial(self._do, steps, context.applied()) for steps in walk]
             placement = self.size[-1]
             streams = [self._stream_of[placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
-    def _do(self, steps: Sequence[Step], context: Context) -> None:
+    def _do(self, steps: Sequence[Step], context: AbstractContextManager[None]) -> None:
         """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
         failures, stages = self.failures, self._stages
         do = self._action_wrapper()
@@ -249,7 +253,7 @@ class Run:
         own = setting(step=step, microbatch=None, statistics=None, rng=None, graph_task=backward_id())
         try:
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
-            with own, context.applied(), torch.autograd.set_multithreading_enabled(False), interception.on():
+            with own, context, torch.autograd.set_multithreading_enabled(False), interception.on():
                 for step in steps:
                     j, action = current.step = step
                     current.microbatch = action.microbatch

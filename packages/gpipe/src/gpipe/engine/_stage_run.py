@@ -19,7 +19,7 @@ from .._current import current
 from .._moments import MiniBatchStatistics, commit
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
-from ..transport._link import Channel, Ports
+from ..transport._link import AnyChannel
 from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
@@ -27,7 +27,7 @@ from ..values._sharing import expect_unseen, given_state, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
-from ._deferred_gradients import hooks_of
+from ._deferred_gradients import counts_of_hooks
 from ._losses import Losses
 from ._recomputation import Recomputation
 from ._stage import Stage
@@ -83,8 +83,8 @@ class StageRun:
         self,
         run: Run,
         stage: Stage,
-        arrival: Channel | Ports,
-        departure: Channel | Ports | Losses,
+        arrival: AnyChannel,
+        departure: AnyChannel | Losses,
         parameters: Sequence[nn.Parameter],
         tied: Sequence[Tensor],
     ) -> None:
@@ -187,7 +187,8 @@ class StageRun:
                 raise RuntimeError(_LATE_CHANGE) from error
             raise
         # Other stages or the caller use tensors with a tie too.
-        if before and any(tie and a != b for tie, a, b in zip(inputs.ties, before, versions(inputs), strict=True)):
+        after = versions(inputs) if before else before
+        if after != before and any(tie and a != b for tie, a, b in zip(inputs.ties, before, after, strict=True)):
             raise RuntimeError(_LATE_CHANGE)
         return Activation(output)
 
@@ -205,7 +206,7 @@ class StageRun:
         place.
         """
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
-        hooked = [*map(hooks_of, self._parameters)]
+        hooked = counts_of_hooks(self._parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
         expect_no_more_hooks(stage.module, self._parameters, hooked)
         changed = versions(inputs) != before

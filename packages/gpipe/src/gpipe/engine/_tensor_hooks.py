@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._deferred_gradients import hooks_of
+from ._deferred_gradients import counts_of_hooks
 
 
 def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[int]) -> None:
@@ -17,8 +17,8 @@ def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], 
 
     They would stay for all micro-batches and recomputations, each of which adds its own.
     """
-    for parameter, count in zip(parameters, before, strict=True):
-        if hooks_of(parameter) > count:
+    for parameter, count, now in zip(parameters, before, counts_of_hooks(parameters), strict=True):
+        if now > count:
             names = {each: name for name, each in module.named_parameters()}
             raise RuntimeError(
                 f"the forward of a layer registered a hook on the parameter {names.get(parameter, '')!r}, which would "

@@ -15,7 +15,7 @@ Source: the tied layers of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -66,15 +66,18 @@ class Tied:
 
     Layers may have been changed since the last run, so each run looks for shared tensors again.
 
+    Args:
+        stages: the stages in this process.
+        parts: the modules of each.
+
     Attributes:
         shares: whether there are any; if not, nothing has to be applied or joined.
         leaves: for each stage the leaves, owners and copies, whose gradients have to be summed.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], parts: Sequence[dict[nn.Module, None]]) -> None:
         self._stages = stages
-        parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
-        shared = shared_tensors(parts)
+        shared = shared_tensors(parts) if len(parts) > 1 else {}
         self.shares = bool(shared)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         # The dicts of modules and the names in them that refer to copies during a run, and these copies.
@@ -90,15 +93,18 @@ class Tied:
             self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
         self._looked = False
-        self._then = self._seen()
+        self._then = self._seen() if shared else {}
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
         Raises:
             RuntimeError: in the first use, which includes all forwards, if a forward has changed what is shared.
         """
+        return self._swapped() if self.shares else nullcontext()
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
         before = [entries.get(name) for entries, name, _ in self._swaps]
         for entries, name, copy in self._swaps:
             dict.__setitem__(entries, name, copy)

@@ -128,6 +128,26 @@ class Channel:
         self.gradients.cancel()
 
 
+class OuterChannel:
+    """The channel between the caller and the first stage, or the last one. Nobody waits there.
+
+    The caller puts everything in before the workers begin, and takes everything out after they have ended.
+
+    Attributes:
+        values, gradients: what is in the channel, by micro-batch.
+        get_values, put_values, get_gradients, put_gradients: as those of :class:`Channel`.
+    """
+
+    __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[int, Activation] = {}
+        self.gradients: dict[int, list[Tensor | None]] = {}
+        # Taken out with pop: the tensors of a micro-batch are freed as soon as its cell is done with them.
+        self.get_values, self.put_values = self.values.pop, self.values.__setitem__
+        self.get_gradients, self.put_gradients = self.gradients.pop, self.gradients.__setitem__
+
+
 class Ports:
     """Several channels with the interface of one :class:`Channel`: the main one first, then one for each skip.
 
@@ -136,7 +156,7 @@ class Ports:
 
     __slots__ = ("_channels", "_sizes")
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[AnyChannel]) -> None:
         self._channels = channels
         self._sizes: dict[int, list[int]] = {}
 
@@ -163,6 +183,10 @@ class Ports:
         flowing = iter(gradients)
         for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
             channel.put_gradients(i, [next(flowing) for _ in range(size)])
+
+
+AnyChannel = Channel | OuterChannel | Ports
+"""What a stage receives from, and sends to."""
 
 
 def stall_seconds() -> float | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from ..skip import SkipLayout
 from ._copy import StagePlace, carriers
-from ._link import Channel, Link, Ports, stall_seconds
+from ._link import AnyChannel, Channel, Link, OuterChannel, Ports, stall_seconds
 
 
 class Transport:
@@ -41,45 +40,44 @@ class Transport:
         self._places = places
         self._remote = remote
         self._channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
-        self.entrance = self._channel("at the input")
-        self.exit = self._channel("at the output")
-        self._main = {0: self.entrance, count: self.exit}
+        self._inner: list[Channel] = []
+        self.entrance, self.exit = OuterChannel(), OuterChannel()
+        main: dict[int, AnyChannel] = {0: self.entrance, count: self.exit}
         for j in range(1, count):
             # A process has channels where one end at least is a stage of its own.
             if not places.keys().isdisjoint((j - 1, j)):
-                self._main[j] = self.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
-        self.arrivals: dict[int, Channel | Ports] = {j: self._main[j] for j in places}
-        self.departures: dict[int, Channel | Ports] = {j: self._main[j + 1] for j in places}
-        self._skips: list[Channel] = []
+                main[j] = self.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
+        self.arrivals: dict[int, AnyChannel] = {j: main[j] for j in places}
+        self.departures: dict[int, AnyChannel] = {j: main[j + 1] for j in places}
         if layout.routes:
             self._add_skips(layout, count)
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
         """A new channel from stage ``a`` to stage ``b``. ``number`` is its number among all channels between stages."""
-        remote = self._remote(number)
-        if remote is not None:
-            return remote
-        source, target = self._places[a], self._places[b]
-        on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
-        return self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
+        channel = self._remote(number)
+        if channel is None:
+            source, target = self._places[a], self._places[b]
+            on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
+            channel = self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
+        self._inner.append(channel)
+        return channel
 
     def _add_skips(self, layout: SkipLayout, count: int) -> None:
         """Combine the main channel of each stage that has skips with those of the skips."""
-        popped: dict[int, list[Channel]] = {}
-        stashed: dict[int, list[Channel]] = {}
+        popped: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.arrivals.items()}
+        stashed: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.departures.items()}
         # Every process gives a skip the same number, also if it has neither end of it.
         for number, (key, source, target) in enumerate(layout.routes, start=count):
             if source in self._places or target in self._places:
-                name = f"of skip {key[1]!r} between partitions {source} and {target}"
-                self._skips.append(self.between(source, target, number, name))
-                popped.setdefault(target, []).append(self._skips[-1])
-                stashed.setdefault(source, []).append(self._skips[-1])
-        for j in popped.keys() & self.arrivals.keys():
-            self.arrivals[j] = Ports([self._main[j], *popped[j]])
-        for j in stashed.keys() & self.departures.keys():
-            self.departures[j] = Ports([self._main[j + 1], *stashed[j]])
+                skip = self.between(
+                    source, target, number, f"of skip {key[1]!r} between partitions {source} and {target}"
+                )
+                popped.setdefault(target, []).append(skip)
+                stashed.setdefault(source, []).append(skip)
+        self.arrivals |= {j: Ports(popped[j]) for j in self.arrivals if len(popped[j]) > 1}
+        self.departures |= {j: Ports(stashed[j]) for j in self.departures if len(stashed[j]) > 1}
 
     def cancel(self) -> None:
         """Cancel all present and future waits."""
-        for channel in chain(self._main.values(), self._skips):
+        for channel in self._inner:
             channel.cancel()

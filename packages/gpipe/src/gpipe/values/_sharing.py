@@ -14,6 +14,7 @@ Of several ties the largest counts. Tensors with one storage count as sharing me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -156,10 +157,10 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
     if len(outputs) == 1:
         outputs = [guarded(outputs[0])]
     whole = gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec)
-    if len(outputs) == 1 or not any(SEEN in output.ties for output in outputs):
+    if len(outputs) == 1 or SEEN not in chain.from_iterable(map(_ties, outputs)):
         return whole
     shared = iter([SEEN in ties for ties in zip(*map(ties_of, outputs), strict=True)])
     return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
 
 
-_value, _rows = attrgetter("value"), attrgetter("rows")
+_value, _rows, _ties = attrgetter("value"), attrgetter("rows"), attrgetter("ties")
