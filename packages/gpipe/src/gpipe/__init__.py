@@ -1,17 +1,10 @@
 """Pipeline-parallel training of PyTorch models, in one process or in several."""
 
-from . import balance as balance
-from . import nn as nn
-from . import simulate as simulate
+import importlib as _importlib
+import typing as _typing
+
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
-from ._check import Finding as Finding
-from ._check import Report as Report
-from ._check import check as check
-from ._flatten import flatten as flatten
 from ._gpipe import GPipe as GPipe
-from ._plan import Infeasible as Infeasible
-from ._plan import Plan as Plan
-from ._plan import plan as plan
 from .checkpoint._phase import is_checkpointing as is_checkpointing
 from .checkpoint._phase import is_recomputing as is_recomputing
 from .engine._settings import inline as inline
@@ -20,10 +13,22 @@ from .module._partition import recommend_auto_balance as recommend_auto_balance
 from .module._partition import split_module as split_module
 from .module._partition import verify_module as verify_module
 from .schedule import Schedule as Schedule
-from .timeline import Event as Event
-from .timeline import Timeline as Timeline
-from .timeline import record as record
 from .values._leaves import Arguments as Arguments
+
+if _typing.TYPE_CHECKING:
+    from . import balance as balance
+    from . import nn as nn
+    from . import simulate as simulate
+    from ._check import Finding as Finding
+    from ._check import Report as Report
+    from ._check import check as check
+    from ._flatten._flatten import flatten as flatten
+    from ._plan import Infeasible as Infeasible
+    from ._plan import Plan as Plan
+    from ._plan import plan as plan
+    from .timeline import Event as Event
+    from .timeline import Timeline as Timeline
+    from .timeline import record as record
 
 __all__ = [
     "Arguments",
@@ -49,3 +54,25 @@ __all__ = [
     "verify_module",
 ]
 __version__ = "0.1.0"
+
+# What a training loop does without is imported when it is first used: it takes longer than the rest of this package.
+_MODULES = ("balance", "nn", "simulate", "timeline")
+_LATER = {
+    "_check": ("Finding", "Report", "check"),
+    "_flatten._flatten": ("flatten",),
+    "_plan": ("Infeasible", "Plan", "plan"),
+    "timeline": ("Event", "Timeline", "record"),
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in _MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(_importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from microbatch import Batch, unwrap
 
 from ._batchnorm import DeferredBatchNorm
+from ._chooser import Chooser, Size
 from ._flatten._ending import without_loss_only
 from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
 from ._flatten._names import Flattened, divide_names
 from ._flatten._shapes import has_data
 from ._torch import device_in
-from .balance import balance_by_parameters, balance_by_time
 from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
@@ -51,7 +51,6 @@ from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
-from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
 from .values._sharing import gathered
 
@@ -415,6 +414,8 @@ class GPipe(Stepping):
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
     if sample is None:
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
+    from .balance import balance_by_parameters, balance_by_time  # with the profiler, which most pipes do without
+
     partitions = max(1, min(len(checked_devices(devices, 1 if devices is None else len(module))), len(module)))
     if has_data(module):
         return balance_by_time(partitions, module, sample)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors, scatter, unwrap
 
-from .._flatten import flatten
+from .._flatten._flatten import flatten
 from .._flatten._inputs import Inputs
 from .._flatten._shapes import expect_data
 from .._gpipe import GPipe

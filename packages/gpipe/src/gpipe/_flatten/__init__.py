@@ -4,7 +4,3 @@ The **blocks** of a model are the elements of its lists of layers; most paramete
 are before the first block, after the last, or between two such lists: in **segments**. A segment is the model's own
 forward, up to the next list of blocks, in which everything that belongs to other layers is replaced by placeholders.
 """
-
-from ._flatten import flatten as flatten
-
-__all__ = ["flatten"]

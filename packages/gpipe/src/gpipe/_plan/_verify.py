@@ -14,11 +14,11 @@ import torch
 from profiler import AllocationTracker
 from profiler.text import align, format_bytes, format_seconds
 
+from .._chooser import RUNS
 from .._gpipe import GPipe
 from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ..timeline import Timeline, record
-from ..timeline._chooser import RUNS
 from ..timeline._record import Recorder, RunRecorder
 from ._measure import synchronize
 

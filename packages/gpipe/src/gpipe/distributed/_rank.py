@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions, unwrap
 
 from .._batchnorm import DeferredBatchNorm
+from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from .._flatten._names import divide_names
@@ -34,7 +35,6 @@ from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
-from ..timeline._chooser import choice_of
 from ..transport._copy import CopyStreams
 from ..values._sharing import gathered
 from ._agreement import agreement, checksums, described

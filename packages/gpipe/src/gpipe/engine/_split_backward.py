@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from profiler.split import BackwardGraph, Branch
-
 from ..values._leaves import is_custom, like_accumulated, own_memory
 from . import _autograd_calls as _engine
 from ._accumulate import GradientSums
+
+if TYPE_CHECKING:
+    from profiler.split import Branch
 
 Gradients = list[Tensor | None]
 
@@ -52,6 +53,8 @@ def backward_inputs(
     Returns:
         The gradients of ``leaves``, and what is left for the second part; None if the backward cannot be split.
     """
+    from profiler.split import BackwardGraph  # here, since most pipes never split a backward
+
     graph = BackwardGraph([get_gradient_edge(output) for output in outputs])
     branches = graph.branches({id(leaf) for leaf in leaves})
     # A custom Function may overwrite the gradient that it gets, which the second part would then start from.

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from .._flatten import flatten
 from ._partition import expect_sequential
 
 
@@ -23,6 +22,8 @@ def as_sequential(model: nn.Module, sample: Any, *, blocks: Any = None, pick: An
             one that is.
     """
     if sample is not None and not isinstance(model, nn.Sequential):
+        from .._flatten._flatten import flatten  # here, since most pipes are made of layers
+
         return flatten(model, sample, blocks=blocks, pick=pick)
     expect_sequential(model)
     if blocks is not None or pick is not None:

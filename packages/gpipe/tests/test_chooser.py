@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import Event, GPipe, record
+from gpipe._chooser import RUNS, Chooser, Size
 from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named
 from gpipe.schedule._named import usual_placement
-from gpipe.timeline._chooser import RUNS, Chooser, Size
 from microbatch import Batch
 
-from ..layers import gradients, linears, piped, rows
+from .layers import gradients, linears, piped, rows
 
 each_way = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
 Block = Callable[[], AbstractContextManager[Any]]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from microbatch import Batch
 
-from .._torch import is_profiled
-from ..engine._stage import Stage
-from ..schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, choose, worth_splitting
-from ..schedule._named import expect_schedule
-from ._record import Recorder
+from ._torch import is_profiled
+from .engine._stage import Stage
+from .schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, choose, worth_splitting
+from .schedule._named import expect_schedule
+
+if TYPE_CHECKING:
+    from .timeline._record import Recorder
 
 RUNS = 3
 """How many steps are measured until what an action takes counts as known; the first one is slow for many reasons."""
@@ -105,6 +106,8 @@ class Chooser:
         done = choice.name, choice.split, size.checkpoint_stops, situation
         # A profiler of torch labels what a run does, which a recorder would not.
         if self._recorded[done] < RUNS and not is_profiled():
+            from .timeline._record import Recorder  # most pipes run under a schedule that needs no measurements
+
             self._planned = Recorder(memory=False), measured, done
         return choice
 
@@ -118,7 +121,7 @@ class Chooser:
         for event in recorder.timeline.events:
             run[event.stage, event.kind].append(event.seconds)
         for cell, seconds in run.items():
-            measured[cell].append(median(seconds))
+            measured[cell].append(sorted(seconds)[len(seconds) // 2])
         self._recorded[done] += bool(run)  # nothing is seen where the caller records
         self._choices.clear()  # they were made with fewer measurements
 
