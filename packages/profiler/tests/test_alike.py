@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from profiler import _sizes, profile
+from profiler import _count, profile
 from profiler._alike import situation
 
 from .strategies import WIDTH, fewer, models, samples
 
 
 def counted(model: nn.Module, sample: torch.Tensor, *, each: bool):
-    with patch.object(_sizes, "situation", lambda *_: None) if each else patch.object(_sizes, "situation", situation):
+    with patch.object(_count, "situation", lambda *_: None) if each else patch.object(_count, "situation", situation):
         return profile(model, sample, device="meta", split_backward=True)
 
 

@@ -52,8 +52,8 @@ def test_what_cannot_be_profiled_is_named(way, arguments, error, message):
             ValueError,
             "timeout: expected a finite number > 0",
         ),
-        (lambda: profile(linear(), ROWS, device="cpu", chunks=0), ValueError, "chunks: expected at least 1 micro-bat"),
-        (lambda: profile_sizes(linear(), ROWS, 2.5, 2.0, "cpu"), TypeError, "chunks: expected a whole number, got 2.5"),
+        (lambda: profile(linear(), ROWS, device="cpu", chunks=0), ValueError, "chunks is 0; expected at least 1"),
+        (lambda: profile_sizes(linear(), ROWS, 2.5, 2.0, "cpu"), TypeError, "chunks is 2.5; expected an integer"),
         (lambda: profile_sizes(linear(), ROWS, 1, -1, "cpu"), ValueError, "param_scale: expected a finite number >= 0"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given
 from torch import nn
 
 from microbatch import Batch
-from profiler import _sandbox, detach, layerwise_sandbox
+from profiler import _times, detach, layerwise_sandbox
 from profiler._times import measure
 
 from .strategies import models
@@ -40,7 +40,7 @@ def test_large_modules_are_copied_one_layer_at_a_time_and_small_ones_once(size, 
         def forward(self, x):
             return x * 2
 
-    monkeypatch.setattr(_sandbox, "_SMALL", {"small": 0, "large": -1}[size])
+    monkeypatch.setattr(_times, "_SMALL", {"small": 0, "large": -1}[size])
     model = nn.Sequential(*(Counting() for _ in range(3)))
     rounds = measure(model, Batch(torch.rand(2)), torch.device("cpu"), timeout=1e-9, least=2)
     assert len(rounds) == 2

@@ -147,7 +147,6 @@ def test_both_ways_give_forward_and_backward_whatever_the_callers_grad_mode(grad
         summed = profile_times(model, x, 30, "cpu")
         medians = profile_seconds(model, x, timeout=30, device="cpu")
         found = profile(model, x, device="cpu", timeout=1)
-    # To a second, since what the machine does beside is taken off.
     assert [round(each / 12e6) for each in summed] == [-(-30 // (12 * layers))] * layers
     assert [round(each) for each in medians] == [12] * layers
     assert [(round(each.forward_seconds), round(each.backward_seconds)) for each in found] == [(5, 7)] * layers

@@ -6,15 +6,14 @@ import math
 import operator
 from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from torch import nn
 
-import microbatch
+from microbatch import Batch, Split, flatten, rules, scatter, unflatten, unwrap
 
-if TYPE_CHECKING:
-    Device = torch.device | int | str
+Device: TypeAlias = torch.device | int | str
 
 
 def check_no_gradient(module: nn.Module) -> None:
@@ -27,17 +26,6 @@ def check_no_gradient(module: nn.Module) -> None:
             )
 
 
-def check_sample(sample: Any) -> None:
-    """Raises if `sample` is not a tree of tensors with rows; the message names the path of the first wrong leaf."""
-    microbatch.check(sample)
-    microbatch.scatter(sample, 1)
-
-
-def fewest_rows(sample: Any) -> int:
-    """The rows of that tensor of ``sample`` that has the fewest, of those that are cut."""
-    return min(microbatch.scatter_views(sample, 1)[0][0].rows)
-
-
 def check_number(name: str, value: float, *, positive: bool) -> None:
     """Raises if `value` is no finite number of at least 0, or above it."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -46,11 +34,24 @@ def check_number(name: str, value: float, *, positive: bool) -> None:
         raise ValueError(f"{name}: expected a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
 
 
-def check_chunks(chunks: int) -> None:
-    if not isinstance(chunks, SupportsIndex):
-        raise TypeError(f"chunks: expected a whole number, got {chunks!r}")
-    if operator.index(chunks) < 1:
-        raise ValueError(f"chunks: expected at least 1 micro-batch, got {chunks!r}")
+def first_part(value: Any, chunks: int, rows: int | None = None) -> Batch:
+    """The first micro-batch of ``value``: the first of ``chunks``, or of as many rows as ``rows``."""
+    if rows is None:
+        return scatter(value, chunks)[0]
+    fewest = fewest_rows(value)
+    if rows > fewest:
+        raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
+    bare, spec = unwrap(value)
+    leaves, tree = flatten(bare)
+    for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
+        if isinstance(rule, Split) and isinstance(leaf, torch.Tensor):
+            leaves[k] = leaf.narrow(rule.dim, 0, rows)
+    return Batch(unflatten(leaves, tree))
+
+
+def fewest_rows(value: Any) -> int:
+    """The rows of that tensor of ``value`` that has the fewest, of those that are cut."""
+    return min(scatter(value, 1)[0].rows)
 
 
 def check_rows(rows: Sequence[int]) -> list[int]:

@@ -1,42 +1,99 @@
-"""Counts the bytes and FLOPs of one layer by running it once."""
+"""Counts the bytes and FLOPs of each layer by running it once."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from microbatch import Batch
 
+from ._alike import situation
 from ._allocations import AllocationTracker
-from ._enter import copied, enter_batch
+from ._data import LayerProfile
+from ._ends import SEED, copied, enter_batch, turned
+from ._fake import blank_batch, blank_layer, fake_mode, faking
 from ._isolation import uncompiled
+from ._layers import owned
+from ._sandbox import copy_on
 from ._storages import storages, tensor_bytes
-from ._turn import SEED, turned
-from ._walk import Visit
+from ._walk import Visit, walk
 
 
-class Count(NamedTuple):
+class _Count(NamedTuple):
     """What was counted of a layer.
 
     Attributes:
+        output: the output, copied.
         figures: fields of a :class:`LayerProfile`, by name.
         uncounted: operations whose FLOPs are missing.
         unsized: whether a storage has an unknown size, so that the layer has to be counted with real tensors.
     """
 
+    output: Batch
     figures: dict[str, int]
-    uncounted: frozenset[str]
+    uncounted: set[str]
     unsized: bool
 
 
-def count(
-    visit: Visit, *, backward: bool = True, mode: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> tuple[Batch, Count]:
+def count_layers(
+    chain: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True
+) -> list[LayerProfile]:
+    """The bytes and FLOPs of every layer on `batch`, without seconds: with fake tensors if `device` is ``meta``.
+
+    Args:
+        chain: the layers.
+        batch: the input of the first.
+        device: where they run.
+        backward: whether to run backwards too, for peaks and FLOPs.
+    """
+    found: list[_Count] = []
+    count: Callable[[Visit], _Count] = partial(_count, backward=backward)
+    copy, first = partial(copy_on, device=device), partial(copied, device=device)
+    if device.type == "meta":
+        mode = fake_mode()
+        # Equal layers are counted once, since deep models repeat blocks.
+        count = partial(_count_fake, known={}, mode=mode, backward=backward)
+        copy, first = partial(blank_layer, mode=mode), partial(blank_batch, mode=mode)
+
+    def step(visit: Visit) -> Batch:
+        found.append(count(visit))
+        _warn(visit.name, found[-1].uncounted)
+        return found[-1].output
+
+    walk(chain, copy, first(batch), step)
+    return [
+        LayerProfile(name, type(layer).__name__, None, None, **own, **counted.figures)
+        for name, layer, own, counted in zip(chain._modules, chain, owned(chain), found, strict=True)
+    ]
+
+
+def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: bool) -> _Count:
+    key = situation(visit.original, visit.input)
+    if key is not None and key in known:
+        return known[key]
+    counted = _count(visit, backward, partial(faking, mode))
+    for tensor in counted.output:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"the bytes of an output of layout {tensor.layout} depend on its values, and without a device there "
+                "are none; use device='cpu'"
+            )
+    if counted.unsized:
+        real = visit._replace(layer=blank_layer(visit.original), input=blank_batch(visit.input))
+        counted = _count(real, backward)._replace(output=counted.output)
+    if key is not None:
+        known[key] = counted
+    return counted
+
+
+def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManager[object]] = nullcontext) -> _Count:
     """Runs the forward, and counts the storages that it creates and that stay alive: those of the output, and of what
     the graph has saved. Then the backward, for the peak and FLOPs. Compiled layers are counted uncompiled.
 
@@ -46,15 +103,15 @@ def count(
         backward: whether to run the backward.
         mode: makes a context for everything that runs.
     """
-    visit = replace(visit, input=enter_batch(visit.input, copies=True))
-    inputs, tracker = _watched(visit.input), AllocationTracker()
+    entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
+    inputs = _watched(entered)
     with uncompiled(), mode(), tracker:
-        output, roots = visit.forward()
+        output, roots = visit.forward(entered)
     saved, given = tracker.alive(), tensor_bytes(output.value)
     outputs, handed = _watched(output), copied(output)
     turn = turned(roots) if roots and backward else None
     # Of the inputs, only what the graph or the output needs is alive after this; of the outputs what the graph needs.
-    del visit, roots
+    del entered, roots
     freed = _gone(inputs)
     del output
     passing = _gone(outputs)
@@ -69,7 +126,17 @@ def count(
         "passing_bytes": passing,
         "freed_bytes": freed,
     }
-    return handed, Count(figures, frozenset(tracker.uncounted), tracker.unsized)
+    return _Count(handed, figures, tracker.uncounted, tracker.unsized)
+
+
+def _warn(name: str, uncounted: set[str]) -> None:
+    if uncounted:
+        warnings.warn(
+            f"layer {name!r}: there is no FLOP formula for {', '.join(sorted(uncounted))}, so the FLOPs of the layer "
+            "are too low, and seconds that are estimated from them; register a formula with "
+            "torch.utils.flop_counter.register_flop_formula",
+            stacklevel=2,
+        )
 
 
 _Watched = list[tuple["weakref.ref[torch.UntypedStorage]", int]]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +16,14 @@ from torch.overrides import TorchFunctionMode
 from microbatch import Batch, map_tensors
 from streams import add_note
 
-from ._sandbox import computed_copies
+from ._sandbox import tensors_of
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+Layer = TypeVar("Layer", bound=nn.Module)
+Mode = AbstractContextManager[object]
+_NO_MODE: Mode = nullcontext()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -28,6 +32,19 @@ def fake_mode() -> FakeTensorMode:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def faking(mode: FakeTensorMode) -> Iterator[None]:
+    """A context in which layers compute shapes only. Errors of a layer that reads values say what to do about it."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        with mode, FusedAttention():
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        add_note(error, "the layer looks at values, and without a device there are none; use device='cpu'")
+        raise
 
 
 class FusedAttention(TorchFunctionMode):
@@ -58,47 +75,21 @@ def _fused(
     return functional.scaled_dot_product_attention(query, key, wide, attn_mask, 0.0, *rest, **kwargs)[..., :width]
 
 
-def fake_layers(module: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[nn.Module]:
-    """Copies of the layers in training mode that take no memory, whatever device the layers are on."""
-    for layer in module:
-        owners = [each for child in layer.modules() for each in (child._parameters, child._buffers, vars(child))]
-        tensors = [value for owner in owners for value in owner.values() if isinstance(value, torch.Tensor)]
-        yield copy.deepcopy(layer, {id(x): fake(x, mode) for x in tensors}).train()
-
-
-def fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake of `x` on the CPU."""
+def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
+    """A tensor like `x` on the CPU, of zeros; made inside `mode`, so in a fake mode it takes no memory."""
     with mode:
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        # With the same strides: a kernel that needs another layout would keep a copy.
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
         if isinstance(x, nn.Parameter):
             return nn.Parameter(y, requires_grad=x.requires_grad)
         return y.requires_grad_(x.requires_grad)
 
 
-def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
-    return batch.call(lambda value: map_tensors(lambda x: fake(x, mode), value))
+def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
+    """A copy of the layer in training mode with blank tensors, whatever device the layer is on."""
+    return copy.deepcopy(layer, {id(x): blank(x, mode) for x in tensors_of(layer)}).train()
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """A context that adds to errors what to do about a layer that reads values."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        add_note(error, "the layer looks at values, and without a device there are none; use device='cpu'")
-        raise
-
-
-def materialised(layer: nn.Module) -> nn.Module:
-    """A copy of `layer` with memory on the CPU, and zeros in it."""
-    return copy.deepcopy(layer, computed_copies(layer)).to_empty(device="cpu").train()
-
-
-def zeros_like(batch: Batch) -> Batch:
-    def zeros(x: torch.Tensor) -> torch.Tensor:
-        # With the same strides: a kernel that needs another layout would keep a copy.
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_().requires_grad_(x.requires_grad)
-
-    return batch.call(lambda value: map_tensors(zeros, value))
+def blank_batch(batch: Batch, mode: Mode = _NO_MODE) -> Batch:
+    """A batch of blank tensors."""
+    return batch.call(lambda value: map_tensors(lambda x: blank(x, mode), value))

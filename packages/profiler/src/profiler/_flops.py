@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 Formula = Callable[..., int]
+_aten = torch.ops.aten
 
 # Libraries whose operations are those of PyTorch itself, or only send and arrange values.
 _KNOWN = re.compile(r"aten|prims?|.*c10d.*|fsdp|symm_mem|_dtensor|profiler|rng_prims|inductor|")
@@ -30,12 +31,12 @@ def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
         The number; 0 for operations that multiply no matrices; None if there is no formula for one that may do so: its
         name says that it does, or it comes from a library of its own.
     """
-    packet = getattr(func, "_overloadpacket", func)
-    if (own := _own().get(packet)) is not None:
-        return own(*args)
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import flop_registry  # imported late: it takes a while
 
-    formula = flop_registry.get(packet)
+    packet = getattr(func, "_overloadpacket", func)
+    if packet in _OWN:
+        return _OWN[packet](*args)
+    formula = flop_registry.get(_LIKE.get(packet, packet))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     return None if _multiplies(packet) else 0
@@ -48,34 +49,6 @@ def _multiplies(packet: Any) -> bool:
         return True
     words = name.split("_")
     return _POINTWISE.isdisjoint(words) and any(map(_PRODUCT.fullmatch, words))
-
-
-@cache
-def _own() -> dict[Any, Formula]:
-    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
-
-    def attention(query: Any, key: Any, value: Any, *rest: Any) -> int:
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-    def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any) -> int:
-        found = sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-            gradient.shape, query.shape, key.shape, value.shape
-        )
-        return int(found)
-
-    formulas: dict[str, Formula] = {
-        **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
-        **dict.fromkeys(
-            ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _recurrent_backward
-        ),
-        **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-        **dict.fromkeys(("mv", "dot", "vdot", "_int_mm", "_scaled_mm_v2"), _product),
-        **dict.fromkeys(("addmv", "_addmm_activation"), lambda bias, a, b, *rest: _product(a, b)),
-        "_scaled_dot_product_flash_attention_for_cpu": attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-    }
-    aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
@@ -109,3 +82,22 @@ def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tens
 def _recurrent_backward(*args: Any) -> int:
     """The products for the gradients of values and of matrices, which one operation computes."""
     return 2 * _recurrent(*args)
+
+
+def _named(names: Sequence[str], value: Any) -> dict[Any, Any]:
+    """``value`` for each of these operations that this version of PyTorch has."""
+    return {getattr(_aten, name): value for name in names if hasattr(_aten, name)}
+
+
+_OWN: dict[Any, Formula] = {
+    **_named(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
+    **_named(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _recurrent_backward),
+    **_named(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
+    **_named(("mv", "dot", "vdot", "_int_mm", "_scaled_mm_v2"), _product),
+    **_named(("addmv", "_addmm_activation"), lambda bias, a, b, *rest: _product(a, b)),
+}
+_LIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+"""Operations that PyTorch has no formula for, each with one that has the same."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -19,14 +19,12 @@ def isolated(device: torch.device) -> Iterator[None]:
 
     The caller's autocast applies, since layers cost what they cost under it.
     """
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if streams.has_streams(device) else []))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.callback(torch.clear_autocast_cache)
-        if device.type != "meta":
-            stack.enter_context(streams.use_device(device))
-        yield
+    generators = torch.random.fork_rng([device] if streams.has_streams(device) else [])
+    with generators, torch.inference_mode(False), torch.enable_grad(), streams.use_device(device):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
 
 
 def uncompiled() -> AbstractContextManager[object]:

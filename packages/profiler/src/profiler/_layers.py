@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from ._storages import tensor_bytes
+
 
 def layers_of(module: nn.Module) -> nn.Sequential:
     """The layers of ``module`` in the order in which they run, with their names.
@@ -39,13 +41,28 @@ def _is_chain(module: nn.Module) -> bool:
     return isinstance(module, Iterable) and list(module) == [child for child in module._modules.values() if child]
 
 
-def owned(layers: Iterable[nn.Module]) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
-    """The parameters and buffers of each layer. What several layers share belongs to the first: sums count it once."""
+def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
+    """The bytes of the parameters and buffers of each layer, as fields of a :class:`LayerProfile`.
+
+    What several layers share belongs to the first, so that sums count it once.
+    """
     seen: set[int] = set()
+
+    def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:
+        new = [x for x in tensors if id(x) not in seen]
+        seen.update(map(id, new))
+        return new
+
     found = []
     for layer in layers:
-        parameters = [p for p in layer.parameters() if id(p) not in seen]
-        buffers = [b for b in layer.buffers() if id(b) not in seen]
-        seen.update(map(id, (*parameters, *buffers)))
-        found.append((parameters, buffers))
+        parameters, buffers = first_seen(layer.parameters()), first_seen(layer.buffers())
+        trainable = [tensor_bytes(p) for p in parameters if p.requires_grad]
+        found.append(
+            {
+                "trainable_bytes": sum(trainable),
+                "frozen_bytes": tensor_bytes(parameters) - sum(trainable),
+                "buffer_bytes": tensor_bytes(buffers),
+                "largest_parameter_bytes": max(trainable, default=0),
+            }
+        )
     return found

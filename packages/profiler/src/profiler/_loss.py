@@ -19,25 +19,16 @@ class LossLayer(nn.Module):
     def __init__(self, loss_fn: LossFunction, target: Any) -> None:
         super().__init__()
         self.loss_fn = loss_fn
-        self._target = map_tensors(self._keep, target)
-
-    def _keep(self, tensor: Tensor) -> _Named:
-        """Register ``tensor`` as a buffer, so that it is moved with the layer. Returns a placeholder."""
-        name = _Named(f"target{len(self._buffers)}")
-        self.register_buffer(name, tensor.detach())
-        return name
+        self._target = map_tensors(lambda _: None, target)
+        for k, leaf in enumerate(flatten(target)[0]):
+            if isinstance(leaf, Tensor):
+                self.register_buffer(f"target{k}", leaf.detach())  # so it is moved with the layer
 
     def forward(self, output: Any) -> Any:
         leaves, tree = flatten(self._target)
-        target = unflatten([self._buffers[leaf] if isinstance(leaf, _Named) else leaf for leaf in leaves], tree)
-        loss = self.loss_fn(output, target)
+        leaves = [self._buffers.get(f"target{k}", leaf) for k, leaf in enumerate(leaves)]
+        loss = self.loss_fn(output, unflatten(leaves, tree))
         return loss[0] if isinstance(loss, tuple) else loss
-
-
-class _Named(str):
-    """Takes the place of a tensor that is a buffer; has the name of the buffer."""
-
-    __slots__ = ()
 
 
 def with_loss(chain: nn.Sequential, loss_fn: LossFunction, target: Any) -> nn.Sequential:

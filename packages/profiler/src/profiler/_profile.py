@@ -1,37 +1,32 @@
-"""Measure and count, and return both in one profile."""
+"""The functions that profile a model: check the arguments, choose the device, measure and count."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from microbatch import Batch, Split, flatten, rules, scatter, unflatten, unwrap
+from microbatch import Batch, scatter
 
 from ._arguments import (
-    check_chunks,
+    Device,
     check_no_gradient,
     check_number,
     check_rows,
-    check_sample,
     fewest_rows,
+    first_part,
+    running_device,
     sizing_device,
 )
-from ._count import Count
-from ._data import LayerProfile
+from ._count import count_layers
 from ._isolation import isolated
-from ._layers import layers_of, owned
+from ._layers import layers_of
 from ._loss import LossFunction, LossLayer, with_loss
 from ._record import Profile
-from ._sizes import count_layers
-from ._storages import tensor_bytes
-from ._times import Seconds, measure, medians
-
-if TYPE_CHECKING:
-    from ._arguments import Device
+from ._times import Round, measure, medians
 
 _LEAST_ROUNDS = 3
 
@@ -83,49 +78,35 @@ def profile(
     """
     chain = layers_of(module)
     check_no_gradient(chain)
-    check_sample(sample)
     check_number("timeout", timeout, positive=True)
-    device = sizing_device(chain, device)
     wanted = [None] if rows is None else check_rows(rows)
-    check_chunks(chunks)
     if rows is not None and chunks != 1:
         raise ValueError(f"rows: expected either rows or chunks, got rows={list(rows)} and chunks={chunks}")
+    device = sizing_device(chain, device)
     found: list[Profile] = []
     with isolated(device):
         for number in wanted:
-            batch, of = _cut(sample, chunks, number), None if target is None else _cut(target, chunks, number).value
-            longer = chain if loss_fn is None else with_loss(chain, loss_fn, of)
+            batch, longer = first_part(sample, chunks, number), chain
+            if loss_fn is not None:
+                longer = with_loss(chain, loss_fn, None if target is None else first_part(target, chunks, number).value)
             one = _profile_once(longer, batch, device, timeout, split_backward, progress)
             found.append(replace(one, chunks=chunks if number is None else max(1, round(fewest_rows(sample) / number))))
     return replace(found[-1], others=tuple(found[:-1]))
 
 
-def _cut(value: Any, chunks: int, rows: int | None) -> Batch:
-    """The first micro-batch of ``value``."""
-    if rows is None:
-        return scatter(value, chunks)[0]
-    fewest = fewest_rows(value)
-    if rows > fewest:
-        raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
-    bare, spec = unwrap(value)
-    leaves, tree = flatten(bare)
-    for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
-        if isinstance(rule, Split) and isinstance(leaf, Tensor):
-            leaves[k] = leaf.narrow(rule.dim, 0, rows)
-    return Batch(unflatten(leaves, tree))
-
-
 def _profile_once(
     chain: nn.Sequential, batch: Batch, device: torch.device, timeout: float, split: bool, progress: bool
 ) -> Profile:
-    rounds = []
+    rounds: list[Round] = []
     if device.type != "meta":
         rounds = measure(chain, batch, device, timeout=timeout, least=_LEAST_ROUNDS, split=split, progress=progress)
-    times = medians(rounds) if rounds else [None] * len(chain)
-    counts = count_layers(chain, batch, device)
-    figures = zip(chain._modules.items(), owned(chain), times, counts, strict=True)
-    layers = [_record(name, layer, *own, seconds, counted) for (name, layer), own, seconds, counted in figures]
-    loss = layers.pop() if isinstance(chain[-1], LossLayer) else None
+    layers, loss, last = count_layers(chain, batch, device), None, chain[-1]
+    if rounds:
+        layers = [replace(layer, **each._asdict()) for layer, each in zip(layers, medians(rounds), strict=True)]
+    if isinstance(last, LossLayer):  # its buffers are the target
+        loss = replace(
+            layers.pop(), kind=getattr(last.loss_fn, "__name__", type(last.loss_fn).__name__), buffer_bytes=0
+        )
     return Profile(
         layers=tuple(layers),
         device=str(device),
@@ -138,27 +119,87 @@ def _profile_once(
     )
 
 
-def _record(
-    name: str,
-    layer: Any,
-    parameters: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    seconds: Seconds | None,
-    counted: Count,
-) -> LayerProfile:
-    is_loss = isinstance(layer, LossLayer)
-    if is_loss:  # its buffers are the target
-        layer, buffers = layer.loss_fn, []
-    trainable = [tensor_bytes(p) for p in parameters if p.requires_grad]
-    return LayerProfile(
-        name=name,
-        kind=getattr(layer, "__name__", type(layer).__name__),
-        forward_seconds=seconds and seconds.forward,
-        backward_seconds=seconds and seconds.backward,
-        backward_input_seconds=seconds and seconds.backward_input,
-        trainable_bytes=sum(trainable),
-        frozen_bytes=tensor_bytes(parameters) - sum(trainable),
-        buffer_bytes=tensor_bytes(buffers),
-        largest_parameter_bytes=max(trainable, default=0),
-        **counted.figures,
-    )
+def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[int]:
+    """Microseconds of forward plus backward for each layer, summed over the rounds that fit in `timeout` seconds.
+
+    A round runs a copy of every layer once. There is one round to warm up, and then at least one. Only the ratios
+    between layers are meaningful, since the number of rounds is not returned (`profile_seconds` returns medians).
+
+    Args:
+        module, sample, timeout, device: as for :func:`profile_seconds`.
+
+    Returns:
+        The microseconds of each layer, a list of int.
+
+    Raises:
+        TypeError, ValueError: as :func:`profile`.
+    """
+    rounds = _rounds(module, sample, timeout, device)
+    return [round(1e6 * sum(each[0] + each[1] for each in samples)) for samples in zip(*rounds, strict=True)]
+
+
+def profile_seconds(
+    module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
+) -> list[float]:
+    """Seconds of forward plus backward for each layer, medians over rounds; nothing else is measured.
+
+    A round runs a copy of every layer once. There is one round to warm up, and then at least one.
+
+    Args:
+        module: as for :func:`profile`.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
+        timeout: how long to measure, in seconds.
+        device: the CPU or an accelerator; by default the accelerator if there is one.
+
+    Returns:
+        The seconds of each layer, a list of float.
+
+    Raises:
+        TypeError, ValueError: as :func:`profile`.
+    """
+    return [each[0] + each[1] for each in medians(_rounds(module, sample, timeout, device))]
+
+
+def _rounds(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[Round]:
+    chain = layers_of(module)
+    check_no_gradient(chain)
+    check_number("timeout", timeout, positive=True)
+    device = running_device(device)
+    with isolated(device):
+        return measure(chain, scatter(sample, 1)[0], device, timeout=timeout)
+
+
+def profile_sizes(
+    module: nn.Module,
+    input: Any,  # noqa: A002
+    chunks: int,
+    param_scale: float,
+    device: Device | None,
+) -> list[int]:
+    """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
+
+    Saved bytes are those that the forward allocates and that stay alive, for the backward or as the output. Parameters
+    and the input do not count; a tensor that several layers share counts for the first. They are measured on the first
+    micro-batch, which has the most rows.
+
+    On the device ``"meta"`` nothing is computed and no memory is allocated: models of any size take seconds.
+
+    Args:
+        module: as for :func:`profile`.
+        input: a mini-batch; tensors of shape (rows, ...), or a tree of them.
+        chunks: the number of micro-batches that `input` is cut into.
+        param_scale: the memory of a parameter with its gradient and optimizer state, as a multiple of its size.
+        device: the CPU, an accelerator or ``"meta"``; None for the accelerator if there is one, else the CPU.
+
+    Returns:
+        The bytes of each layer, a list of int.
+
+    Raises:
+        TypeError, ValueError: as :func:`profile`.
+    """
+    chain = layers_of(module)
+    check_number("param_scale", param_scale, positive=False)
+    device = sizing_device(chain, device)
+    with isolated(device):
+        found = count_layers(chain, scatter(input, chunks)[0], device, backward=False)
+    return [int(layer.saved_bytes + param_scale * layer.parameter_bytes) for layer in found]

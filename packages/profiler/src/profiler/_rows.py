@@ -11,9 +11,7 @@ from ._data import LayerProfile
 if TYPE_CHECKING:
     from ._record import Profile
 
-# Figures that depend on the layer alone.
-_FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})
-_VARIABLE = [field.name for field in fields(LayerProfile) if field.name not in _FIXED]
+_FIGURES = [field.name for field in fields(LayerProfile)[2:]]  # all but its name and kind
 
 
 def at(measured: Sequence[Profile], rows: int) -> Profile:
@@ -35,7 +33,7 @@ def at(measured: Sequence[Profile], rows: int) -> Profile:
     share = (rows - low.rows) / (high.rows - low.rows)
 
     def between(a: LayerProfile, b: LayerProfile) -> LayerProfile:
-        return replace(b, **{name: _mixed(getattr(a, name), getattr(b, name), share) for name in _VARIABLE})
+        return replace(b, **{name: _mixed(getattr(a, name), getattr(b, name), share) for name in _FIGURES})
 
     return replace(
         high,
@@ -49,6 +47,7 @@ def at(measured: Sequence[Profile], rows: int) -> Profile:
 
 
 def _mixed(low: Any, high: Any, share: float) -> Any:
+    """The figure on the line through two. Those of the layer alone, such as bytes of parameters, are equal in both."""
     if low is None or high is None:
         return None
     value = max(0, low + (high - low) * share)  # the line may be negative outside of the measured range

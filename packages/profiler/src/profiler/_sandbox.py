@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch
-
-from ._storages import tensor_bytes
-
-_SMALL = 256 * 2**20
 
 
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
@@ -28,35 +24,22 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
     Returns:
         An iterator over the copies, in order.
     """
-    for layer in module:
-        yield copy.deepcopy(layer, computed_copies(layer)).to(device).train()
+    return (copy_on(layer, device) for layer in module)
 
 
-def computed_copies(layer: nn.Module) -> dict[int, torch.Tensor]:
-    """A memo for ``copy.deepcopy`` with detached copies of the tensors that it refuses: those computed from others.
+def copy_on(layer: nn.Module, device: torch.device | str | int) -> nn.Module:
+    """A deep copy of the layer on `device`, in training mode."""
+    # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
+    # every forward, and keeps in an attribute.
+    detached = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
+    return copy.deepcopy(layer, detached).to(device).train()
 
-    An example is the weight that ``torch.nn.utils.weight_norm`` computes in every forward, and keeps in an attribute.
-    """
-    attributes = (value for child in layer.modules() for value in vars(child).values())
-    return {id(x): x.detach().clone() for x in attributes if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
-
-def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[[], Iterator[nn.Module]]:
-    """A function that returns `layerwise_sandbox` each time; copies of a small module are made only once.
-
-    Copying a small layer takes longer than running it, so this leaves time for many more rounds.
-    """
-    if tensor_bytes([*module.parameters(), *module.buffers()]) > _SMALL:
-        return lambda: layerwise_sandbox(module, device)
-    kept: dict[int, nn.Module] = {}
-
-    def copies() -> Iterator[nn.Module]:
-        for i, layer in enumerate(module):
-            if i not in kept:
-                (kept[i],) = layerwise_sandbox([layer], device)
-            yield kept[i]
-
-    return copies
+def tensors_of(layer: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a layer, and the tensors that are plain attributes of modules in it."""
+    for child in layer.modules():
+        for owner in (child._parameters, child._buffers, vars(child)):
+            yield from (value for value in owner.values() if isinstance(value, Tensor))
 
 
 def detach(batch: Batch) -> None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ._enter import enter
+from ._ends import enter
 
 Route = Callable[["SkipStore"], AbstractContextManager[object]]
 

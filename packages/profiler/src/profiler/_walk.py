@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,25 +12,30 @@ from torch import nn
 from microbatch import Batch
 from streams import add_note
 
-from ._enter import enter_batch
 from ._sandbox import detach
 from ._skips import SkipStore, routed
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One layer, ready to run."""
+class Visit(NamedTuple):
+    """One layer, ready to run.
 
-    index: int
+    Attributes:
+        original: the layer of the caller's module.
+        layer: the copy that runs.
+        input: the output of the layer before, detached. Enter it to run the layer on it.
+        skips: what earlier layers have stashed.
+    """
+
     name: str
+    original: nn.Module
     layer: nn.Module
     input: Batch
     skips: SkipStore
 
-    def forward(self) -> tuple[Batch, list[torch.Tensor]]:
+    def forward(self, entered: Batch) -> tuple[Batch, list[torch.Tensor]]:
         """The output, and the tensors among outputs and skips at which a backward begins."""
         with routed(self.layer, self.skips):
-            output = self.input.call(self.layer)
+            output = entered.call(self.layer)
         return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
 
 
@@ -38,25 +43,22 @@ Step = Callable[[Visit], Batch]
 """What is done at a layer: it runs the forward, perhaps the backward, and returns the output."""
 
 
-def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> None:
-    """Does `step` for every layer of `module`, with its copy from `layers`. `batch` is the input of the first.
+def walk(chain: nn.Sequential, copied: Callable[[nn.Module], nn.Module], batch: Batch, step: Step) -> None:
+    """Does `step` for every layer of `chain`, with the copy that `copied` makes of it. `batch` is the first input.
 
     Each layer gets the detached output of the one before. An error keeps its type, and gets a note that names the layer
-    and its input.
+    and its input. No reference to a copy is kept when the next one is made.
     """
     skips = SkipStore()
-    for index, (name, original) in enumerate(module._modules.items()):
+    for name, original in zip(chain._modules, chain, strict=True):
         with _blaming(name, original, batch):
-            layer = next(layers)
-            batch = step(Visit(index, name, layer, enter_batch(batch), skips))
+            batch = step(Visit(name, original, copied(original), batch, skips))
             detach(batch)
             skips.detach()
-        # Otherwise this copy and the next one would be in memory at the same time.
-        del layer
 
 
 @contextmanager
-def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]:
+def _blaming(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
     """A context that adds a note to errors: the name and type of the layer, and the shapes of its input."""
     try:
         yield

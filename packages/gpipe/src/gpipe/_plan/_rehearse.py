@@ -5,7 +5,6 @@ That figure is printed, and limits are held against it: the account of bytes tha
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch, gather, map_tensors, scatter
-from profiler._fake import FusedAttention, fake, fake_mode
+from profiler._fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
@@ -71,7 +70,7 @@ def peaks_of(
 
     def first(value: Any) -> Any:
         """The first micro-batches of a mini-batch, as one."""
-        return gather(scatter(map_tensors(lambda tensor: fake(tensor, mode), value), chunks)[:few])
+        return gather(scatter(map_tensors(lambda tensor: blank(tensor, mode), value), chunks)[:few])
 
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
@@ -108,10 +107,8 @@ def total(output: Any, _: Any) -> Tensor:
 
 def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:
     """A copy without data, which shares what the layers share, and stays where it is."""
-    owners = [owner for module in layers.modules() for owner in (module._parameters, module._buffers, vars(module))]
-    tensors = [value for owner in owners for value in owner.values() if isinstance(value, Tensor)]
-    copied = copy.deepcopy(layers, {id(tensor): fake(tensor, mode) for tensor in tensors})
+    copied = blank_layer(layers, mode)
     for layer in copied:
         # torch moves parameters of subclasses by swapping, which fails while anything has a weak reference to them.
         vars(layer)["_apply"] = lambda *_, layer=layer: layer
-    return copied.train()
+    return copied
