@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "OutOfMemoryError": lambda: torch.OutOfMemoryError("no"),
     "BaseException": lambda: BaseException("no"),
 }
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Has no attributes that could be set, so that Python itself cannot give it the traceback of a context."""
+
+    code: int
 
 
 class Faulty(nn.Module):
@@ -102,6 +110,20 @@ def pipes() -> Iterator[dict[str, GPipe]]:
     yield made
     for pipe in made.values():
         pipe.close()
+
+
+@pytest.mark.parametrize("inlined", [False, True], ids=["threaded", "inline"])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_a_frozen_exception_is_the_context_of_the_error_about_it(
+    pipes: dict[str, GPipe], phase: str, inlined: bool
+) -> None:
+    pipe, planted = pipes["always"], FrozenError(3)
+    pipe[1].faults[phase, 1] = planted
+    with inline() if inlined else nullcontext(), pytest.raises((FrozenInstanceError, FrozenError)) as caught:
+        train(pipe)
+    assert planted in (caught.value, caught.value.__context__)
+    assert "in partition 1" in notes(caught.value)[0]
+    expect_same(pipe)
 
 
 class TestTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import gpipe
 from gpipe import GPipe
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import DOUBLE, assert_same, gradients, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +67,22 @@ def test_ignored_tokens_and_weights_of_classes(
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_counted_loss_in_half_precision_overflows_where_the_sum_of_a_micro_batch_does(dtype: torch.dtype):
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return F.mse_loss(output, target, reduction="sum"), target.numel()
+
+    model, x, y = linears().to(dtype), rows(8).to(dtype), torch.full((8, 3), 100.0, dtype=dtype)
+    expected = F.mse_loss(model(x), y)
+    expected.backward()
+    for chunks, overflows in ((4, False), (1, dtype is torch.float16)):
+        with closing(piped(linears().to(dtype), [1, 2], chunks=chunks)) as pipe:
+            loss = pipe.step(x, y, loss_fn=loss_fn)
+            torch.testing.assert_close(loss, expected.detach() / (0 if overflows else 1))
+            torch.testing.assert_close(pipe.evaluate(x, y, loss_fn=loss_fn), loss)
+            torch.testing.assert_close(gradients(pipe), gradients(model), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("count", [2, 2.0, True, torch.tensor(2), torch.tensor([[2.0]], dtype=DOUBLE)])

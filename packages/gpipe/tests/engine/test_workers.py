@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from ..children import in_child
-from ..layers import Call, OnBackward, assert_trains_like, linears, piped, rows, within
+from ..layers import DOUBLE, Call, OnBackward, assert_trains_like, linears, piped, rows, within
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,25 @@ class TestThreads:
             pipe(rows(grad=True)).sum().backward()
         assert [len(set(each)) for each in threads] == [1, 1, 1]
         assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
+
+    def test_they_keep_the_handling_of_denormal_numbers_that_they_were_started_with(self) -> None:
+        tiny = torch.full((1, 1), 1e-310, dtype=DOUBLE)
+        pipe = GPipe(nn.Sequential(Call(lambda x: x * 0.5), nn.Identity()), [1, 1], devices=["cpu"] * 2)
+
+        def is_kept() -> bool:
+            # As an integer, since this thread itself may take the number for 0.
+            return bool(pipe(tiny).view(torch.int64) != 0)
+
+        assert is_kept()
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor handles denormal numbers in one way")
+        try:
+            assert is_kept()
+            pipe.close()
+            assert not is_kept()
+        finally:
+            torch.set_flush_denormal(False)
+            pipe.close()
 
     def test_close_ends_them_and_the_next_run_starts_new_ones(self, born: Callable[[], set[threading.Thread]]) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)

@@ -19,7 +19,7 @@ from . import _autograd_calls as _engine
 from ._accumulate import GradientSums, below
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
-from ._scale import Scale, scale_of, scaled
+from ._scale import HALVES, Scale, scale_of, scaled
 
 
 class Losses:
@@ -118,8 +118,10 @@ class Losses:
     @property
     def loss(self) -> Tensor:
         """The loss of the mini-batch, detached. It does not depend on the order of micro-batches."""
-        losses = [self._losses[i].reshape(1) for i in sorted(self._losses)]
-        return scaled(concatenate(losses).sum(), self.scale)
+        losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
+        # In half precision the sum of all micro-batches may overflow although the mean does not.
+        whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
+        return scaled(whole, self.scale).to(losses.dtype)
 
     @property
     def metrics(self) -> dict[str, Any] | None:
