@@ -157,9 +157,9 @@ class Rank(Stepping):
         stages = [every[j] for j in share.numbers]
         self._trained = sorted(j for each in told for j in each["trained"])
         self._processes = Ranks(share, layout, groups, self._ranks, self._replicas, told)
-        streams = [CopyStreams.on(device) for device in share.devices]
+        streams = {device: CopyStreams.on(device) for device in share.devices}  # torch has few: see MOST of wires
         workers = Workers(share.devices)
-        self._pipeline = Pipeline(stages, layout, streams, workers, self._processes)
+        self._pipeline = Pipeline(stages, layout, [streams[each] for each in share.devices], workers, self._processes)
 
     def _made_alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
         """What must be equal on all ranks when they are made, by names that a user knows."""

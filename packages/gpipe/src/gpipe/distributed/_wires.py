@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,11 @@ from ._groups import Groups
 from ._messages import Peer
 from ._rendezvous import Rendezvous
 from ._routes import Route, direct
+
+MOST: Final = 28
+"""Wires that a device can have. A stream is one of 32 that torch has of each device and priority, in turn: a wire takes
+one for itself and one of high priority for its communicator, and copies take four. What has a stream in common with a
+transfer would wait for its other end, which may wait for it."""
 
 _MOMENT, _PAUSE = 2.0, 0.05  # seconds: what a process has sent comes in this time after its end
 
@@ -203,6 +209,7 @@ def open_wires(
         return Wires(groups)
     wires = Wires(groups.again("present"))
     with agreement(meeting):
+        _expect_few(directions, ranks, groups.me, devices)
         # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
         # other.
         for tag, source, target in directions:
@@ -224,6 +231,20 @@ def open_wires(
     return wires
 
 
+def _expect_few(
+    directions: Sequence[Route], ranks: Sequence[int], me: int, devices: Mapping[int, torch.device]
+) -> None:
+    """Raise ValueError if a device has more wires than it has streams for."""
+    ends = [stage for _, *both in directions for stage in both if ranks[stage] == me]
+    for device, count in Counter(devices[stage] for stage in ends).items():
+        if count > MOST:
+            raise ValueError(
+                f"{device} would need {count} streams for transfers from and to other ranks, and there are {MOST}: two "
+                "transfers on one stream may wait for each other for ever; give this rank fewer stages or skips, or "
+                "transport='host' to send by way of host memory"
+            )
+
+
 def _communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int, other: int) -> Any:
     """The process group that torch would make for two ranks and that backend. The lower rank is member 0.
 
@@ -239,6 +260,7 @@ def _communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int,
     if backend not in ("nccl", "xccl"):
         return dist.Backend._plugins[backend.upper()].creator_fn(store, pair.index(mine), 2, longer)
     kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
-    options = kind.Options()
+    # Streams for computation and copies come from another pool than those of high priority: see MOST.
+    options = kind.Options(is_high_priority_stream=True)
     options._timeout, options.global_ranks_in_group, options.group_name = longer, pair, name
     return kind(store, pair.index(mine), 2, options)
