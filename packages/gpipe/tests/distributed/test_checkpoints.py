@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -208,6 +209,38 @@ def go_on_by_torch(path: str, steps: int) -> list[float]:
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
     state_dict.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     return train(model, optimizer, steps)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_writes_it_while_training_goes_on(tmp_path: Path, run: Any, flat: bool) -> None:
+    """It is the state at the call, for any number of processes."""
+    path = str(tmp_path / "checkpoint")
+    run(2, begin_in_background, path, TWO._replace(flat=flat))
+    for setup in (PLAIN, FOUR):
+        for losses in run(setup.size, go_on, path, setup._replace(flat=flat), 2):
+            torch.testing.assert_close(losses, uninterrupted(4, flat)[2:], rtol=1e-9, atol=1e-12)
+
+
+def begin_in_background(path: str, setup: Setup) -> None:
+    """Two steps, and two more while it is written."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model, trained = setup.make(0), threading.Event()
+    optimizer, write = optimizer_of(model), dcp.FileSystemWriter.write_data
+    train(model, optimizer, 2)
+    moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", lambda *given: trained.wait(60) and write(*given))
+        group = dist.new_group(backend="gloo")
+        saving = dcp.async_save(
+            {"model": model.state_dict(), "optimizer": moments}, checkpoint_id=path, process_group=group
+        )
+        losses = train(model, optimizer, 2)
+        assert not saving.done()
+        trained.set()
+        saving.result()
+    torch.testing.assert_close(losses, uninterrupted(4, setup.flat)[2:], rtol=1e-9, atol=1e-12)
 
 
 def test_replicas_save_once(tmp_path: Path, run: Any) -> None:

@@ -95,10 +95,9 @@ class Stored:
 
         if not any(key.startswith("optimizer.") for key in self._entries):
             raise ValueError(f"optimizer: the checkpoint in {str(self._folder)!r} was saved without one")
+        paths = [(key, _in_full(path)) for key, path in self._paths.items()]
         places = {
-            key: path[1:]
-            for key, path in self._paths.items()
-            if path[0] == "optimizer" and (len(path) == 2 or path[2] in parameters)
+            key: path[1:] for key, path in paths if path[0] == "optimizer" and (len(path) == 2 or path[2] in parameters)
         }
         targets = {
             key: _memory(self._entries[key], parameters[place[1]]) if place[0] == "state" else None
@@ -119,6 +118,14 @@ class Stored:
         plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         reader.read_data(plan, planner).wait()
         return targets
+
+
+def _in_full(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path of an entry, also where torch flattened it: ``("optimizer", "state.<name>.<key>")``."""
+    if path[0] != "optimizer" or len(path) > 2 or "." not in path[1]:
+        return path
+    name, _, key = path[1].rpartition(".")
+    return (path[0], *name.split(".", 1), key)
 
 
 def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
