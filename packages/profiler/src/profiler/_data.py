@@ -1,8 +1,9 @@
-"""The data of a profile."""
+"""The costs of one layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,24 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         """Bytes of trainable and frozen parameters."""
         return self.trainable_bytes + self.frozen_bytes
+
+
+FIGURES = [field.name for field in fields(LayerProfile)[2:]]
+"""All fields but the name and the class."""
+
+
+def between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfile:
+    """The costs on the line through those of one layer with fewer and with more rows; none is negative.
+
+    Args:
+        low, high: two points of the line.
+        share: where on the line: 0 is ``low``, 1 is ``high``.
+    """
+    return replace(high, **{name: _on_line(getattr(low, name), getattr(high, name), share) for name in FIGURES})
+
+
+def _on_line(low: Any, high: Any, share: float) -> Any:
+    if low is None or high is None:
+        return None
+    value = max(0, low + (high - low) * share)  # the line may be negative outside of the measured range
+    return round(value) if isinstance(low, int) else value

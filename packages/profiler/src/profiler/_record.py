@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import SupportsIndex
 
 from . import documents
-from ._data import LayerProfile
-from ._rows import at
+from ._data import FIGURES, LayerProfile, between
 from ._table import profile_table
 
-COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name for field in fields(LayerProfile)[2:]))
+COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *FIGURES)
 SCHEMA = "gpipe-profiler/3"
 
 
@@ -98,7 +97,30 @@ class Profile:
         Raises:
             ValueError: only one number of rows was measured, or `rows` is below 1.
         """
-        return at([*self.others, self], rows)
+        if rows < 1:
+            raise ValueError(f"rows: expected at least 1, got {rows}")
+        measured = [*self.others, self]
+        for each in measured:
+            if each.rows == rows:
+                return replace(each, others=())
+        if not self.others:
+            raise ValueError(
+                f"rows: this profile knows {self.rows} rows only, and got {rows}; "
+                f"measure at two: profile(..., rows=[{min(rows, self.rows)}, {max(rows, self.rows)}])"
+            )
+        # The first two of which one is above `rows`; beyond the last measured number, the last two.
+        pairs = list(pairwise(measured))
+        low, high = next((pair for pair in pairs if pair[1].rows > rows), pairs[-1])
+        share = (rows - low.rows) / (high.rows - low.rows)
+        return replace(
+            high,
+            layers=tuple(between(a, b, share) for a, b in zip(low.layers, high.layers, strict=True)),
+            loss=between(low.loss, high.loss, share) if low.loss and high.loss else None,
+            rows=rows,
+            chunks=max(1, round(high.chunks * high.rows / rows)),
+            rounds=min(low.rounds, high.rounds),
+            others=(),
+        )
 
     def __str__(self) -> str:
         return profile_table(self)
