@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from hypothesis import strategies as st
 
@@ -15,24 +15,9 @@ _seconds = st.floats(0, 1e4)
 
 def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
     seconds = _seconds if timed else st.none()
-    return st.builds(
-        LayerProfile,
-        name=_names,
-        kind=_names,
-        forward_seconds=seconds,
-        backward_seconds=seconds,
-        trainable_bytes=_bytes,
-        frozen_bytes=_bytes,
-        buffer_bytes=_bytes,
-        saved_bytes=_bytes,
-        output_bytes=_bytes,
-        peak_bytes=_bytes,
-        flops=_bytes,
-        backward_input_seconds=st.none() | seconds,
-        passing_bytes=_bytes,
-        freed_bytes=_bytes,
-        largest_parameter_bytes=_bytes,
-    )
+    times = {"forward_seconds": seconds, "backward_seconds": seconds, "backward_input_seconds": st.none() | seconds}
+    others = {field.name: _bytes for field in fields(LayerProfile)[2:]}
+    return st.builds(LayerProfile, **{**others, **times, "name": _names, "kind": _names})
 
 
 @st.composite

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from profiler import profile
-from profiler._times import Seconds, medians
 
 from .strategies import WIDTH, fewer, models, samples
 
@@ -32,11 +31,6 @@ def test_without_a_device_there_is_everything_but_seconds(model, sample, chunks)
         # A real kernel may spare itself a gradient that nobody needs.
         assert ghost.peak_bytes >= layer.peak_bytes
         assert ghost == replace(layer, forward_seconds=None, backward_seconds=None, peak_bytes=ghost.peak_bytes)
-
-
-def test_forward_and_backward_have_medians_of_their_own():
-    rounds = [[Seconds(1, 9)], [Seconds(5, 2)], [Seconds(3, 4)]]
-    assert medians(rounds) == [(3, 4, None)]
 
 
 def test_counted_by_hand():

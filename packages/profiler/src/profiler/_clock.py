@@ -1,37 +1,27 @@
-"""Clocks for layers."""
+"""Marks in time, on the CPU and on streams."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import streams
 
 
-class Timer(NamedTuple):
-    """Sets marks behind all work given to a device so far.
-
-    Attributes:
-        mark: sets a mark, and returns it.
-        seconds: between two marks, by the device.
-    """
-
-    mark: Callable[[], Any]
-    seconds: Callable[[Any, Any], float]
-
-
-def timer_for(device: torch.device) -> Timer:
-    """The timer for what this thread runs on `device`."""
+def marker(device: torch.device) -> Callable[[], Any]:
+    """A function that sets a mark behind all work that this thread has given to `device` so far."""
     if streams.has_streams(device):
         # Events on the current stream: correct although the host runs ahead.
-        return Timer(lambda: streams.record_event(streams.current_stream(device), timed=True), _between)
-    # Other devices have done their work when a call returns.
-    return Timer(time.perf_counter, lambda start, end: end - start)
+        return lambda: streams.record_event(streams.current_stream(device), timed=True)
+    return time.perf_counter  # other devices have done their work when a call returns
 
 
-def _between(start: torch.Event, end: torch.Event) -> float:
+def seconds(start: Any, end: Any) -> float:
+    """The time between two marks of one function."""
+    if not isinstance(end, torch.Event):
+        return float(end - start)
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    return float(start.elapsed_time(end)) / 1000

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from microbatch import Batch
 
-from ._clock import Timer, timer_for
+from ._clock import marker, seconds
 from ._ends import copied, enter_batch, gradients_for, is_entrance
 from ._sandbox import copy_on
 from ._storages import tensor_bytes
@@ -38,6 +38,7 @@ class Seconds(NamedTuple):
 
 
 Round = list[Seconds]
+Mark = Callable[[], Any]
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
@@ -59,22 +60,20 @@ def measure(
     least: int = 1,
     split: bool = False,
     progress: bool = False,
-    watch: Timer | None = None,
-    clock: Callable[[], float] = lambda: time.perf_counter(),
 ) -> list[Round]:
     """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
 
     Layers take turns, so that a disturbance of the machine affects all of them alike.
     """
-    timer = watch or timer_for(device)
+    mark = marker(device)
     copy: Callable[[nn.Module], nn.Module] = partial(copy_on, device=device)
     if tensor_bytes([*chain.parameters(), *chain.buffers()]) <= _SMALL:
         copy = cache(copy)  # copying a small layer takes longer than running it: this leaves time for more rounds
     rounds: list[Round] = []
 
     def step(visit: Visit) -> Batch:
-        output, seconds = _run(visit, timer, split)
-        rounds[-1].append(seconds)
+        output, took = _run(visit, mark, split)
+        rounds[-1].append(took)
         for parameter in visit.layer.parameters():
             parameter.grad = None
         return output
@@ -86,10 +85,10 @@ def measure(
     one_round()
     rounds.clear()  # that was to warm up
     show = progress and sys.stderr.isatty()
-    began, spent = clock(), 0.0
+    began, spent = time.perf_counter(), 0.0
     while len(rounds) < least or spent < timeout:
         one_round()
-        spent = clock() - began
+        spent = time.perf_counter() - began
         if show:
             print(f"\rprofiling {min(spent / timeout, 1):4.0%}", end="", file=sys.stderr, flush=True)
     if show:
@@ -97,22 +96,22 @@ def measure(
     return rounds
 
 
-def _run(visit: Visit, timer: Timer, split: bool) -> tuple[Batch, Seconds]:
+def _run(visit: Visit, mark: Mark, split: bool) -> tuple[Batch, Seconds]:
     """Measures forward and backward of a layer; with ``split`` also the first part of a split backward."""
     entered = enter_batch(visit.input)
-    start = timer.mark()
+    start = mark()
     output, roots = visit.forward(entered)
-    forward = timer.seconds(start, timer.mark())
+    forward = seconds(start, mark())
     if not roots:  # no backward, which is not one that takes as long as reading the clock
         return output, Seconds(forward, 0.0, 0.0 if split else None)
     gradients = gradients_for(roots)
-    part = _first_part(roots, gradients, timer) if split else None
-    start = timer.mark()
+    part = _first_part(roots, gradients, mark) if split else None
+    start = mark()
     torch.autograd.backward(roots, gradients)
-    return output, Seconds(forward, timer.seconds(start, timer.mark()), part)
+    return output, Seconds(forward, seconds(start, mark()), part)
 
 
-def _first_part(roots: list[Tensor], gradients: list[Tensor], timer: Timer) -> float | None:
+def _first_part(roots: list[Tensor], gradients: list[Tensor], mark: Mark) -> float | None:
     """The seconds of the backward for the inputs alone; None if the backward cannot be split."""
     graph = BackwardGraph([get_gradient_edge(root) for root in roots])
     # Found in the graph: a tensor that the layer overwrites is no longer an input of it.
@@ -121,6 +120,6 @@ def _first_part(roots: list[Tensor], gradients: list[Tensor], timer: Timer) -> f
         return 0.0
     if graph.branches({id(x) for x in inputs}) is None:
         return None
-    start = timer.mark()
+    start = mark()
     torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
-    return timer.seconds(start, timer.mark())
+    return seconds(start, mark())
