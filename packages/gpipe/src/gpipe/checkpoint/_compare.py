@@ -66,35 +66,43 @@ def _kind(tensor: Tensor) -> str:
 
 def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
     """The values to compare, in memory of their own; None if there are none."""
+    # Subclasses decide themselves what clone and take do.
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if whole:
         return tensor.detach().clone()
+    # Detached, or the graph that the cell frees would stay alive. To compare values of an accelerator the host would
+    # wait.
     return torch.take(tensor.detach(), _spread(tensor.numel())) if tensor.device.type == "cpu" else None
 
 
 @lru_cache(maxsize=256)
 def _spread(elements: int) -> Tensor:
     """Indices all over so many elements."""
+    # In double precision, since in single the last index of a large tensor would be rounded to one past the end.
     return torch.linspace(0, elements - 1, min(elements, 64), dtype=torch.float64, device="cpu").long()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    # Nearly always; the rest makes several tensors.
     if torch.equal(a, b):
         return True
     if not a.is_floating_point() and not a.is_complex():
         return False
     tolerance = _tolerance(a.dtype, a.device.type)
+    # Relative to the largest value: one near zero may be the difference of two large ones.
     scale = float(_wide(a).abs().nan_to_num(posinf=0).max())
     return torch.allclose(_wide(a), _wide(b), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _tolerance(dtype: torch.dtype, device: str) -> float:
+    # Autocast computes in a coarse dtype, also where the output is of a fine one.
     coarse = torch.bfloat16 if torch.is_autocast_enabled(device) else dtype
     return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(coarse).eps))
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    # Differences of half precision overflow, and float8 has hardly any operations.
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

@@ -20,6 +20,7 @@ class DeviceGenerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = module_of(device)
+        # Before the forward draws. Reading it does not wait for the device: the host keeps the state.
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
     @contextmanager
@@ -28,6 +29,7 @@ class DeviceGenerator:
         if self._state is None:
             yield
             return
+        # Later forwards have drawn since, and their successors go on from there.
         now: Tensor = self._module.get_rng_state(self._device)
         self._module.set_rng_state(self._state, self._device)
         try:
@@ -37,6 +39,7 @@ class DeviceGenerator:
 
     def expect_repeats(self, device: torch.device) -> None:
         """Before a draw on ``device`` that a recomputation has to repeat: raise RuntimeError if it cannot."""
+        # Without values nothing is drawn.
         if device.type == "meta" or (self._state is not None and _is_same(device, self._device)):
             return
         raise RuntimeError(
@@ -47,6 +50,7 @@ class DeviceGenerator:
 
 
 def _is_same(device: torch.device, own: torch.device) -> bool:
+    # Operations may name a type of device only, and mean the current one, which is that of the stage.
     return device.type == own.type and device.index in (None, own.index)
 
 

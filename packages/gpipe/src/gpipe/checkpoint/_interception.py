@@ -91,6 +91,7 @@ def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
         if _torch.has_tag(name, _DRAWS):
             packet, _, overload = name.partition(".")
             namespace, _, own = packet.partition("::")
+            # Looked up only here: torch makes an object for each operation that is asked for.
             operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
             if operation not in _DRAWS_NOTHING:
                 yield operation

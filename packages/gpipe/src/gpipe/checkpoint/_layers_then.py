@@ -61,10 +61,12 @@ def _ground(parameter: Tensor | None) -> Any:
     """The memory of a parameter, which ``.data = ...`` changes without a trace, and whether it is trained."""
     if parameter is None:
         return None
+    # Others have no one storage; of these only a change of requires_grad is seen here.
     is_plain = parameter.layout is torch.strided and not is_lazy(parameter)
     return parameter.untyped_storage()._cdata if is_plain else 0, parameter.requires_grad
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
     found = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    # Copies, since hooks are added to and removed from the dicts themselves.
     return [*map(dict, found)]

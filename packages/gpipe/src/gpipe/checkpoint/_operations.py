@@ -27,6 +27,7 @@ def _native_dropout(
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """``torch.native_dropout`` in training mode, by the operations that it consists of on a CPU."""
+    # The operation takes no generator. The same values as torch: the mask is scaled, not the product.
     keep = 1.0 - p
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
     return input.mul(mask.to(input.dtype).mul_(1.0 / keep if keep else 0.0)), mask
@@ -39,6 +40,7 @@ def with_generator(operation: OpOverload) -> Callable[..., Any] | None:
         return _native_dropout
     if _takes_generator(operation):
         return operation
+    # A generator is often an argument of another overload with the same name.
     wanted = _arguments(operation) | {"generator"}
     packet = operation.overloadpacket
     overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
@@ -56,6 +58,7 @@ def _takes_generator(operation: OpOverload) -> bool:
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """The device on which an operation draws."""
+    # The usual case, without a loop: the tensor that is filled, or whose shape and device are taken.
     if args and isinstance(args[0], Tensor) and "device" not in kwargs:
         return _CPU if args[0].is_cpu else args[0].device
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

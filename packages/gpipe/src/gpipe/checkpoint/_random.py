@@ -86,6 +86,7 @@ class RunRNG:
             return
         with process_lock:
             now = PROCESS.get_state()
+            # A state of before was put back late; any other is the wish of a layer or of the caller.
             if not torch.equal(now, last) and any(torch.equal(now, state) for state in earlier):
                 PROCESS.set_state(last)
 
@@ -95,6 +96,7 @@ class RunRNG:
         self.drew = True
         if self._agreed is not None:
             return self._agreed
+        # The first draws of several stages may come at the same time, and a run takes one number.
         with self._lock:
             return self._seed
 
@@ -160,6 +162,7 @@ class CellRNG:
     def generator(self) -> torch.Generator:
         """The generator of the current layer, on the CPU."""
         if self.at not in self._generators:
+            # Asked once for each generator, since comparing states takes longer than a small draw.
             if self._run.is_seeded_again():
                 raise self._seeds()
             self._generators[self.at] = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
@@ -168,11 +171,13 @@ class CellRNG:
     @property
     def _number(self) -> int:
         """No two layers and micro-batches of a run share it: generators for the CPU use 32 bits of a seed."""
+        # By the number of the layer in the model, and not of the stage: numbers do not depend on the balance.
         k = self._first + max(self.at, 0)
         return self._microbatch << 16 | 2 * k + (self.at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
         """The generator for an operation that draws on the CPU."""
+        # Asked for each draw, since it is cheap.
         if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
         return self.generator
@@ -233,6 +238,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     own = kwargs.get("generator")
     if drops_nothing(operation, args):
         return operation(*args, **kwargs)
+    # A layer draws from a generator that it has itself, which nobody else uses at the same time.
     if own is not None and _identity(own) != _identity(PROCESS):
         if cell is not None:
             cell.saw(own)
@@ -242,6 +248,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if cell is not None:
             cell.draw_on(device)
         return operation(*args, **kwargs)
+    # A recomputation inside of a backward that a layer has begun: its forward is over, and so are its numbers.
     if in_backward():
         raise RuntimeError(_IN_BACKWARD)
     if cell is None:

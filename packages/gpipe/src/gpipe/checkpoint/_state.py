@@ -57,6 +57,7 @@ class State:
                 first = len(self._places)
                 self._add(prefix, module._buffers)
                 self._buffers += range(first, len(self._places))
+                # Attributes of modules of torch are not looked at, which is most of the time that this would take.
                 if _may_keep(module):
                     self._add(prefix, vars(module), _OF_ANY_MODULE)
         # A name that is added later shows in the sizes; looking for it by name would take longer than all else.
@@ -75,6 +76,7 @@ class State:
 
     def look(self) -> tuple[list[Any], list[int]]:
         """The current values, and the number of changes in place that torch has counted of each."""
+        # By reference: the values stay alive until the recomputation, so that no other object can get their identity.
         values = [own.get(name, _ABSENT) for own, name in self._places]
         try:
             return values, [value._version if isinstance(value, Tensor) else 0 for value in values]
@@ -115,6 +117,7 @@ class Snapshot:
     def changed(self) -> str:
         """The names of what has changed since and cannot be restored; empty if nothing has."""
         values, versions = self._state.look()
+        # Nearly always. Comparing one by one, and making names, takes several times as long.
         if versions == self._versions and all(map(is_, values, self._values)) and self._state.is_complete:
             return ""
         before, now = zip(self._values, self._versions, strict=True), zip(values, versions, strict=True)
@@ -124,6 +127,7 @@ class Snapshot:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context for a recomputation, with the buffers as they were. Afterwards they are as before the context."""
+        # Copies, and not the buffers themselves, since the recomputation changes them again.
         now = self._state.put(self._copies)
         try:
             yield
@@ -155,6 +159,7 @@ def _may_keep(module: nn.Module) -> bool:
 def _is_small(buffer: Any) -> bool:
     if not isinstance(buffer, Tensor):
         return True
+    # One that requires grad is part of a graph, and a lazy one has no values yet.
     return not (is_lazy(buffer) or buffer.requires_grad) and buffer.numel() <= SMALL
 
 

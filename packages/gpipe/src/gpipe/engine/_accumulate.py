@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,6 +30,7 @@ def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
 
     Where it is needed it runs for every micro-batch, and takes a third of a microsecond a node.
     """
+    # A layer may return a leaf, such as a parameter: its node is the one that accumulates its gradient.
     roots = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
     nodes = dict.fromkeys(roots)
     stack, ends = list(nodes), []
@@ -67,10 +69,13 @@ class GradientSums:
             The gradients of ``inputs``.
         """
         flowing = [tensor for tensor in inputs if tensor.requires_grad]
-        with _copied(graph.leaves if graph.is_custom else ()):
+        # A custom Function may overwrite a gradient later, after it has returned it for a leaf.
+        with on_arrival(graph.leaves if graph.is_custom else (), _copy):
             found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
         own = found[len(flowing) :]
         self._add(graph.leaves, own)
+        # Both terms of a sum have one gradient: the stage before may overwrite what it gets, but not the sum of a
+        # parameter.
         sent = map(like_accumulated, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
@@ -80,6 +85,7 @@ class GradientSums:
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         """The leaves with ``scale`` times their sums, which are then dropped."""
+        # Before the first one is used: after an interrupt nothing is left that a later run would add again.
         sums, self._sums = self._sums, {}
         for leaf, gradient in sums.items():
             yield leaf, scaled(gradient, scale)
@@ -93,13 +99,14 @@ class GradientSums:
 
 def added(a: Tensor, b: Tensor) -> Tensor:
     """The sum of two gradients, either of which may be sparse."""
+    # Torch refuses to add a dense tensor to a sparse one.
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
 @contextmanager
-def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """A context that copies gradients when they arrive at ``leaves``: a custom Function may overwrite them later."""
-    handles = [leaf.register_hook(_copy) for leaf in leaves]  # type: ignore[no-untyped-call]
+def on_arrival(leaves: Sequence[Tensor], change: Callable[..., Tensor | None]) -> Iterator[None]:
+    """A context in which ``change(gradient, leaf)`` takes the place of a gradient that arrives at one of ``leaves``."""
+    handles = [leaf.register_hook(partial(change, leaf=leaf)) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -107,6 +114,6 @@ def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _copy(gradient: Tensor | None) -> Tensor | None:
+def _copy(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     """``gradient`` is None if a custom Function returns None."""
     return None if gradient is None else gradient.clone()

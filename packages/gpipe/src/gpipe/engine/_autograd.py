@@ -69,8 +69,11 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: int | None, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        # None, and not zeros, for a micro-batch that nobody used.
         ctx.dim = dim
         ctx.views = [(view.shape, view.dtype, view.device) for view in views]
+        # Not the views themselves: autograd would return views of what a Function was given, which in-place layers must
+        # not change.
         return tuple(map(Tensor.detach, views))
 
     @staticmethod
@@ -79,6 +82,7 @@ class Scatter(torch.autograd.Function):
             return (None,) * (2 + len(gradients))
         rest = [None] * len(gradients)
         if ctx.dim is None:
+            # Each micro-batch has used the whole tensor, and has a gradient of it.
             return None, functools.reduce(torch.add, [each for each in gradients if each is not None]), *rest
         parts = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
@@ -100,6 +104,7 @@ def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     if not any(differentiable):
         return outputs
     seeds: list[Tensor | None] = []
+    # So that the node has a gradient to compute if only parameters of the pipe need one, and is on the CPU.
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
     # Detached: a leaf that requires grad would be kept alive by its AccumulateGrad node.
@@ -117,6 +122,7 @@ class Attach(torch.autograd.Function):
         ctx.seeds = seeds
         ctx.set_materialize_grads(False)
         fresh = tuple(map(Tensor.detach, outputs))
+        # Without this, autograd would take every output of a floating dtype for one with a gradient.
         ctx.mark_non_differentiable(*[each for each, flag in zip(fresh, differentiable, strict=True) if not flag])
         return fresh
 
@@ -140,6 +146,7 @@ class PipelineBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd enables grad mode in a backward for create_graph only.
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline cannot be differentiated twice; call backward() without create_graph=True")
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
@@ -152,7 +159,9 @@ class PipelineBackward(torch.autograd.Function):
                 "backward through the same run of a pipeline a second time; what it kept is gone after the first, also "
                 "with retain_graph=True; run the pipeline again"
             )
+        # Before the run: if it fails, parts of its graphs are gone, and a second one has to be refused too.
         run, ctx.run = ctx.run, None
         seeds = ctx.seeds[:]
+        # This node lives as long as the caller has an output; the gradients must not.
         ctx.seeds.clear()
         return None, None, None, *run(seeds)

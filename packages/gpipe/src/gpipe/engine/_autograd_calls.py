@@ -20,7 +20,13 @@ from .._torch import run_backward
 _alias = torch.ops.aten.alias
 
 accumulate = partial(
-    run_backward, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+    # Unreachable ends are allowed: a micro-batch need not use every parameter.
+    run_backward,
+    keep_graph=False,
+    create_graph=False,
+    inputs=(),
+    allow_unreachable=True,
+    accumulate_grad=True,
 )
 """Add the gradients that flow from a tuple of roots, given their own gradients, to the ``.grad`` of all leaves."""
 
@@ -34,6 +40,7 @@ def gradients(
     roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any], *, keep_graph: bool = True
 ) -> tuple[Tensor | None, ...]:
     """The gradients of ``ends``, given those of ``roots``; None where there is no path."""
+    # With ends, and without accumulating, autograd calls neither post-accumulate hooks nor AccumulateGrad nodes.
     found: tuple[Tensor | None, ...] = run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(ends), True, accumulate_grad=False
     )

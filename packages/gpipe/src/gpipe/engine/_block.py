@@ -80,6 +80,7 @@ class Block:
         # Separate copies of tensors that share memory would not see each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
         spare = clone_leaves(inputs) if self._clones and apart else None
+        # Generators of its own: its recomputation begins them anew, while those of the cell have gone on.
         rng: Any = current.rng
         forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
         output = forward.first(value, detach_leaves(inputs), spare)
@@ -113,6 +114,7 @@ class _Forward:
 
         output, *_ = self._repeatable.first(compute, inputs, spare).value
         if self._repeatable.inputs is not None:
+            # Not earlier: a layer may use what it saves in a backward of its own, within its forward.
             for saved in filter(None, (reference() for reference in self._saved)):
                 saved.tensor = None
         return output
@@ -133,6 +135,7 @@ class _Forward:
                 return self._block.outputs(self._compute(value))
 
         self._repeatable.again(compute)
+        # The same operations save the same tensors in the same order, so that the number says which is which.
         if len(found) != len(self._saved):
             raise _saved_others()
         for reference, fresh in zip(self._saved, found, strict=True):

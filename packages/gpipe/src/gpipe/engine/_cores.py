@@ -38,6 +38,7 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
     """
     if not _switched_on(_PIN, "to give workers on the CPU cores of their own") or workers < 2 or len(cores) < workers:
         return [frozenset(cores)] * workers
+    # Hyperthreads of a core, and then cores of a package, come next to each other, so that few of them are divided.
     near = sorted(cores, key=_position)
     ends = [len(near) * j // workers for j in range(workers + 1)]
     return [frozenset(near[begin:end]) for begin, end in pairwise(ends)]
@@ -55,6 +56,7 @@ def bind(cores: Cores, of: Cores = frozenset()) -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    # The child consists of the thread that forked. If that was a worker, it would stay on its share of the cores.
     os.register_at_fork(after_in_child=lambda: bind(current.cores))
 
 
@@ -69,6 +71,7 @@ def pauses_callers_helpers() -> bool:
 def _switched_on(variable: str, purpose: str) -> bool:
     value = os.environ.get(variable, "1")
     if value not in ("0", "1"):
+        # No guess: a misspelt value would silently measure the other behaviour.
         raise ValueError(f"{variable} must be 1, {purpose}, or 0; got {value!r}")
     return value == "1"
 

@@ -25,7 +25,10 @@ def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
     if not parameters or not may_be_data_parallel():
         return
     wanted = {id(parameter) for parameter in parameters}
+    # The wrapper is outside of the pipe, which has no reference to it, and torch has no list of wrappers. This look at
+    # all objects takes long; it happens only if something refers to the node of a parameter.
     kind = torch.nn.parallel.DistributedDataParallel
+    # By type(): isinstance() asks objects for their __class__, which runs code of proxies.
     around = [each for each in gc.get_objects() if issubclass(type(each), kind) and each.require_backward_grad_sync]
     if any(not wanted.isdisjoint(map(id, each.parameters())) for each in around):
         raise RuntimeError(

@@ -44,6 +44,7 @@ class DeferredGradients:
             leaves: tensors to which no other thread is adding a gradient at the moment.
             every: also of leaves without hooks.
         """
+        # Stages on several workers, and the loss, may use one leaf.
         with self._lock:
             for leaf in leaves:
                 if (every or any(_HOOKS(leaf))) and id(leaf) not in self._held:
@@ -100,6 +101,8 @@ def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
 def _is_kept(parameter: Tensor) -> bool:
     """Whether the node survives when we drop our reference to it: a mark in its metadata is still there."""
     if _MARK not in _metadata(parameter):
+        # If nothing else refers to the node, it and its metadata end with this expression, and the next one makes a new
+        # node.
         _metadata(parameter)[_MARK] = True
         return _MARK in _metadata(parameter)
     return True

@@ -35,6 +35,7 @@ class Section:
         Raises:
             RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside.
         """
+        # A hook that this thread calls between two walks of the run may use the pipe: no cell computes meanwhile.
         if self in current.holds:
             yield
             return
@@ -63,7 +64,9 @@ class Section:
             RuntimeError: another thread is accumulating those of one of ``parameters``, in another pipe.
         """
         with _claims:
+            # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
             others = [theirs for other, theirs in _claimed.items() if other is not self and other not in involved()]
+            # There is rarely another pipe in training, and without one this costs nothing.
             own = {*map(id, parameters)} if others else set()
             if any(id(parameter) in own for theirs in others for parameter in theirs):
                 raise RuntimeError(
@@ -100,6 +103,7 @@ def involved() -> Sections:
 @contextmanager
 def serving(sections: Sections) -> Iterator[None]:
     """A context in which this thread works for runs that are in ``sections`` and wait for it."""
+    # While this thread works it holds nothing: to enter what it held would be to wait for itself, and is refused.
     before = current.serves, current.holds
     current.serves, current.holds = sections, ()
     try:

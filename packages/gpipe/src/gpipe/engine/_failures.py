@@ -45,6 +45,7 @@ class Failures:
     def add(self, step: Step, error: BaseException) -> None:
         """Record that ``step`` has failed."""
         with self._lock:
+            # Under the lock, since this may compute the order, which two workers would do at once.
             when = self._when(step)
             self._errors.append((when, error))
             self.earliest = when if self.earliest is None else min(self.earliest, when)
@@ -61,6 +62,7 @@ class Failures:
 
     def raise_earliest(self) -> None:
         """Raise the failure that comes first in the schedule; :class:`Cancelled` if only others have failed."""
+        # Another process has failed. All ranks meet after the run, and the error is raised here then.
         if not self._errors:
             raise Cancelled
         errors, self._errors = self._errors, []
@@ -70,6 +72,7 @@ class Failures:
             del errors  # the error's traceback refers to this frame, which would refer to the error
 
     def _when(self, step: Step) -> When:
+        # A run walks twice, through forwards and backwards, and the order is that of the present walk.
         if self._ordered is not self.whole:
             self._order = {each: (span.start, each.stage) for each, span in replay(self.whole()).items()}
             self._ordered = self.whole

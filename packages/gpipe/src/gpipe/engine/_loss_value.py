@@ -148,6 +148,7 @@ def metrics_of_all(found: Sequence[dict[str, Any]], rows: Sequence[tuple[int, ..
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach()
+        # An average of whole numbers, such as counts of hits, is not whole.
         whole = not value.dim() and not (value.is_floating_point() or value.is_complex())
         return value.to(torch.get_default_dtype()) if whole else value
     if isinstance(value, Real):

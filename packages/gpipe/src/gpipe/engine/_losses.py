@@ -72,12 +72,15 @@ class Losses:
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""
+        # Numbers of its own, so that a loss that draws changes nothing in the layers.
         current.rng = CellRNG(self._rng, i, self._number)
+        # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
         self._compute(i, owned(activation))
         current.rng = None
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch, in training."""
+        # Freed with the backward of the cell, not with the run.
         return self._gradients.pop(i)
 
     def _compute(self, i: int, outputs: Activation) -> None:
@@ -113,6 +116,7 @@ class Losses:
     @cached_property
     def scale(self) -> Scale:
         """The factor by which all gradients must still be multiplied; known once the last micro-batch is done."""
+        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
         return scale_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
 
     @property
@@ -161,7 +165,10 @@ class LossStage(Losses):
                 "backward()"
             )
         if graph.leaves:
+            # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so
+            # the sums are kept apart, and added at the end of the run.
             self.deferred.hold(graph.leaves)
             return self.sums.backward((loss,), (seed,), graph, leaves)
         _engine.accumulate((loss,), (seed,))
+        # Leaves are made anew for each micro-batch, so that .grad is the gradient of this one.
         return [leaf.grad for leaf in leaves]

@@ -111,7 +111,9 @@ class Pipeline:
             run = Run(self, len(batches), checkpoint_stops)
             with self.processes.together(run):
                 outputs = run.forward(self._entering(batches))
+            # Layers may have changed micro-batches in place, which share the memory of the caller's tensors.
             versions.sync()
+        # The only micro-batch may be returned as it is: the caller may change it, and a recomputation may need it.
         if len(outputs) == 1:  # several are copied when they are concatenated
             outputs = [owned(outputs[0])]
         if torch.is_grad_enabled():
@@ -149,6 +151,7 @@ class Pipeline:
                     refuse_data_parallel(run.kept_nodes)
                     gradients = run.train(self._entering(batches), walk, order)
                 whole = self.processes.whole(run)
+                # From here on gradients may be added to those that were there, also if a hook fails.
                 adds = True
                 # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
                 # several gradients.
@@ -189,6 +192,7 @@ class Pipeline:
         counts = [len(output.tensors) for output in outputs]
 
         def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+            # And the caller may have changed those since: what autograd has saved of them is then refused.
             versions.sync()
             flowing = iter(seeds)
             with self.workers.section.entered():

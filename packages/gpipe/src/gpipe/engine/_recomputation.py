@@ -57,6 +57,7 @@ class Recomputation:
 
     def look(self) -> Snapshot:
         """The state of the layers before a forward."""
+        # Layers may add attributes and buffers in a forward. Then their places are looked up again.
         if self._state is None or not self._state.is_complete:
             self._state = State(self._module)
         return Snapshot(self._state)
@@ -114,7 +115,9 @@ class Repeatable:
         self._snapshot = self._shared.look()
         with setting(checkpointing=True, rng=self._random):
             outputs = compute()
+        # A generator takes 5 kB for each layer and micro-batch; the recomputation makes the same ones again.
         self._random.forget()
+        # Layers that work in place have overwritten their input.
         source = inputs if versions(inputs) == before else spare
         # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs.tensors)

@@ -96,6 +96,7 @@ class Run:
         own = [parameters_of(each) if self.keeps else [] for each in modules]
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
+        # One for stages and loss: a leaf that both use is held once, and given back once.
         self.deferred = DeferredGradients() if loss is None else loss.deferred
         self.sums = [] if loss is None else [loss.sums]
         observer = settings().observer or observer
@@ -172,6 +173,7 @@ class Run:
             self._walk(backwards, lambda: backwards)
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
+        # By now the streams of this thread wait for those of the stages, where the gradients were computed.
         whole = self.whole()
         own = [whole.pop(parameter, None) for parameter in left]
         accumulate_whole(whole.items())
@@ -263,9 +265,10 @@ class Run:
                         getattr(stages[j], action.kind)(action.microbatch)
                     else:
                         do(stages[j], action)
-        except Cancelled:
+        except Cancelled:  # by a failure elsewhere, which is recorded already
             return
         except BaseException as error:
+            # First the failure, then the wake-up: a reader that wakes looks whether its step comes after a failure.
             failures.add(step, stages[step.stage].explained(error, step.action))
             self._transport.cancel()
 

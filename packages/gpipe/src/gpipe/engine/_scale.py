@@ -38,6 +38,7 @@ def scale_of(counts: Sequence[Any]) -> Scale:
         return 1.0 / here if here else math.inf
     device = there[-1].device
     parts = [count.detach().to(device).reshape(()).to(_wide(device)) for count in there]
+    # No .item() here, for which the host would wait.
     return DeviceScale((torch.stack(parts).sum() + here).reciprocal())
 
 

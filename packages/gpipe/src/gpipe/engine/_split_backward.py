@@ -6,9 +6,7 @@ second part starts from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..values._leaves import is_custom, like_accumulated, own_memory
 from . import _autograd_calls as _engine
-from ._accumulate import GradientSums
+from ._accumulate import GradientSums, on_arrival
 
 if TYPE_CHECKING:
     from profiler.split import Branch
@@ -61,24 +59,11 @@ def backward_inputs(
     if branches is None or any(map(is_custom, {type(node) for node in graph.nodes})):
         return None
     edges = [edge for branch in branches for edge in branch.edges]
-    with _apart(leaves):
+    # Gradients of several leaves get memory of their own. That of a skip, which is often concatenated with another
+    # tensor, would else be a view that keeps the gradient of the whole alive.
+    with on_arrival(leaves if len(leaves) > 1 else (), like_accumulated):
+        # The graph is kept: the second part starts at the edges, and needs all that is behind them.
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
     arrived = iter(found[len(leaves) :])
     weights = [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]
     return own_memory(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
-
-
-@contextmanager
-def _apart(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """A context for the first part, in which the gradients of several leaves have memory of their own.
-
-    Without it the gradient of a skip, which is often concatenated with another tensor, would be a view that keeps the
-    gradient of the whole alive.
-    """
-    several = leaves if len(leaves) > 1 else ()
-    handles = [leaf.register_hook(partial(like_accumulated, leaf=leaf)) for leaf in several]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

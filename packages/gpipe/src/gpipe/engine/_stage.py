@@ -85,6 +85,7 @@ class Stage:
         # Numbered CPUs are one device; their numbers only say which stages share a worker.
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
+        # Only skips between stages: within a stage, stash and pop share a store.
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))

@@ -19,6 +19,7 @@ def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], 
     """
     for parameter, count, now in zip(parameters, before, counts_of_hooks(parameters), strict=True):
         if now > count:
+            # Names are made only here: making them takes longer than a run.
             names = {each: name for name, each in module.named_parameters()}
             raise RuntimeError(
                 f"the forward of a layer registered a hook on the parameter {names.get(parameter, '')!r}, which would "
@@ -26,6 +27,7 @@ def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], 
             )
 
 
+# Who reads grad_fn may put a hook on the node later.
 _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "grad_fn").__get__)
 
 

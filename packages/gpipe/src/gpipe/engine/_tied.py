@@ -93,6 +93,7 @@ class Tied:
             self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
         self._looked = False
+        # Layers may only read what is shared: this is compared with what is there after the forwards.
         self._then = self._seen() if shared else {}
 
     def applied(self) -> AbstractContextManager[None]:
@@ -107,7 +108,7 @@ class Tied:
     def _swapped(self) -> Iterator[None]:
         before = [entries.get(name) for entries, name, _ in self._swaps]
         for entries, name, copy in self._swaps:
-            dict.__setitem__(entries, name, copy)
+            entries[name] = copy
         try:
             yield
             self._expect_unchanged(None)
@@ -118,11 +119,12 @@ class Tied:
             self._looked = True
             for (entries, name, copy), own in zip(self._swaps, before, strict=True):
                 if entries.get(name) is copy:  # a layer may have set something else
-                    dict.__setitem__(entries, name, own)
+                    entries[name] = own
 
     def joined(self, grown: Sequence[Grown]) -> list[Grown]:
         """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
+        # By stage, since sums of floats depend on their order, and threads arrive in any.
         found.sort(key=lambda each: each[0])
         # An owner may have been frozen since the forward: then autograd drops its gradient too.
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
@@ -164,6 +166,7 @@ class Tied:
 
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
     """``gradient`` on ``device``. The current streams wait for those on which it was computed."""
+    # Its memory belongs to the stream of a stage, which would use it again while this one still copies.
     for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
         record_stream(part, current_stream(part.device))
     return gradient.to(device)
@@ -209,6 +212,7 @@ class _Copies:
     def _own_module(self, module: nn.Module) -> nn.Module:
         if module not in self.modules:
             self.modules[module] = copy = object.__new__(type(module))
+            # Neither __init__ nor __setattr__ of the class is called: their arguments and effects are unknown.
             vars(copy).update(vars(module), _compiled_call_impl=None)  # that call is bound to ``module``
             for kind in _KINDS:
                 vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
@@ -232,6 +236,7 @@ def _state(value: Any) -> Any:
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     """A leaf like ``tensor`` on ``device``: in the same memory if it is there; ``tensor`` itself if not trained."""
+    # A leaf of its own, in the same memory where it can be: its gradient is apart from that of the owner.
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:
         return tensor

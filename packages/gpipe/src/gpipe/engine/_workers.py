@@ -86,8 +86,10 @@ class Workers:
             sections = involved()
             for queue, (stream, compute) in zip(in_queues, works, strict=True):
                 queue.put(_Work(stream, compute, stop, sections))
+            # All answers are taken, also after a failure: one that is left would be taken for that of the next run.
             return [_result(queue.get()) for queue in out_queues]
         except BaseException:
+            # Workers end too: what they have not answered yet must not reach the next run.
             stop()
             self.close()
             raise
@@ -95,6 +97,7 @@ class Workers:
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""
         scope, self._scope = self._scope, None
+        # In a forked child there are no threads to join.
         if scope is not None and self._process == os.getpid():
             scope.close()
 
@@ -116,6 +119,7 @@ class Workers:
         share = max(1, threads // max(1, len(on_cpu)))
         for j, own in zip(on_cpu, shares(cores, len(on_cpu)), strict=True):
             in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, own, cores)))
+        # After all were asked: each starts its helper threads, which takes time.
         for j in on_cpu:
             _result(out_queues[j].get())
         self._divided = available

@@ -92,11 +92,15 @@ class Copy:
         """Queue the copy; called on the worker of the source."""
         source, target = self._source, self._target
         if is_accelerator(source.copy):
+            # The values are computed by work that is queued there; the host does not wait.
             wait_stream(source.copy, source.compute)
         # torch orders a copy between two accelerators with the current streams of both, so both must be copy streams.
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
+        # The sender may free them at once, and its stream would then write to memory that the copy still reads.
         _each(payload, lambda tensor: recorded(tensor, source.copy))
+        # Between two accelerators the copy runs on the stream of the source, and torch makes that of the target wait
+        # for it: an event there comes after both.
         last = target.copy if is_accelerator(target.copy) else source.copy
         return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
@@ -106,6 +110,7 @@ class Copy:
         return arrived(payload, event, self._target.compute)
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        # Links carry leaves: a copy with a graph would make the backward of one stage run into another.
         copy = self._moved(tensor.detach())
         return copy.requires_grad_() if tensor.requires_grad else copy
 
@@ -121,6 +126,7 @@ class Copy:
 def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
     """Make ``compute`` wait for ``event``, which is recorded after all writes to the tensors of ``payload``."""
     wait_event(compute, event)
+    # They were allocated on the copy stream, which would use their memory again while this one reads it.
     if is_accelerator(compute):
         return _each(payload, lambda tensor: recorded(tensor, compute))
     return payload
@@ -130,6 +136,7 @@ def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> 
 def can_pin(kind: str) -> bool:
     """Whether memory of the CPU can be pinned for devices of that type."""
     try:
+        # Tried, since builds and drivers differ in what they can pin.
         torch.empty(1, device="cpu", pin_memory=True)
     except RuntimeError:
         return False

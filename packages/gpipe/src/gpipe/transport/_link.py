@@ -57,6 +57,7 @@ class Link(Generic[Payload]):
 
     def put(self, microbatch: int, payload: Payload) -> None:
         """Start to send the payload of a micro-batch; returns at once."""
+        # The copy is queued here, on the thread of the sender, behind what computes the payload.
         self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
 
     def get(self, microbatch: int) -> Payload:
@@ -70,6 +71,7 @@ class Link(Generic[Payload]):
             elif self._is_cancelled():
                 self.cancel()  # for later readers
                 raise Cancelled
+        # Dropped here, so that a payload is freed with the cell that reads it.
         payload = arrived.pop(microbatch)
         return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
 
@@ -117,6 +119,7 @@ class Channel:
         kind: type[Link[Any]] = link or Link
         self.values: Link[Activation] = kind(f"values {name}", forth, stall_timeout, is_cancelled)
         self.gradients: Link[list[Tensor | None]] = kind(f"gradients {name}", back, stall_timeout, is_cancelled)
+        # Bound once: each cell calls four of them.
         self.get_values = self.values.get
         self.put_values = self.values.put
         self.get_gradients = self.gradients.get
@@ -164,6 +167,7 @@ class Ports:
         """Wait for what the stages before have sent."""
         parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
+        # Skips come last, as the stage expects them.
         return joined(parts)
 
     def put_values(self, i: int, activation: Activation) -> None:

@@ -79,5 +79,6 @@ class Transport:
 
     def cancel(self) -> None:
         """Cancel all present and future waits."""
+        # Not those at both ends, where nobody waits.
         for channel in self._inner:
             channel.cancel()
