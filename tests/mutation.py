@@ -3,6 +3,7 @@
     python -m tests.mutation --sample 30                # in all packages together
     python -m tests.mutation --sample 50 blockpartition
     python -m tests.mutation --sample 50 --seed 1 gpipe/engine gpipe/checkpoint
+    python -m tests.mutation --lines 'wait_|record_' --tests 'tests/simulated --timeout 60' gpipe streams
 
 All faults there are would take days, for an engine with tests of minutes. A fork of a process that has imported torch
 runs the tests nearest to the fault, in a copy of the repository, until one fails.
@@ -16,6 +17,8 @@ import copy
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -51,6 +54,10 @@ OTHERS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or, ast.Or: ast.And, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift,
 }  # fmt: skip
 
+ENDS = {"source": "target", "compute": "copy", "values_out": "gradients_out", "values_in": "gradients_in"}
+STREAMS = {**ENDS, **{there: here for here, there in ENDS.items()}}
+"""Names of streams, and of what has them, that stand for others."""
+
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
     """Other nodes that might stand in the place of ``node``."""
@@ -78,13 +85,23 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield _with(node, func=ast.Name("max" if name == "min" else "min"))
         case ast.Call(func=ast.Name(id="reversed" | "sorted"), args=[first, *_]):
             yield first
+        case ast.Call(func=ast.Name(id="wait_stream"), args=[first, second]):
+            yield _with(node, args=[second, first])
+        case ast.With(body=body):
+            yield ast.If(ast.Constant(True), body, [])
+        case ast.Name(id=name) if name in STREAMS:
+            yield ast.Name(STREAMS[name])
+        case ast.Attribute(attr=name) if name in STREAMS:
+            yield _with(node, attr=STREAMS[name])
 
 
-def mutants(file: Path) -> list[Mutant]:
-    """All faults for a file, in order."""
-    tree = ast.parse((ROOT / file).read_text())
+def mutants(file: Path, lines: str = "") -> list[Mutant]:
+    """All faults for a file, in order, on lines in which the pattern ``lines`` is found."""
+    source = (ROOT / file).read_text()
+    tree = ast.parse(source)
+    wanted = {number for number, line in enumerate(source.splitlines(), start=1) if re.search(lines, line)}
     found = []
-    for parent, field, index, node in list(_places(tree)):
+    for parent, field, index, node in [place for place in _places(tree) if place[-1].lineno in wanted]:
         for variant in variants(node):
             _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(copy.deepcopy(variant), node)))
             found.append(Mutant(file, node.lineno, _line(node), _line(variant), ast.unparse(tree)))
@@ -167,16 +184,17 @@ def nearest_tests(file: Path) -> tuple[str, ...]:
 class Laboratory:
     """A copy of the repository in which tests run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tests: tuple[str, ...]) -> None:
         self._folder = folder
+        self._tests = tests
         self._seconds: dict[tuple[str, ...], float] = {}
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-        for name in ("packages", "conftest.py", "pyproject.toml", "README.md"):
+        for name in ("packages", "tests", "docs", "conftest.py", "pyproject.toml", "README.md"):
             (shutil.copy if (ROOT / name).is_file() else _copy(ignored))(ROOT / name, folder / name)
 
     def finds(self, mutant: Mutant) -> bool:
         """Whether a test fails, or takes much longer than without the fault."""
-        tests = nearest_tests(mutant.file)
+        tests = self._tests or nearest_tests(mutant.file)
         if tests not in self._seconds:
             begin = time.monotonic()
             if self._fail(tests, 3600, quiet=False):
@@ -214,6 +232,7 @@ class Laboratory:
             os.dup2(nothing, 2)
         sources = [str(self._folder / "packages" / name / "src") for name in PACKAGES]
         sys.path[:0] = [str(self._folder), *sources]
+        del sys.modules["tests"]  # the one of the repository
         return int(pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *tests]))
 
 
@@ -226,13 +245,15 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=PACKAGES, help="packages, or folders such as gpipe/engine")
     parser.add_argument("--sample", type=int, default=30, help="how many faults in all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lines", default="", help="a pattern that is found in the lines with faults")
+    parser.add_argument("--tests", default="", help="arguments of pytest, instead of the nearest tests")
     parser.add_argument("--least", type=float, default=0.0, help="exit with 1 if fewer per cent are found")
     options = parser.parse_args()
-    every = [mutant for part in options.parts for file in sources(part) for mutant in mutants(file)]
+    every = [mutant for part in options.parts for file in sources(part) for mutant in mutants(file, options.lines)]
     sample = sorted(random.Random(options.seed).sample(every, min(options.sample, len(every))))
     print(f"{len(sample)} of {len(every)} faults", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        laboratory = Laboratory(Path(folder))
+        laboratory = Laboratory(Path(folder), tuple(shlex.split(options.tests)))
         found = [_told(mutant, laboratory.finds(mutant)) for mutant in sample]
     score = 100 * sum(found) / max(1, len(found))
     print(f"{sum(found)} of {len(found)} found, {score:.0f} %", flush=True)

@@ -12,11 +12,14 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from queue import SimpleQueue
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from streams import use_stream
+from gpipe.transport import _link
+from streams import _spawn, use_stream
 
 from . import build
 from .races import Race, Races
@@ -35,7 +38,20 @@ def library() -> ModuleType:
     torch._register_device_module(TYPE, _module())
     loaded.listen(races)
     atexit.register(loaded.listen, None)
+    _link.SimpleQueue = _spawn.SimpleQueue = Queue
     return loaded
+
+
+class Queue(SimpleQueue[Any]):
+    """Between threads. Whoever takes an item knows to be done what whoever put it there had waited for."""
+
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+        super().put((library().known(), item))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        known, item = super().get(block, timeout)
+        library().take_over(known)
+        return item
 
 
 def device(k: int | None) -> torch.device:
@@ -43,9 +59,9 @@ def device(k: int | None) -> torch.device:
     return torch.device("cpu") if k is None else torch.device(TYPE, k)
 
 
-def new_stream(k: int) -> torch.Stream:
-    """A fresh stream of device ``k``, which waits for what the current one has queued."""
-    stream = torch.Stream(device=device(k))
+def new_stream(k: int, priority: int = 0) -> torch.Stream:
+    """Another stream of device ``k``, which waits for what the current one has queued."""
+    stream = torch.Stream(device=device(k), priority=priority)
     stream.wait_stream(torch.accelerator.current_stream(device(k)))
     return stream
 
@@ -74,6 +90,12 @@ def no_races() -> Iterator[None]:
     yield
     remaining = found()
     assert not remaining, "\n".join(map(str, remaining[:5]))
+
+
+def used() -> int:
+    """Bytes in use on all devices."""
+    gc.collect()
+    return sum(library().used(k) for k in range(DEVICES))
 
 
 @contextmanager

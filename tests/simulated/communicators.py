@@ -1,10 +1,11 @@
 """Process groups for the simulated accelerator, as NCCL's are for CUDA: transfers are work of a stream of their own.
 
-A group has a stream on each device. A transfer waits there for what the caller's current stream has queued, and
-``wait()`` lets the stream that is current then wait for the transfer. So memory is read and written there, as far as
-order goes. The bytes go by gloo. Those that are sent are taken at once, but leave only when the transfers before, and
-those that the caller's stream has waited for, are done, each with its other end. Those that come are in the tensor
-only after ``wait()``; before, it holds others. The device cannot wait: a wait for what has not come stops the host.
+A group has a stream on each device, of those that everybody gets. A transfer waits there for what the caller's current
+stream has queued, and ``wait()`` lets the stream that is current then wait for the transfer. So memory is read and
+written there, as far as order goes. The bytes go by gloo. Those that are sent are taken at once, but leave only when
+the transfers before on that stream, and those that the caller's stream has waited for, are done, each with its other
+end. Those that come are in the tensor only after ``wait()``; before, it holds others. The device cannot wait: a wait
+for what has not come stops the host. Tensors are kept until somebody has waited, or has seen that a transfer is done.
 """
 
 from __future__ import annotations
@@ -42,19 +43,23 @@ def register() -> None:
 opened: list[Communicator] = []
 """Those of this process."""
 
+unpolled: set[Transfer] = set()
+"""Transfers that nobody has waited for, nor seen done."""
+
 
 class Communicator(dist.ProcessGroup):
     """A group that sends from device to device.
 
     Attributes:
         transfers: how many it was asked for.
+        streams: that of each device.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.transfers = 0
+        self.streams: dict[torch.device, Any] = {}
         self._bytes = dist.ProcessGroupGloo(store, rank, size, _LONG)
-        self._streams: dict[torch.device, Any] = {}
         self._under_way: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
         self._all: list[_Transfer] = []
         self._aborted = False
@@ -66,8 +71,8 @@ class Communicator(dist.ProcessGroup):
         stream, before = self._behind(tensor.device)
         with use_stream(stream):
             host = _pinned(tensor).copy_(tensor, non_blocking=True)
-        transfer = self._asked(_Transfer(lambda: self._bytes.send([host], target, tag), host, before))
-        return Transfer(transfer, None, tensor.device, stream)
+        transfer = self._asked(_Transfer(lambda: self._bytes.send([host], target, tag), host, before), stream)
+        return Transfer(transfer, tensor, stream, arrives=False)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Transfer:
         (tensor,) = tensors
@@ -75,8 +80,8 @@ class Communicator(dist.ProcessGroup):
         with use_stream(stream):
             tensor.fill_(FOREIGN)
         host = _pinned(tensor)
-        transfer = self._asked(_Transfer(lambda: self._bytes.recv([host], source, tag), host, before))
-        return Transfer(transfer, tensor, tensor.device, stream)
+        transfer = self._asked(_Transfer(lambda: self._bytes.recv([host], source, tag), host, before), stream)
+        return Transfer(transfer, tensor, stream, arrives=True)
 
     def abort(self) -> None:
         self._aborted = True
@@ -84,17 +89,18 @@ class Communicator(dist.ProcessGroup):
             transfer.done.set()
 
     def _behind(self, device: torch.device) -> tuple[Any, list[_Transfer]]:
-        """The stream of that device, which waits for the current one; and the transfers that hold that one up."""
+        """The stream of that device, which waits for the current one; and the transfers that hold either up."""
         if self._aborted:
             raise RuntimeError("the communicator was aborted")
-        stream, now = self._streams.get(device), current_stream(device)
+        stream, now = self.streams.get(device), current_stream(device)
         if stream is None:
-            stream = self._streams[device] = new_stream(device)
+            stream = self.streams[device] = new_stream(device)
         wait_stream(stream, now)
-        return stream, [each for each in _waited_for.get(now, ()) if not each.done.is_set()]
+        return stream, _holding_up(now) + _holding_up(stream)
 
-    def _asked(self, transfer: _Transfer) -> _Transfer:
+    def _asked(self, transfer: _Transfer, stream: Any) -> _Transfer:
         self.transfers += 1
+        _before[stream] = [*_holding_up(stream), transfer]
         self._all = [each for each in self._all if not each.done.is_set()] + [transfer]
         self._under_way.put(transfer)
         return transfer
@@ -128,38 +134,51 @@ class _Transfer:
             self.done.set()
 
 
-_waited_for: dict[Any, list[_Transfer]] = {}
-"""By stream: what it waits for before it does what is queued after that."""
+_before: dict[Any, list[_Transfer]] = {}
+"""By stream: the transfers that are queued there, and those that it waits for."""
+
+
+def _holding_up(stream: Any) -> list[_Transfer]:
+    """Those that have to be done before what is queued on ``stream`` next."""
+    return [each for each in _before.get(stream, ()) if not each.done.is_set()]
 
 
 class Transfer(dist.Work):
     """What :meth:`Communicator.send` and ``recv`` return.
 
     Args:
-        tensor: where it is to arrive; None if it leaves.
+        tensor: what leaves, or where it is to arrive.
     """
 
-    def __init__(self, transfer: _Transfer, tensor: Tensor | None, device: torch.device, stream: Any) -> None:
+    def __init__(self, transfer: _Transfer, tensor: Tensor, stream: Any, *, arrives: bool) -> None:
         super().__init__()
         self._transfer = transfer
-        self._tensor = tensor
-        self._device = device
+        self._tensor: Tensor | None = tensor
         self._stream = stream
+        self._arrives = arrives
+        unpolled.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self._tensor is not None:
+        if self._arrives and self._tensor is not None:
             self._transfer.done.wait()
             if self._transfer.arrived:
                 with use_stream(self._stream):
                     self._tensor.copy_(self._transfer.host, non_blocking=True)
-            self._tensor = None
-        now = current_stream(self._device)
-        _waited_for[now] = [each for each in _waited_for.get(now, ()) if not each.done.is_set()] + [self._transfer]
+        now = current_stream(self._stream.device)
+        _before[now] = [*_holding_up(now), self._transfer]
         wait_stream(now, self._stream)
+        self._let_go()
         return True
 
     def is_completed(self) -> bool:
-        return self._transfer.done.is_set()
+        done = self._transfer.done.is_set()
+        if done and not self._arrives:
+            self._let_go()
+        return done
+
+    def _let_go(self) -> None:
+        unpolled.discard(self)
+        self._tensor = None
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if asked else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A hang ends the process with the stacks of all threads: one that waits inside the device hears no signal."""
+    limit = config.getoption("--timeout") or 300
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300, method="thread"))
+            item.add_marker(pytest.mark.timeout(limit, method="thread"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

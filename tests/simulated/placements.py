@@ -19,6 +19,7 @@ PLACEMENTS: dict[str, tuple[int | None, ...]] = {
     "CPU first": (None, 0, 1),
     "CPU last": (0, 1, None),
     "CPU between": (0, None, 1),
+    "CPU twice": (0, None, None),
     "device between CPUs": (None, 0, None),
 }
 """By name, the device of each stage; None is the CPU."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from streams import CPUStream, record_event, record_stream, use_stream, wait_event, wait_stream
 
-from .accelerator import device, found, library, new_stream, using
-from .races import Race
+from .accelerator import Queue, device, found, library, new_stream, used, using
+from .communicators import Communicator
+from .races import HERE, ROOT, Race
 
 
 def texts() -> list[str]:
@@ -104,6 +112,67 @@ class TestEvents:
         library().take_counters()
         ask(x)
         assert library().take_counters()["synchronisations"] > 0
+
+
+class TestThreads:
+    def read(self, stream: torch.Stream, queue: SimpleQueue[Tensor]) -> Thread:
+        """Have a copy on its way to the host, for which this thread waits, read by another one."""
+        reader = Thread(target=lambda: queue.get().sum())
+        there = (ones() * 2).to("cpu", non_blocking=True)
+        stream.synchronize()
+        queue.put(there)
+        reader.start()
+        return reader
+
+    @pytest.mark.parametrize(("kind", "races"), [(SimpleQueue, ["READ by sum on the host"]), (Queue, [])])
+    def test_who_takes_from_a_queue_of_the_library_knows_what_was_waited_for(self, kind: type, races: list[str]):
+        with use_stream(new_stream(0)):
+            self.read(torch.accelerator.current_stream(device(0)), kind()).join()
+        assert [text.split(" not ordered after copy D2H")[0] for text in texts()] == races
+
+    def test_threads_of_autograd_know_what_their_caller_does(self):
+        """And their caller what they waited for, in the backward of a function."""
+        x, events = ones().requires_grad_(), []
+
+        class Waits(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                events.append((current_thread(), event.query(), record_event(new_stream(0))))
+                events[0][-1].synchronize()
+                return gradient
+
+        y = Waits.apply(x)
+        event = record_event(torch.accelerator.current_stream(device(0)))
+        event.synchronize()
+        y.sum().backward()
+        ((thread, known, inside),) = events
+        assert thread is not current_thread()
+        assert known
+        assert inside.query()
+
+
+class TestPools:
+    @pytest.mark.parametrize(("priority", "other"), [(0, -1), (-1, 0)])
+    def test_of_each_priority_there_are_32_streams_for_everybody(self, priority: int, other: int):
+        streams = [new_stream(1, priority) for _ in range(33)]
+        assert len({*streams[:32]}) == 32
+        assert streams[32] == streams[0]
+        assert new_stream(1, other) not in streams
+        assert new_stream(2, priority) not in streams
+
+    def test_a_process_group_has_a_stream_of_the_pool_and_its_work_holds_what_it_sends_until_it_is_polled(self):
+        before, sent = used(), ones()
+        group = Communicator(dist.HashStore(), 0, 1)
+        work = group.send([sent], 0, 0)
+        del sent
+        assert {*group.streams.values()} < {new_stream(0) for _ in range(32)}
+        assert used() > before
+        work.wait()
+        assert used() == before
 
 
 class TestCopies:
@@ -199,6 +268,14 @@ class TestAutograd:
             loss.backward()
             x.grad.sum().item()
         assert texts() == []
+
+
+def test_a_hang_ends_with_the_stacks_of_all_threads():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "10", HERE / "hanging.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1
+    assert re.search(r", in test_hangs\n", done.stdout)
+    assert re.search(r", in wait_for_ever\n", done.stdout)
 
 
 def test_a_race_says_what_and_where():

@@ -186,6 +186,29 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     return seen
 
 
+ELSEWHERE = Fault("a wire opens on the current device", WIRES,
+                  "device=self._device)])", "device=self._device.type).to(self._device)])")  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "more"), [(None, set()), (ELSEWHERE, {0})], ids=str)
+def test_a_process_uses_its_own_devices_alone(fault: Fault | None, more: set[int]):
+    """And not the current one, where a context would take memory of a GPU for nothing."""
+    with world(2) as opened:
+        assert opened.run(_contexts, fault) == [[{1} | more, {1, 2} | more], [{2} | more, {1, 2} | more]]
+
+
+def _contexts(fault: Fault | None) -> list[set[int]]:
+    """The devices that this process uses: with a rank of its own, and then with a pipe on two devices."""
+    ranks = Ranks([0, 1], [1, 2], 4)
+    with nullcontext() if fault is None else planted(fault):
+        ranks.rank(model()).step(rows(), loss_fn=squares)
+    alone: set[int] = accelerator.library().contexts()
+    pipe = ranks.pipe(model())
+    squares(pipe(rows())).backward()
+    pipe.step(rows(), loss_fn=squares)
+    return [alone, accelerator.library().contexts()]
+
+
 def test_by_way_of_the_host_if_asked_to(worlds):
     assert worlds(2).run(_by_way_of_the_host) == [0, 0]
 
@@ -246,6 +269,9 @@ FAULTS: list[tuple[Fault, str]] = [
     (Fault("what is sent is not recorded with its wire", WIRES,
            "recorded(part, self._stream)",
            "pass"), "FREE of memory of .* not ordered after copy D2H .*no record_stream"),
+    (Fault("a wire keeps what it has sent", WIRES,
+           "self._transfer([self._peer.send(part) for part in parts])",
+           "[self._peer.send(part) for part in parts]"), "bytes more"),
     (Fault("the event of what comes is recorded where it does not come", WIRES,
            "record_event(self._stream)",
            "record_event(current_stream(self._device))"), "READ by .* not ordered after copy H2D"),
@@ -273,9 +299,11 @@ def _found(fault: Fault) -> list[str]:
     rank, pipe = ranks.rank(model()), ranks.pipe(model())
     expect_alike(rank, pipe)
     assert accelerator.found() == []
+    used = accelerator.used()
     with planted(fault):
         wrong = error_of(lambda: expect_alike(rank, pipe))
-    return ["wrong numbers"] * isinstance(wrong, AssertionError) + [str(race) for race in accelerator.found()]
+    found = ["wrong numbers"] * isinstance(wrong, AssertionError) + [str(race) for race in accelerator.found()]
+    return [*found, *[f"{more} bytes more after a step" for more in [accelerator.used() - used] if more]]
 
 
 def test_who_is_killed_after_it_has_announced_a_tensor_is_named():

@@ -28,7 +28,8 @@ from .races import ROOT
 # Of torch, once a process: with nodes that are kept it has to order streams.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
-COPY, RUN, ORDER, USE = "gpipe.transport._copy", "gpipe.engine._run", "streams._order", "streams._use"
+COPY, LINK, RUN = "gpipe.transport._copy", "gpipe.transport._link", "gpipe.engine._run"
+ORDER, USE = "streams._order", "streams._use"
 TASK, STREAM, CLOCK, WIRES = "streams._task", "streams._stream", "profiler._clock", "gpipe.distributed._wires"
 WORKERS, TIED, RECORD, CALLS = (
     "gpipe.engine._workers",
@@ -38,7 +39,7 @@ WORKERS, TIED, RECORD, CALLS = (
 )
 
 TWO, THREE, BETWEEN, FIRST = Case("two devices"), Case("three devices"), Case("CPU between"), Case("CPU first")
-TWICE = Case("the first device twice")
+TWICE, CPUS = Case("the first device twice"), Case("CPU twice")
 FOREIGN = Case("three devices", streams="foreign")
 KEPT = Case("three devices", how="1f1b", counted=True, keeps_nodes=True)
 KEPT_TWICE = KEPT._replace(placement="the first device twice")
@@ -85,6 +86,9 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
     (Fault("a copy has no event", COPY, ", record_event(last)", ", None"), TWO),
     (Fault("the target does not wait for a copy", COPY, "wait_event(compute, event)", "pass"), TWO),
     (Fault("the host does not wait for a copy to it", COPY, "wait_event(compute, event)", "pass"), BETWEEN),
+    (Fault("of two stages on the CPU one does not wait for a skip to it", LINK,
+           "else self._carrier.receive(payload)",
+           'else payload[0] if "skip" in self.name else self._carrier.receive(payload)'), CPUS),
     (Fault("what was copied is not recorded with the stream that reads it", COPY,
            "return _each(payload, lambda tensor: recorded(tensor, compute))", "return payload"), TWO),
     (Fault("nothing that copies use is recorded", COPY, "    record_stream(tensor, stream)", "    pass"), TWO),
@@ -216,6 +220,7 @@ def table() -> str:
         *((fault, "two ranks, step under 1f1b") for fault, _ in test_direct.FAULTS),
     ]
     found.append((test_direct.EARLY, "only the end of a step waits for what has come"))
+    found.append((test_direct.ELSEWHERE, "a process uses its own devices alone"))
     rows = [f"| {fault.name} | {_place(fault)} | {case} |" for fault, case in found]
     rows += [f"| {fault.name} | {_place(fault)} | **not found**: {why} |" for fault, why in NOT_FOUND]
     total = f"{len(found)} of {len(found) + len(NOT_FOUND)} are found."

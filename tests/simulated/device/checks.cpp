@@ -32,23 +32,22 @@ void check_write(Block* block, Moment moment, const std::string& what) {
 }
 
 void check_host_read(const Block& block, const std::string& what) {
-  if (!machine().clocks.host().knows(block.written.moment))
+  if (!host().knows(block.written.moment))
     found("READ by " + what + " on the host not ordered after " + block.written.text());
 }
 
 void check_host_write(const Block& block, const std::string& what) {
-  const Clock& host = machine().clocks.host();
-  if (!host.knows(block.written.moment))
+  if (!host().knows(block.written.moment))
     found("WRITE by " + what + " on the host not ordered after " + block.written.text());
   for (const auto& [stream, read] : block.read)
-    if (!host.knows(read.moment)) found("WRITE by " + what + " on the host not ordered after READ by " + read.text());
+    if (!host().knows(read.moment)) found("WRITE by " + what + " on the host not ordered after READ by " + read.text());
 }
 
 void check_free(const Block& block) {
   if (block.pinned) return;  // torch's allocator of pinned memory waits for the copies that it saw
   // Of each recorded stream the allocator waits for all that is queued there, and so for what that waits for.
   Clock known = clock_of(block.home);
-  known.join(machine().clocks.host());
+  known.join(host());
   for (const Stream each : block.recorded) known.join(clock_of(each));
   auto check = [&](const Access& access) {
     if (!known.knows(access.moment))

@@ -14,10 +14,12 @@
 namespace simulated {
 
 constexpr int DEVICES = 3;
-// More than a run makes; then they are handed out again from the first, as CUDA does with its pool.
-constexpr int STREAMS = 64;
+// Of each priority. After that many they are handed out again from the first, as torch does with CUDA's.
+constexpr int POOL = 32;
+// Number 0 of each device is its default stream; then come those of normal priority, and those of high priority.
+constexpr int STREAMS = 1 + 2 * POOL;
 
-// A stream of any device. Number 0 of each device is its default stream.
+// A stream of any device.
 using Stream = int;
 
 inline Stream stream_of(int device, int number) { return device * STREAMS + number; }
@@ -53,11 +55,13 @@ class Clock {
   uint64_t time_ = 0;
 };
 
-// The clocks of all streams, and that of the host. Threads share the host's: that one thread waited and then told
-// another in Python cannot be seen from here, so whoever launches work is taken to know what any thread waited for.
+// What the calling thread of the host has waited for, or was told by others that had. Only inside of a Turn.
+Clock& host();
+
+// The clocks of all streams.
 class Clocks {
  public:
-  // The next piece of work on a stream. What the host has waited for was done before it was launched.
+  // The next piece of work on a stream. What the thread has waited for was done before it was launched.
   Moment launch(Stream stream) {
     const Moment moment = mark(stream);
     streams_[stream].pass();
@@ -66,23 +70,20 @@ class Clocks {
 
   // The same for an event, which takes no time.
   Moment mark(Stream stream) {
-    streams_[stream].join(host_);
+    streams_[stream].join(host());
     return streams_[stream].advance(stream);
   }
 
   void wait(Stream stream, const Clock& event) { streams_[stream].join(event); }
-  void host_waits(const Clock& event) { host_.join(event); }
-  void host_waits(Stream stream) { host_.join(streams_[stream]); }
+  void host_waits(Stream stream) { host().join(streams_[stream]); }
   void host_waits_for_device(int device) {
     for (int k = 0; k < STREAMS; ++k) host_waits(stream_of(device, k));
   }
 
   const Clock& of(Stream stream) const { return streams_[stream]; }
-  const Clock& host() const { return host_; }
 
  private:
   std::array<Clock, DEVICES * STREAMS> streams_;
-  Clock host_;
 };
 
 }  // namespace simulated

@@ -17,7 +17,10 @@ namespace {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    Turn turn;
+    return turn->contexts.count(device) > 0;
+  }
   c10::DeviceIndex deviceCount() const override { return DEVICES; }
 
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "blocks.h"
@@ -29,6 +30,8 @@ struct Machine {
   std::array<size_t, DEVICES> used{};
   // Bytes that each device has.
   std::array<size_t, DEVICES> capacity{};
+  // Devices with a context of this process, which takes some hundred megabytes of a GPU: those that it has used.
+  std::set<int> contexts;
   // Told of each race, by the thread that did the later half of it.
   std::function<void(const std::string&)> on_race;
 };
@@ -50,6 +53,9 @@ class Turn {
 
 // Say that a race was found; only inside of a Turn.
 void found(std::string race);
+
+// This process uses a device; only inside of a Turn.
+void begin_context(int device);
 
 // Of this thread.
 int& current_device();

@@ -38,6 +38,7 @@ struct DeviceMemory final : c10::Allocator {
     Block block;
     block.size = std::max<size_t>(size, 1);
     Turn turn;
+    begin_context(device);
     expect_room(device, block.size);
     turn->used[device] += block.size;
     block.home = current_stream(device);
@@ -58,6 +59,8 @@ struct PinnedMemory final : c10::Allocator {
     block.pinned = true;
     void* begin = reserve(size);
     Turn turn;
+    // By way of a device that the process uses; of the current one, if there is none.
+    if (turn->contexts.empty()) begin_context(current_device());
     turn->blocks.add(begin, std::move(block));
     return {begin, begin, &release, c10::Device(c10::DeviceType::CPU)};
   }

@@ -34,6 +34,22 @@ size_t used(int device) {
   return turn->used.at(device);
 }
 
+std::set<int> contexts() {
+  Turn turn;
+  return turn->contexts;
+}
+
+// What the calling thread knows to be done, for another one to take over.
+Clock known() {
+  Turn turn;
+  return host();
+}
+
+void take_over(const Clock& known) {
+  Turn turn;
+  host().join(known);
+}
+
 void listen(std::function<void(const std::string&)> on_race) {
   Turn turn;
   turn->on_race = std::move(on_race);
@@ -51,6 +67,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("synchronise", &synchronise, unlocked());
   module.def("limit", &limit, unlocked());
   module.def("used", &used, unlocked());
+  module.def("contexts", &contexts, unlocked());
+  pybind11::class_<Clock>(module, "Clock");
+  module.def("known", &known, unlocked());
+  module.def("take_over", &take_over, unlocked());
   module.def("listen", &listen);
 }
 

@@ -22,8 +22,8 @@ struct Event {
   Clock clock;
   Moment moment;
 
-  // Whether the host has waited for it. Whoever did not wait cannot rely on it, however long ago it was recorded.
-  bool ready() const { return machine().clocks.host().knows(moment); }
+  // Whether the calling thread has waited for it. Whoever did not wait cannot rely on it, however long ago it was recorded.
+  bool ready() const { return host().knows(moment); }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -42,13 +42,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return handle(index, current_stream(index) % STREAMS);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return handle(index_of(device), 0); }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    static std::array<int, DEVICES> made{};
+  // As of CUDA, lower numbers are higher priorities.
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    static std::array<std::array<int, 2>, DEVICES> made{};
     Turn turn;
-    const int index = index_of(device);
-    return handle(index, 1 + made[index]++ % (STREAMS - 1));
+    const int index = index_of(device), high = priority < 0;
+    begin_context(index);
+    return handle(index, 1 + high * POOL + made[index][high]++ % POOL);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high) const override {
+    return getNewStream(device, high ? -1 : 0);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return handle(stream.device_index(), exchange_stream(stream.device_index(), static_cast<int>(stream.id())));
   }
@@ -56,6 +60,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     Turn turn;
     if (*event == nullptr) *event = new Event;
+    begin_context(stream.device_index());
     const Moment moment = turn->clocks.mark(number(stream));
     *static_cast<Event*>(*event) = {turn->clocks.of(number(stream)), moment};
     ++turn->counters.records;
@@ -78,23 +83,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& stream) const override {
     Turn turn;
-    return turn->clocks.host().knows(turn->clocks.of(number(stream)).now(number(stream)));
+    return host().knows(turn->clocks.of(number(stream)).now(number(stream)));
   }
 
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     Turn turn;
-    turn->clocks.host_waits(static_cast<Event*>(event)->clock);
+    host().join(static_cast<Event*>(event)->clock);
     ++turn->counters.synchronisations;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Turn turn;
+    begin_context(stream.device_index());
     turn->clocks.host_waits(number(stream));
     ++turn->counters.synchronisations;
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     Turn turn;
-    turn->clocks.host_waits_for_device(device < 0 ? current_device() : device);
+    const int index = device < 0 ? current_device() : device;
+    begin_context(index);
+    turn->clocks.host_waits_for_device(index);
     ++turn->counters.synchronisations;
   }
 

@@ -11,8 +11,11 @@ constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 
 inline bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
 
-// The stream that work on a device goes to now.
-inline Stream stream_for(c10::Device device) { return current_stream(device.index()); }
+// The stream that work on a device goes to now; only inside of a Turn.
+inline Stream stream_for(c10::Device device) {
+  begin_context(device.index());
+  return current_stream(device.index());
+}
 
 c10::Device or_current(std::optional<c10::Device> device);
 
