@@ -63,7 +63,7 @@ def of_case(seed: int) -> Iterator[tuple[str, float | None]]:
     for name, factor in LIMITS.items():
         room = None if factor is None else int(factor * least)
         best = min(each.seconds for each in every if room is None or each.fullest <= room)
-        found = search(replace(space, memory=(room,) * space.measured.stages))
+        found = search([replace(space, memory=(room,) * space.measured.stages)])
         assert not found or room is None or found[0].fullest <= room
         yield name, found[0].seconds / best if found else None
 
@@ -100,6 +100,7 @@ def space_of(random: Random) -> Space:
         input_bytes=4 * ROWS,
         needs_gradient=random.random() < 0.5,
         apart=copied,
+        placement=tuple(range(stages)),
         links=(Link(), *(link,) * (stages - 1)),
         action=1e-4,
         step=1e-3,

@@ -30,7 +30,7 @@ from .report import Report, Table
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "many-devices.md"
 HEAD = """\
-| devices | replicas × stages × micro-batches | rows of each | recompute | a step | rows/s of a device | bubble | average of gradients | fullest device |
+| devices | replicas × devices × micro-batches, schedule | rows of each | recompute | a step | rows/s of a device | bubble | average of gradients | fullest device |
 |---:|---|---:|---|---:|---:|---:|---:|---:|"""  # noqa: E501 — a line of the page
 MADE_WITH = "Made with torch"
 
@@ -101,11 +101,11 @@ def row(devices: int) -> str:
 
 
 def _cells(plan: gpipe.Plan) -> list[str]:
-    devices = plan.replicas * len(plan.balance)
+    devices = plan.replicas * len(plan.devices)
     every, some = plan.checkpoint.count("always"), sum(isinstance(each, list) for each in plan.checkpoint)
     partly = f", {some} in part" if some else ""
     return [
-        f"{plan.replicas} × {len(plan.balance)} × {plan.chunks}",
+        f"{plan.replicas} × {len(plan.devices)} × {plan.chunks}, {plan.schedule}",
         str(plan.rows // plan.replicas),
         f"{every} of {len(plan.balance)} stages{partly}",
         format_seconds(plan.predicted.seconds.mid),
@@ -181,7 +181,7 @@ def _plan(devices: str, optimizer: str) -> str:
         plan = gpipe.plan(model(), sample, devices, optimizer=optimizer)
     except gpipe.Infeasible as error:
         return f"does not fit: needs {error.changes[-1].partition(' (')[2].rstrip(')')}"
-    return f"{plan.replicas} × {len(plan.balance)} × {plan.chunks}, {plan.schedule}"
+    return f"{plan.replicas} × {len(plan.devices)} × {plan.chunks}, {plan.schedule}"
 
 
 def report(devices: str, optimizer: str) -> None:

@@ -188,16 +188,23 @@ def _searches(quick: bool) -> Report:
 def _searched(layers: int, stages: int, share: float | None) -> tuple[float, int]:
     space = _space(layers, stages, None)
     if share is not None:
-        space = _space(layers, stages, round(share * search(space)[0].fullest))
+        space = _space(layers, stages, round(share * search([space])[0].fullest))
     begin = time.perf_counter()
-    found = search(space)
+    found = search([space])
     return time.perf_counter() - begin, len(found)
 
 
 def _space(layers: int, stages: int, memory: int | None) -> Space:
     profile = _profile(layers)
     measured = Measured(
-        profile, (2**20,) * layers, 512, 2**20, needs_gradient=False, apart=False, links=(Link(),) * stages
+        profile,
+        (2**20,) * layers,
+        512,
+        2**20,
+        needs_gradient=False,
+        apart=False,
+        placement=tuple(range(stages)),
+        links=(Link(),) * stages,
     )
     chunks = [2**k for k in range(10)] + [48, 96]
     modes = ("never", "always")

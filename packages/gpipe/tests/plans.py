@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 from hypothesis import strategies as st
 
-from gpipe._plan._arguments import MODES, SCHEDULES
+from gpipe._plan._arguments import MODES, SCHEDULES, placed
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe.schedule._flags import StageMode, mode_of
@@ -56,8 +56,8 @@ def measured_of(layers: Sequence[tuple[float, int, int, int]], stages: int) -> M
     profile = profile_of(layers)
     optimizer = tuple(2 * parameters for _, _, parameters, _ in layers)
     return Measured(
-        profile, optimizer, ROWS, ROWS * 4, needs_gradient=False, apart=False, links=(Link(),) * stages, action=1e-4,
-        step=1e-3,
+        profile, optimizer, ROWS, ROWS * 4, needs_gradient=False, apart=False, placement=tuple(range(stages)),
+        links=(Link(),) * stages, action=1e-4, step=1e-3,
     )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
         input_bytes=ROWS * 4,
         needs_gradient=draw(st.booleans()),
         apart=copied,
+        placement=tuple(range(stages)),
         links=(Link(), *(link,) * (stages - 1)),
         action=1e-4,
         step=1e-3,
@@ -82,7 +83,25 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
 
 
 def space_of(measured: Measured, memory: int | None = None) -> Space:
-    return Space(measured, (1, 2, 4, 8), SCHEDULES, MODES, (memory,) * measured.stages)
+    return Space(measured, (1, 2, 4, 8), ("1f1b", "zero_bubble", "fill_drain"), MODES, (memory,) * measured.devices)
+
+
+def looped(space: Space) -> list[Space]:
+    """The same model on these devices, with two stages on each."""
+    measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
+    placements = placed(SCHEDULES, measured.devices, measured.layers)
+    return [
+        replace(
+            space, measured=replace(measured, placement=placement, links=links_of(placement, link)), schedules=names
+        )
+        for placement, names in placements.items()
+        if len(placement) > measured.devices
+    ]
+
+
+def links_of(placement: Sequence[int], link: Link) -> tuple[Link, ...]:
+    """Between stages of a device nothing is sent."""
+    return (Link(), *(Link() if a == b else link for a, b in pairwise(placement)))
 
 
 def everything(space: Space) -> Iterator[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import signature
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -17,9 +18,8 @@ from gpipe import Infeasible, Plan, plan
 from gpipe._plan._arguments import SCHEDULES
 from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
-from gpipe._plan._fleet import BETWEEN, INSIDE, layouts_of, read_fleet
-from gpipe._plan._make import _best_of
-from gpipe._plan._search import NEAR
+from gpipe._plan._fleet import BETWEEN, INSIDE, Fleet, Layout, layouts_of, read_fleet
+from gpipe._plan._search import NEAR, search
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
 
@@ -51,34 +51,43 @@ def fleet(nodes: int, count: int, **links: Any) -> Any:
     return read_fleet(f"{nodes}x{count}x80GB", **links)
 
 
+def links(fake: Fleet, layout: Layout) -> tuple[Link, ...]:
+    hops = pairwise(layout.placement)
+    return Link(), *(Link() if a == b else fake.link(layout.devices, a, b) for a, b in hops)
+
+
 class TestLayouts:
     @given(counts, counts, st.integers(1, 20), st.integers(1, 200))
     def test_all_that_use_each_device_and_give_each_replica_as_many_rows(
         self, nodes: int, count: int, layers: int, rows: int
     ) -> None:
         expected = [
-            (nodes * count // stages, stages)
-            for stages in range(1, layers + 1)
-            if nodes * count % stages == 0 and rows % (nodes * count // stages) == 0
+            (nodes * count // devices, devices)
+            for devices in range(1, layers + 1)
+            if nodes * count % devices == 0 and rows % (nodes * count // devices) == 0
         ]
         if not expected:
             with pytest.raises(ValueError, match=f"sample: expected rows that go evenly .* has {rows} rows"):
-                layouts_of(fleet(nodes, count), layers, rows, None)
+                layouts_of(fleet(nodes, count), layers, rows, None, SCHEDULES)
             return
-        found = layouts_of(fleet(nodes, count), layers, rows, None)
-        assert [(each.replicas, each.stages) for each in found] == expected
+        found = layouts_of(fleet(nodes, count), layers, rows, None, SCHEDULES)
+        assert list(dict.fromkeys((each.replicas, each.devices) for each in found)) == expected
         assert all(each.replicas * each.rows == rows for each in found)
+        for times, devices in expected:
+            placements = [each.placement for each in found if each.replicas == times]
+            # Two stages on each of several devices in loops and in a V, if there are so many layers, and one.
+            assert len(set(placements)) == len(placements) == (3 if 1 < devices <= layers // 2 else 1)
+            assert all({*placement} == {*range(devices)} for placement in placements)
         assert all(1 <= m <= each.rows for each in found for m in each.chunks)
 
     @given(counts, counts, st.integers(1, 40))
     def test_a_hop_is_one_between_nodes_if_it_is_that_in_any_replica(self, nodes: int, count: int, k: int) -> None:
         if nodes * count % k:
             return
-        links = fleet(nodes, count, bandwidth=["2GB", "1GB"]).links(k)
-        for j in range(1, k):
-            ends = [(q * k + j - 1, q * k + j) for q in range(nodes * count // k)]
-            crosses = any(a // count != b // count for a, b in ends)
-            assert links[j].bandwidth == (1e9 if crosses else 2e9)
+        fake = fleet(nodes, count, bandwidth=["2GB", "1GB"])
+        for a, b in permutations(range(k), 2):
+            crosses = any((q * k + a) // count != (q * k + b) // count for q in range(nodes * count // k))
+            assert fake.link(k, a, b).bandwidth == (1e9 if crosses else 2e9)
 
 
 class TestSearch:
@@ -90,17 +99,16 @@ class TestSearch:
             Space(
                 replace(
                     measured, rows=each.rows, replicas=each.replicas, apart=True,
-                    input_bytes=measured.input_bytes // each.replicas, links=fake.links(each.stages), ring=fake.ring,
+                    input_bytes=measured.input_bytes // each.replicas, placement=each.placement,
+                    links=links(fake, each), ring=fake.ring,
                 ),
-                each.chunks, SCHEDULES, ("never",), (None,) * each.stages,
+                each.chunks, each.schedules, ("never",), (None,) * each.devices,
             )
-            for each in layouts_of(fake, measured.layers, measured.rows, [1, 2, 4])
+            for each in layouts_of(fake, measured.layers, measured.rows, [1, 2, 4], SCHEDULES)
         ]  # fmt: skip
-        space, found = _best_of(spaces)
+        found = search(spaces)
         least = min(each.seconds for some in spaces for each in everything(some))
         assert found[0].seconds <= least * 1.12 * (1 + NEAR)
-        assert found[0].costs.measured is space.measured
-        assert len(found[0].sizes) == space.measured.stages
 
     def test_nothing_fits_anywhere(self) -> None:
         with pytest.raises(Infeasible, match=r"device \d \(fake 300MB\) has .* what would fit: "):

@@ -75,6 +75,40 @@ def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
     pipe.close()
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble", "zbv"])
+def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(schedule: str):
+    plain, x, y = linears(5), rows(8), rows(8) * 2
+    given = {"target": y, "loss_fn": loss, "chunks": 4, "schedule": schedule}
+    found = plan(plain, x, ["cpu:0", "cpu:1"], memory="1MB", calibrate=schedule == "zbv", **given)
+    assert found.schedule == schedule
+    assert found.placement == ((0, 1, 1, 0) if schedule == "zbv" else (0, 1, 0, 1))
+    assert len(found.balance) == 4
+    assert [need.total > 0 for need in found.predicted.bytes] == [True, True]
+    assert found.timeline.makespan <= found.predicted.seconds.mid or found.notes[1].startswith("calibrated")
+    assert Plan.from_json(found.to_json()) == found
+    assert (found.mesh_shape, found.rank_arguments["ranks"]) == ((1, 2), list(found.placement))
+    with pytest.raises(ValueError, match="devices: the plan is for 2 devices, got 1"):
+        found.build(copy.deepcopy(plain), devices=["cpu:0"])
+    with closing(found.build(copy.deepcopy(plain))) as pipe:
+        pipe.step(x, y, loss_fn=loss, **found.step_arguments)
+        loss(plain(x), y).backward()
+        assert_same(pipe, plain)
+        shown = found.verify(x, y)
+        assert len(shown.byte_ratios) == 2
+        assert [0.5 < ratio < 2 for ratio in shown.byte_ratios] == [True, True]
+
+
+def test_two_stages_on_each_device_are_planned_where_they_are_faster():
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+    given = {"chunks": 8, "bandwidth": "1000GB", "latency": 0}
+    one = plan(layers, torch.zeros(2**12, 4096, device="meta"), "4x8GB", schedule="1f1b", **given)
+    found = plan(layers, torch.zeros(2**12, 4096, device="meta"), "4x8GB", **given)
+    assert (len(one.balance), len(found.balance), found.devices) == (4, 8, one.devices)
+    assert found.predicted.seconds.mid < 0.9 * one.predicted.seconds.mid
+    assert [line.split()[1] for line in str(found).split("\n\n")[1].splitlines()[2:]] == ["0,", "1,", "2,", "3,"] * 2
+
+
 def test_what_was_measured_is_shown_beside_what_was_predicted():
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64)), rows(8), rows(8)
     found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], calibrate=False)
@@ -221,7 +255,11 @@ class TestModels:
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
         ({"chunks": "4"}, TypeError, "chunks must be a number"),
         ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'.*did you mean '1f1b'"),
-        ({"schedule": "interleaved"}, ValueError, "there is no schedule 'interleaved'"),
+        (
+            {"schedule": "interleaved"},
+            ValueError,
+            r"schedule: 'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]",
+        ),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
         ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*did you mean 'adam'"),
@@ -262,6 +300,8 @@ def test_wrong_devices_and_models():
         plan(model(), x, "cpu")
     with pytest.raises(ValueError, match=r"devices: nothing runs on 'meta'; text such as '8x80GB'"):
         plan(model(), x, ["meta"])
+    with pytest.raises(ValueError, match="devices: expected each one once, got cpu:0, cpu:0"):
+        plan(model(), x, ["cpu:0", "cpu:0"])
     with pytest.raises(TypeError, match=r"Sequential|module"):
         plan(3, x, CPUS)
 

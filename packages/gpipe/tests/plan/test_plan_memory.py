@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline, plan
-from gpipe._plan._arguments import optimizer_bytes, read_bytes
+from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_bytes
 from gpipe._plan._candidate import Candidate, schedule_of
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._rehearse import rehearsed
 from gpipe._plan._verify import peak_bytes
-from gpipe.schedule import zero_bubble
+from gpipe.schedule import SPLITTING, zero_bubble
 from gpipe.schedule._flags import as_lists, mode_of
 from gpipe.simulate import Link
 from gpipe.skip import pop, skippable, stash
@@ -29,7 +30,7 @@ from ..models import WIDTH as PART_WIDTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CHUNKS, STAGES = 6, 2
+CHUNKS, ONE_EACH = 6, (0, 1)
 MODES = [["never", "never"], ["always", "always"], ["always", "never"], ["except_last", "except_last"]]
 WIDTH, ROWS = 48, 64
 
@@ -38,7 +39,7 @@ def loss(output: Tensor, _: object) -> Tensor:
     return output.square().mean()
 
 
-def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any) -> Costs:
+def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placement: tuple[int, ...]) -> Costs:
     """Of layers that all take as long: how far stages lag behind each other is the same in every run."""
     rows = len(x) // chunks
     found = profile(
@@ -46,19 +47,19 @@ def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any) -> Cost
     ).at(rows)
     alike = [replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in found]
     profiled = replace(found, layers=tuple(alike))
-    links = (Link(),) * STAGES
-    return Measured(profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, apart=False, links=links).cut(
-        chunks
-    )
+    links = (Link(),) * len(placement)
+    return Measured(
+        profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, apart=False, placement=placement, links=links
+    ).cut(chunks)
 
 
-def taken(model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss) -> list[int]:
-    """What each stage takes at most, in a step after the first, which is special: it finds out what layers do."""
-    pipe = GPipe(model, balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint=as_lists(modes))
-    programs = schedule_of(schedule, chunks, modes, split)
+def taken(model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH) -> list[int]:
+    """What each device takes at most, in a step after the first, which is special: it finds out what layers do."""
+    pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=as_lists(modes))
+    programs = schedule_of(schedule, chunks, placement, modes, split)
     with inline():
         pipe.step(x, loss_fn=loss_fn, schedule=programs)
-        return peak_bytes(pipe, x, None, loss_fn, programs)
+        return peak_bytes(pipe, x, None, loss_fn, programs, placement)
 
 
 class Residual(nn.Module):
@@ -116,26 +117,28 @@ def cases(draw: st.DrawFn):
         layers[source:source] = [Keep()]
         layers.insert(draw(st.integers(source + 1, len(layers))), Join())
     layers.append(nn.Linear(WIDTH, draw(st.sampled_from([8, 6 * WIDTH]))))
-    cut = draw(st.integers(1, len(layers) - 1))
-    modes = draw(st.sampled_from(MODES))
-    schedule = draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    (placement,) = placed([schedule], 2, len(layers))
+    inner = draw(st.permutations(range(1, len(layers))))[: len(placement) - 1]
+    sizes = [b - a for a, b in pairwise([0, *sorted(inner), len(layers)])]
+    modes = draw(st.sampled_from(MODES)) * (len(placement) // 2)
     chunks = draw(st.sampled_from([1, 2, 3, 5]))
-    return nn.Sequential(*layers), [cut, len(layers) - cut], modes, schedule, chunks, draw(st.booleans())
+    return nn.Sequential(*layers), sizes, placement, modes, schedule, chunks, draw(st.booleans())
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.none() | st.lists(st.booleans(), min_size=12, max_size=12))
 def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None):
-    """Of any layers, with skips into, out of and past stages and pieces, split, with a large loss."""
-    model, balance, modes, schedule, chunks, needs_gradient = case
+    """Of any layers, with skips into, out of and past stages and pieces, split, in loops, with a large loss."""
+    model, balance, placement, modes, schedule, chunks, needs_gradient = case
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
     each = iter(choices or ())
     ways = [mode_of([next(each) for _ in range(size)]) for size in balance] if choices else modes
-    split = (1,) if schedule == "zero_bubble" else ()
-    way = Candidate(costs_of(model, x, chunks, squares), schedule, tuple(balance), tuple(ways), 0.0, split)
+    split = (1,) if schedule in SPLITTING else ()
+    way = Candidate(costs_of(model, x, chunks, squares, placement), schedule, tuple(balance), tuple(ways), 0.0, split)
     rehearsal = rehearsed(copy.deepcopy(model), x, None, squares, way)
     assert "one step of the engine" in rehearsal.note
-    found = taken(model, x, balance, ways, schedule, split, chunks, squares)
+    found = taken(model, x, balance, ways, schedule, split, chunks, squares, placement)
     assert [each.total for each in rehearsal.bytes] == pytest.approx(found, rel=0.05, abs=4096)
     assert all(min(each.by_kind.values()) >= 0 for each in rehearsal.bytes)
     # The account leaves much out, and is there to tell ways to train from each other.

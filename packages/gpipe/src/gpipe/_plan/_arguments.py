@@ -15,7 +15,8 @@ from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
 from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
-from ..schedule._named import expect_name
+from ..schedule import looped_placement
+from ..schedule._named import expect_name, usual_placement
 
 STATES = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
@@ -23,8 +24,11 @@ STATES = {
 }  # fmt: skip
 """The state of an optimizer, in sizes of its parameters."""
 
-SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
+SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_zero_bubble", "zbv")
 """The schedules that are searched; of equally fast ones the first is preferred."""
+
+LOOPS = 2
+"""The stages on each device under schedules that have several."""
 
 MODES = ("never", "except_last", "always")
 """The modes of checkpointing that are searched."""
@@ -145,6 +149,29 @@ def read_schedules(schedule: str | None) -> Sequence[str]:
         raise TypeError(f"schedule: expected the name of a schedule, such as '1f1b'; got {schedule!r}")
     expect_name(schedule, SCHEDULES)
     return (schedule.lower(),)
+
+
+def placed(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
+    """The devices of stages that are searched, and the schedules that go with each; one stage a device comes last.
+
+    Args:
+        schedules: the names to look at.
+        devices: how many there are.
+        layers: how many there are.
+
+    >>> placed(["1f1b", "zbv"], devices=2, layers=4)
+    {(0, 1, 1, 0): ['zbv'], (0, 1): ['1f1b']}
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in reversed(schedules):
+        found.setdefault(_placement(name, devices), []).insert(0, name)
+    return {each: names for each, names in found.items() if len(each) == devices or 1 < devices <= layers // LOOPS}
+
+
+def _placement(name: str, devices: int) -> tuple[int, ...]:
+    if name in ("interleaved", "interleaved_zero_bubble"):
+        return tuple(looped_placement(LOOPS * devices, devices))
+    return tuple(usual_placement(name, devices * LOOPS if name == "zbv" else devices))
 
 
 def read_modes(checkpoint: str | None) -> Sequence[str]:

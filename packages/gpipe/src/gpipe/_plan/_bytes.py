@@ -7,12 +7,16 @@ gradient is dropped. :mod:`gpipe._plan._rehearse` runs the chosen plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from profiler import LayerProfile
 
+from ..schedule import Kind, checkpoint_stops
 from ..schedule._flags import runs_of
+from ..schedule._named import lanes
 from ..timeline._kept import freed
 
 
@@ -40,6 +44,10 @@ class DeviceBytes:
         """The sum of all kinds."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
 
+    def __add__(self, other: DeviceBytes) -> DeviceBytes:
+        """Of two stages on a device, at most: their peaks may come at different times."""
+        return DeviceBytes(*map(add, astuple(self), astuple(other)))
+
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes by kind."""
@@ -59,31 +67,47 @@ class Held(NamedTuple):
     late: int
     bare: int
 
+    def covers(self, other: Held) -> bool:
+        """Whether this is at least as much: what is held as a whole holds its input too."""
+        return (
+            self.whole >= other.whole and self.late >= other.late and self.whole + self.bare >= other.whole + other.bare
+        )
 
-def held(schedule: str, mode: str, microbatches: int, stages: int, stage: int, split: bool) -> list[Held]:
-    """What a stage holds at its fullest moments.
+
+@lru_cache(maxsize=4096)
+def held(
+    schedule: str, mode: str, microbatches: int, placement: tuple[int, ...], stage: int, splits: bool
+) -> list[Held]:
+    """What a stage holds at its fullest moments: every other moment has at most as much of everything.
 
     Args:
         schedule: its name.
         mode: how the stage is checkpointed.
-        microbatches, stages: how many there are.
+        microbatches: how many there are.
+        placement: the device of each stage.
         stage: its number.
-        split: whether its backward is.
+        splits: whether its backward is split.
 
-    >>> held("1f1b", "never", 8, 4, 1, False), held("1f1b", "except_last", 8, 4, 1, False)
-    ([Held(whole=3, late=0, bare=0)], [Held(whole=1, late=0, bare=2), Held(whole=2, late=0, bare=1)])
+    >>> held("1f1b", "never", 8, (0, 1, 2, 3), 1, False)
+    [Held(whole=3, late=0, bare=0)]
+    >>> held("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
+    [Held(whole=2, late=0, bare=1)]
     """
-    drains = schedule == "fill_drain"
-    # A split backward of stage j leaves j micro-batches to be finished while it waits for gradients.
-    late = stage if split else 0
-    several = min(microbatches, microbatches if drains else stages - stage + late)
-    late = min(late, several - 1)
-    if mode == "never":
-        return [Held(several, late, 0)]
-    found = [Held(1 + late, late, several - 1 - late)]
-    if mode == "except_last" and not drains and found[0].bare:
-        found.append(Held(2 + late, late, several - 2 - late))  # the last one, beside the one that is recomputed
-    return found
+    # In longer runs only fill-drain holds more.
+    m = microbatches if schedule == "fill_drain" else min(microbatches, 3 * len(placement))
+    stop = checkpoint_stops(mode, m, 1)[0]
+    lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
+    whole, late, bare = set[int](), set[int](), set[int]()
+    found = set[Held]()
+    for j, (kind, i) in lane:
+        if j != stage:
+            continue
+        for some in (whole, late, bare):
+            some.discard(i)
+        found.add(Held(1 + len(whole) + len(late), len(late), len(bare)))
+        if kind is not Kind.BACKWARD and kind is not Kind.BACKWARD_WEIGHT:
+            (bare if kind is Kind.FORWARD and i < stop else late if kind is Kind.BACKWARD_INPUT else whole).add(i)
+    return sorted(each for each in found if not any(other != each and other.covers(each) for other in found))
 
 
 class StageBytes(NamedTuple):

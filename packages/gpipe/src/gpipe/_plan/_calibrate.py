@@ -14,7 +14,7 @@ from torch import nn
 from microbatch import scatter
 
 from .._gpipe import GPipe
-from ._candidate import Candidate, Space, by_seconds
+from ._candidate import Candidate, by_seconds
 from ._data import Expected
 from ._rehearse import total
 from ._verify import timed
@@ -39,7 +39,7 @@ _APART = 0.05
 
 
 def calibrated(
-    space: Space,
+    memory: Sequence[int | None],
     found: Sequence[Candidate],
     try_out: Callable[[Candidate], list[float]],
     rehearse: Callable[[Candidate], Candidate],
@@ -47,8 +47,8 @@ def calibrated(
     """What some steps tell of the best ways to train.
 
     Args:
-        space: what was searched.
-        found: there, the best first, which fits by a rehearsal.
+        memory: the limits of devices.
+        found: in the search, the best first, which fits by a rehearsal.
         try_out: trains a way for :data:`STEPS` steps; returns their seconds.
         rehearse: returns a way with the bytes of a rehearsal.
 
@@ -57,7 +57,7 @@ def calibrated(
         seconds for the quickest, the median and the slowest step; and a note for the reader of the plan.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
-    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if space.holds(way))]
+    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if way.fits(memory))]
     trials = _race(ways, try_out)
     medians = [median(trial) for trial in trials]
     # The simplest of those that were about as fast as the fastest.
@@ -100,12 +100,13 @@ def train(
 
     Args:
         layers: are trained.
-        devices: of the stages.
+        devices: all of them.
         x, y: a mini-batch.
         loss_fn: None for the sum of the outputs.
         way: how.
     """
-    pipe = GPipe(layers, way.sizes, devices=devices, chunks=way.chunks, checkpoint=way.modes)
+    own = [devices[place] for place in way.costs.measured.placement]
+    pipe = GPipe(layers, way.sizes, devices=own, chunks=way.chunks, checkpoint=way.modes)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     with closing(pipe):

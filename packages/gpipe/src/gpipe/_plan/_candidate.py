@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..schedule import Kind, Schedule, checkpoint_stops, named
+from ..schedule import SPLITTING, Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._named import lanes
 from ..schedule._replay import makespan
@@ -20,11 +20,11 @@ class Space:
     """The space of configurations that is searched.
 
     Attributes:
-        measured: the costs.
+        measured: the costs, and the device of each stage.
         chunks: numbers of micro-batches.
-        schedules: names.
+        schedules: names of those that go with these devices of stages.
         modes: those that a stage may have; if there are several, only some of its layers may be computed again too.
-        memory: what each device may hold; None is any amount.
+        memory: what each device may hold; None is any amount. Each of its stages may have an equal part of it.
         scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
     """
 
@@ -35,20 +35,17 @@ class Space:
     memory: Sequence[int | None]
     scale: tuple[float, ...] = ()
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether memory can be short."""
-        return any(size is not None for size in self.memory)
+    @cached_property
+    def rooms(self) -> list[float | None]:
+        """What each stage may hold by the account of bytes."""
+        placement, scale = self.measured.placement, self.scale or (1.0,) * len(self.memory)
+        parts = [None if size is None else size / more for size, more in zip(self.memory, scale, strict=True)]
+        return [None if (whole := parts[place]) is None else whole / placement.count(place) for place in placement]
 
     def share(self, j: int, size: int) -> float:
-        """The bytes of device j as a share of what it may hold."""
-        room = self.memory[j]
-        return 0.0 if room is None else size * (self.scale[j] if self.scale else 1.0) / max(room, 1)
-
-    def holds(self, candidate: Candidate) -> bool:
-        """Whether the bytes of a candidate, by the account or by its rehearsal, are within the limits."""
-        limits = zip(candidate.bytes, self.memory, strict=True)
-        return all(room is None or need.total <= room for need, room in limits)
+        """The bytes of stage j as a share of what it may hold."""
+        room = self.rooms[j]
+        return 0.0 if room is None else size / max(room, 1)
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,11 @@ class Candidate:
         """What each device holds."""
         return self.rehearsed or self.account
 
+    def fits(self, memory: Sequence[int | None]) -> bool:
+        """Whether its bytes, by the account or by its rehearsal, are within these limits of devices."""
+        limits = zip(self.bytes, memory, strict=True)
+        return all(room is None or need.total <= room for need, room in limits)
+
     @property
     def fullest(self) -> int:
         """The bytes of the device that holds the most."""
@@ -100,13 +102,13 @@ class Candidate:
         return self.chunks, self.schedule, self.split, self.sizes, self.modes
 
     @property
-    def simplicity(self) -> tuple[int, int]:
-        """Less is simpler: chunks, then the schedule."""
-        return self.chunks, SCHEDULES.index(self.schedule)
+    def simplicity(self) -> tuple[int, int, int]:
+        """Less is simpler: stages, then chunks, then the schedule."""
+        return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
         """Its schedule, for so many micro-batches."""
-        return schedule_of(self.schedule, microbatches, self.modes, self.split)
+        return schedule_of(self.schedule, microbatches, self.costs.measured.placement, self.modes, self.split)
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
@@ -119,8 +121,8 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
         modes: of checkpointing.
     """
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
-    split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
-    steps = lanes(schedule, m, range(len(stages)), stops_of(modes, m), split)
+    split = costs.split(sizes, stages) if schedule in SPLITTING else ()
+    steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.reduction(sizes) + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)
@@ -136,6 +138,8 @@ def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
     return checkpoint_stops([*map(scheduled, modes)], microbatches, len(modes))
 
 
-def schedule_of(name: str, microbatches: int, modes: Sequence[StageMode], split: Sequence[int]) -> Schedule:
-    """The schedule, with each stage on a device of its own."""
-    return named(name, microbatches, range(len(modes)), stops_of(modes, microbatches), split)
+def schedule_of(
+    name: str, microbatches: int, placement: Sequence[int], modes: Sequence[StageMode], split: Sequence[int]
+) -> Schedule:
+    """The schedule, for stages on the devices of ``placement``."""
+    return named(name, microbatches, placement, stops_of(modes, microbatches), split)

@@ -55,6 +55,7 @@ class Measured:
         input_bytes: of the mini-batch.
         needs_gradient: whether the mini-batch requires a gradient.
         apart: whether each device has memory of its own, so that it gets a copy of its input.
+        placement: the device of each stage.
         links: for each stage, how long its input takes from the stage before.
         action: seconds that the engine adds to each action.
         step: seconds that it adds to each step.
@@ -70,6 +71,7 @@ class Measured:
     input_bytes: int
     needs_gradient: bool
     apart: bool
+    placement: tuple[int, ...]
     links: tuple[Link, ...]
     action: float = 0.0
     step: float = 0.0
@@ -80,7 +82,11 @@ class Measured:
 
     @property
     def stages(self) -> int:
-        return len(self.links)
+        return len(self.placement)
+
+    @property
+    def devices(self) -> int:
+        return max(self.placement) + 1
 
     @property
     def layers(self) -> int:
@@ -196,15 +202,14 @@ class Costs:
         )
 
     def reduction(self, sizes: Sequence[int]) -> float:
-        """Seconds until the replicas have the average of their gradients: of the largest stage, on a ring.
+        """Seconds until the replicas have the average of their gradients: of the fullest device, on a ring.
 
-        Stages are on devices of their own and reduce at the same time (Patarasu and Yuan, 2009).
+        Devices reduce at the same time (Patarasu and Yuan, 2009).
         """
-        r = self.measured.replicas
-        largest = max(
-            sum(layer.trainable_bytes for layer in self.profile.layers[first:end]) for first, end in bounds(sizes)
-        )
-        return 2 * (r - 1) / r * largest / self.measured.ring
+        r, own = self.measured.replicas, [0] * self.measured.devices
+        for place, (first, end) in zip(self.measured.placement, bounds(sizes), strict=True):
+            own[place] += sum(layer.trainable_bytes for layer in self.profile.layers[first:end])
+        return 2 * (r - 1) / r * max(own) / self.measured.ring
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
         """For each stage, the seconds that its input takes from the stage before."""
@@ -214,7 +219,7 @@ class Costs:
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
-        """What each device holds at its fullest moment.
+        """What each device holds at its fullest moment; with several stages, at most.
 
         Args:
             sizes: the layers of each stage.
@@ -222,12 +227,14 @@ class Costs:
             schedule: its name.
             split: the stages whose backward is split.
         """
-        stages = enumerate(zip(bounds(sizes), modes, strict=True))
-        return tuple(self.stage_bytes(j, *own, mode, schedule, j in split) for j, (own, mode) in stages)
+        found = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices
+        for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, self.measured.placement, strict=True)):
+            found[place] += self.stage_bytes(j, *own, mode, schedule, j in split)
+        return tuple(found)
 
     def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
         """The same for one stage, the one of number j, however the others are checkpointed."""
-        moments = held(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits)
+        moments = held(schedule, scheduled(mode), self.chunks, self.measured.placement, j, splits)
         return self._stage_bytes(first, end, mode).at_peak(moments)
 
     def _stage_bytes(self, first: int, end: int, mode: StageMode) -> StageBytes:

@@ -15,7 +15,7 @@ from profiler import LayerProfile, Profile
 
 from .._meant import did_you_mean
 from ..timeline._hops import Link
-from ._arguments import read_bytes, read_chunks
+from ._arguments import placed, read_bytes, read_chunks
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
 """The approximate shares of a data sheet's figures that training reaches."""
@@ -61,13 +61,13 @@ class Fleet:
     inside: Link = INSIDE
     between: Link = BETWEEN
 
-    def links(self, stages: int) -> tuple[Link, ...]:
-        """The link before each stage. Replicas are on devices in a row, so that some of them begin in the middle of a
-        node: a hop counts as one between nodes if it is that in any replica.
+    def link(self, devices: int, before: int, own: int) -> Link:
+        """The link from one of the devices of a replica to another one. Replicas are on devices in a row, so that some
+        of them begin in the middle of a node: a hop counts as one between nodes if it is that in any replica.
         """
-        aligned = gcd(stages, self.count)
+        aligned = gcd(devices, self.count)
         alone = self.nodes is None or self.nodes == 1
-        return (Link(), *(self.inside if j % aligned or alone else self.between for j in range(1, stages)))
+        return self.inside if alone or before // aligned == own // aligned else self.between
 
     @property
     def ring(self) -> float:
@@ -82,13 +82,20 @@ class Layout(NamedTuple):
         replicas: pipes that train the same model, each on other rows.
         rows: of the mini-batch, for each replica.
         chunks: numbers of micro-batches to look at.
-        stages: of each replica; there is a device for each.
+        placement: the device of each stage of a replica.
+        schedules: those to look at, by their names.
     """
 
     replicas: int
     rows: int
     chunks: Sequence[int]
-    stages: int
+    placement: tuple[int, ...]
+    schedules: Sequence[str]
+
+    @property
+    def devices(self) -> int:
+        """Of each replica."""
+        return max(self.placement) + 1
 
 
 def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Fleet | None:
@@ -150,21 +157,25 @@ def _of_link(name: str, given: Any, k: int) -> Any:
     return found[min(k, len(found) - 1)]
 
 
-def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, least: int = 1) -> list[Layout]:
-    """The layouts to look at, by their stages: all that use every device and give replicas the same number of rows.
+def layouts_of(
+    fleet: Fleet, layers: int, rows: int, chunks: Any, schedules: Sequence[str], least: int = 1
+) -> list[Layout]:
+    """The layouts to look at, by their devices: all that use every device and give replicas the same number of rows.
 
     Args:
         fleet: the devices.
         layers: how many there are.
         rows: of the mini-batch.
         chunks: as of :func:`gpipe.plan`.
+        schedules: names of those to look at.
         least: rows of a micro-batch.
 
     Raises:
         ValueError: there is none.
     """
     if fleet.nodes is None:
-        return [Layout(1, rows, read_chunks(chunks, rows, least), min(fleet.count, layers))]
+        own, count = read_chunks(chunks, rows, least), min(fleet.count, layers)
+        return [Layout(1, rows, own, *placed_on) for placed_on in placed(schedules, count, layers).items()]
     devices = fleet.count * fleet.nodes
     replicas = {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
     shares = [(k, times, rows // times) for k, times in replicas.items() if rows % times == 0]
@@ -176,8 +187,9 @@ def layouts_of(fleet: Fleet, layers: int, rows: int, chunks: Any, least: int = 1
         )
     given = None if chunks is None else read_chunks(chunks, max(own for _, _, own in shares))
     found = [
-        Layout(times, own, [m for m in given or read_chunks(None, own, least) if m <= own], k)
+        Layout(times, own, [m for m in given or read_chunks(None, own, least) if m <= own], *placed_on)
         for k, times, own in shares
+        for placed_on in placed(schedules, k, layers).items()
     ]
     return [each for each in found if each.chunks]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from profiler.text import format_bytes
 
-from ._arguments import MODES, SCHEDULES, read_chunks
+from ._arguments import MODES, SCHEDULES, placed, read_chunks
 from ._candidate import Candidate, Space
 from ._options import Options
 from ._search import least_share
@@ -43,7 +43,8 @@ def explain(space: Space, devices: Sequence[str]) -> Infeasible:
     """
     share, nearest = _nearest(space)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
-    short = {j: round((space.share(j, nearest.bytes[j].total) - 1) * room) for j, room in rooms}
+    scale = space.scale or (1.0,) * len(space.memory)
+    short = {j: round(nearest.bytes[j].total * scale[j]) - room for j, room in rooms}
     j, room = max(rooms, key=lambda pair: short[pair[0]])
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
@@ -86,20 +87,21 @@ def _nearest(space: Space) -> tuple[float, Candidate]:
 def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
     """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
     measured, stages = space.measured, space.measured.stages
+    plain = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else ()
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]
     found: dict[str, Callable[[Space], Space]] = {}
     if space.modes != MODES:
         found["checkpoint=None, so that the plan may choose"] = lambda own: replace(own, modes=MODES)
     if more:
         found[f"chunks up to {more[-1]}"] = lambda own: replace(own, chunks=[*own.chunks, *more])
-    if space.schedules != SCHEDULES:
-        found["schedule=None, so that the plan may choose"] = lambda own: replace(own, schedules=SCHEDULES)
+    if plain and [*space.schedules] != plain:
+        found["schedule=None, so that the plan may choose"] = lambda own: replace(own, schedules=plain)
     if any(measured.optimizer):
         found["optimizer='sgd', which keeps no state"] = lambda own: replace(
             own, measured=replace(own.measured, optimizer=(0,) * measured.layers)
         )
     for larger in (2 * stages, 4 * stages):
-        if larger <= measured.layers and measured.replicas == 1:
+        if plain and larger <= measured.layers and measured.replicas == 1:
             found[f"{larger} devices instead of {stages}"] = partial(_on_more, stages=larger)
     return found
 
@@ -110,5 +112,5 @@ def _on_more(space: Space, stages: int) -> Space:
     def longer(each: Sequence[Any]) -> Any:
         return (*each, *[each[-1]] * (stages - len(each))) if each else ()
 
-    measured = replace(space.measured, links=longer(space.measured.links))
+    measured = replace(space.measured, links=longer(space.measured.links), placement=tuple(range(stages)))
     return replace(space, measured=measured, memory=longer(space.memory), scale=longer(space.scale))

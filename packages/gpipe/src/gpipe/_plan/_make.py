@@ -22,7 +22,7 @@ from ..module._whole import replicated
 from ..timeline import simulate
 from . import _arguments
 from ._calibrate import UNSURE, calibrated, train
-from ._candidate import Candidate, Space, by_seconds
+from ._candidate import Candidate, Space
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
 from ._fleet import INSIDE, read_fleet
@@ -63,7 +63,9 @@ def plan(
     bytes corrected by that. Then up to five candidates that are expected to be about as fast, with a copy of the model,
     are trained in turns for a few steps, and the plan is the simplest of those within 2 % of the fastest.
 
-    Not searched: schedules with several stages on a device (interleaved, V-shaped), and devices in another order.
+    Two stages on each device (interleaved, V-shaped) are searched too, except on a plain ``"cpu"``, which is a worker
+    for each stage; ``"cpu:0"`` and ``"cpu:1"`` can have several. Not searched: more of them, and devices in another
+    order.
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
@@ -114,7 +116,7 @@ def plan(
         raise ValueError("model: expected at least one layer, got none")
     refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
     fleet = read_fleet(devices, bandwidth, latency)
-    layouts, places = read_layouts(devices, fleet, layers, sample, chunks)
+    layouts, places = read_layouts(devices, fleet, layers, sample, chunks, _arguments.read_schedules(schedule))
     request = Request(
         layers=layers,
         sample=sample,
@@ -125,7 +127,6 @@ def plan(
         places=places,
         memory=_arguments.read_memory(fleet.memory if fleet and memory is None else memory, places),
         modes=_arguments.read_modes(checkpoint),
-        schedules=_arguments.read_schedules(schedule),
         optimizer=_arguments.optimizer_bytes(optimizer, layers),
         profile=read_profile(profile, layers, timed=fleet is None),
     )
@@ -136,44 +137,46 @@ def plan(
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
     """Measure, search, and try the best candidates."""
+    layouts = zip(request.layouts, measure(request), strict=True)
     spaces = [
-        Space(measured, layout.chunks, request.schedules, request.modes, request.memory[: layout.stages])
-        for layout, measured in zip(request.layouts, measure(request), strict=True)
+        Space(measured, layout.chunks, layout.schedules, request.modes, request.memory[: layout.devices])
+        for layout, measured in layouts
     ]
-    space, found = _search(request, spaces)
-    if not found:
-        raise explain(space, request.names)
+    found = _search(request, spaces)
     spread = GUESSED if request.fleet else UNSURE
-    notes = [_source(request, space.measured)]
+    notes = [_source(request, found[0].costs.measured)]
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss_fn
             try_out = partial(train, copy.deepcopy(request.layers), *given)
-            found, spread, note = calibrated(space, found, try_out, partial(_rehearsed, request))
+            found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"
         notes.append(note)
-    return _plan_of(found, space, request, spread, notes)
+    return _plan_of(found, request, spread, notes)
 
 
 REHEARSALS = 6
 """How often a plan is searched anew because its rehearsal took more than the account of bytes says."""
 
 
-def _search(request: Request, spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
-    """The space with the best way, and the ways found, of which the first fits by a rehearsal; none if nothing fits."""
+def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
+    """The ways found, of which the first fits by a rehearsal.
+
+    Raises:
+        Infeasible: nothing fits.
+    """
     for _ in range(REHEARSALS):
-        space, found = _best_of(spaces)
+        found = search(spaces)
         if not found:
             break
         best = _rehearsed(request, found[0])
-        if space.holds(best):
-            return space, [best, *found[1:]]
-        before = space.scale or (1.0,) * len(best.bytes)
+        k = next(k for k, space in enumerate(spaces) if space.measured is best.costs.measured)
+        if best.fits(spaces[k].memory):
+            return [best, *found[1:]]
         scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
-        after = replace(space, scale=tuple(map(max, before, scale)))
-        spaces = [after if each is space else each for each in spaces]
-    return space, []
+        spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
+    raise explain(spaces[-1], request.names)
 
 
 def _rehearsed(request: Request, way: Candidate) -> Candidate:
@@ -186,25 +189,6 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
         for value in (request.sample, request.target)
     )
     return rehearsed(request.layers, x, y, request.loss_fn, way)
-
-
-FEW = 5
-"""How many candidates are kept of the layout that is taken, so that a plan also shows the best of other layouts."""
-
-
-def _best_of(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
-    """The space with the best way to train, and what was found, the best first: some there, and the best of each other.
-
-    Of those near the fastest, the one of the fewest stages is the best. Nothing is found if nothing fits.
-    """
-    found = [(space, ways) for space in spaces if (ways := search(space))]
-    if not found:
-        return spaces[-1], []
-    fastest = min(ways[0].seconds for _, ways in found)
-    near = [pair for pair in found if pair[1][0].seconds <= fastest * (1 + NEAR)]
-    space, ways = min(near, key=lambda pair: pair[0].measured.stages)
-    others = [each[0] for other, each in found if other is not space]
-    return space, [ways[0], *by_seconds([*ways[1:FEW], *others])] if others else ways
 
 
 def _source(request: Request, measured: Measured) -> str:
@@ -226,14 +210,11 @@ SHOWN = 8
 """The number of alternatives that a plan keeps."""
 
 
-def _plan_of(
-    found: Sequence[Candidate], space: Space, request: Request, spread: Expected, notes: Sequence[str]
-) -> Plan:
+def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
     """The first of those ``found`` as a plan, and the others as alternatives.
 
     Args:
         found: the best first.
-        space: what was searched.
         request: what was asked for.
         spread: how steps are around a replayed one, as factors.
         notes: how the figures came about.
@@ -242,13 +223,14 @@ def _plan_of(
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
     bubble = simulate(best.program(best.chunks), stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
-    replicas = space.measured.replicas
-    rows = space.measured.rows * replicas
+    measured = best.costs.measured
+    rows = measured.rows * measured.replicas
     return Plan(
         layers=layer_keys(request.layers),
-        devices=tuple(request.names[: len(stages)]),
-        memory=tuple(space.memory),
+        devices=tuple(request.names[: measured.devices]),
+        memory=tuple(request.memory[: measured.devices]),
         rows=rows,
+        placement=measured.placement,
         sizes=best.sizes,
         chunks=best.chunks,
         schedule=best.schedule,
@@ -257,7 +239,7 @@ def _plan_of(
         predicted=Prediction(seconds, best.bytes, rows / seconds.mid, bubble),
         stages=tuple(stages),
         hops=tuple(hops),
-        replicas=replicas,
+        replicas=measured.replicas,
         reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         notes=(*notes, best.note),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ def measure(request: Request) -> list[Measured]:
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
     is_cpu = place.type == "cpu"
 
+    def link(layout: Layout, before: int, own: int) -> Link:
+        return fleet.link(layout.devices, before, own) if fleet else INSIDE
+
     def of(layout: Layout) -> Measured:
         return Measured(
             profile=found,
@@ -41,10 +45,14 @@ def measure(request: Request) -> list[Measured]:
             input_bytes=sum(tensor.nbytes for tensor in tensors) // layout.replicas,
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             apart=not is_cpu,
-            links=fleet.links(layout.stages) if fleet else (Link() if is_cpu else INSIDE,) * layout.stages,
+            placement=layout.placement,
+            links=(
+                Link(),
+                *(Link() if a == b or is_cpu else link(layout, a, b) for a, b in pairwise(layout.placement)),
+            ),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
-            crowding=max(1.0, layout.stages / _cores()) if is_cpu else 1.0,
+            crowding=max(1.0, layout.devices / _cores()) if is_cpu else 1.0,
             replicas=layout.replicas,
             ring=fleet.ring if fleet else float("inf"),
             ties=ties,
@@ -77,10 +85,10 @@ def _profile(request: Request) -> Profile:
     if found is None:
         chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
         threads = torch.get_num_threads()
-        with intra_op_threads(max(1, threads // one.stages) if place.type == "cpu" else threads):
+        with intra_op_threads(max(1, threads // one.devices) if place.type == "cpu" else threads):
             found = profile(
                 request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-                rows=_sizes(request.rows, chunks, one.stages * one.replicas), loss_fn=request.loss_fn,
+                rows=_sizes(request.rows, chunks, one.devices * one.replicas), loss_fn=request.loss_fn,
                 target=request.target, split_backward=True, timeout=SECONDS,
             )  # fmt: skip
     is_timed = all(layer.seconds is not None for layer in found)

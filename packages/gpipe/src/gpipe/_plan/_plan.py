@@ -15,7 +15,7 @@ from profiler import documents
 from .._gpipe import GPipe
 from .._page import fragment, page
 from .._saving import save
-from ..module._arguments import Device
+from ..module._arguments import Device, checked_devices
 from ..module._sequential import as_sequential
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
@@ -40,11 +40,12 @@ class Plan:
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
         predicted: predicted seconds, bytes of each device by kind, throughput and bubble.
         alternatives: other configurations, and the reasons why they were not chosen.
-        devices: the device of each stage, as text.
+        devices: the devices, as text.
         memory: the limit of each device in bytes; None for no limit.
         rows: the number of rows of the mini-batch.
         notes: how the figures were found, as text.
         layers: what identifies each layer of the model.
+        placement: the number of the device of each stage.
         sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
             split. A stage with flags in ``modes`` recomputes inside its backwards, so ``stages`` includes that time in
             the backward.
@@ -58,6 +59,7 @@ class Plan:
     devices: tuple[str, ...]
     memory: tuple[int | None, ...]
     rows: int
+    placement: tuple[int, ...]
     sizes: tuple[int, ...]
     chunks: int
     schedule: str
@@ -90,7 +92,7 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The predicted timeline of a step."""
-        schedule = schedule_of(self.schedule, self.chunks, self.modes, self.split)
+        schedule = schedule_of(self.schedule, self.chunks, self.placement, self.modes, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])
 
     def build(
@@ -102,7 +104,7 @@ class Plan:
 
         Args:
             model: the planned model, or one with the same layers. They are moved to the devices, not copied.
-            devices: other devices than the planned ones.
+            devices: as many other devices instead of the planned ones.
             sample: an input of the model, if it is not an ``nn.Sequential``; by default that of the plan.
             options: further arguments of :class:`gpipe.GPipe`.
 
@@ -111,7 +113,7 @@ class Plan:
 
         Raises:
             ValueError: ``model`` is not the planned one (the message names the first layer that differs); or this
-                machine does not have the planned devices.
+                machine does not have the planned devices, or another number of ``devices`` is given.
             TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
         """
         if devices is None and self.is_estimate:
@@ -119,12 +121,15 @@ class Plan:
                 f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
                 "real ones, as in plan.build(model, devices=[...])"
             )
+        places = checked_devices(self.devices if devices is None else devices, len(self.devices))
+        if len(places) < len(self.devices):
+            raise ValueError(f"devices: the plan is for {len(self.devices)} devices, got {len(places)}")
         layers = as_sequential(model, self._here.sample if sample is None else sample)
         self._expect(layer_keys(layers))
         pipe = GPipe(
             layers,
             self.sizes,
-            devices=self.devices if devices is None else devices,
+            devices=[places[place] for place in self.placement],
             chunks=self.chunks,
             checkpoint=self.modes,
             **options,
@@ -177,15 +182,15 @@ class Plan:
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """Replicas, and the ranks of each, as for ``init_device_mesh("cuda", plan.mesh_shape)``."""
-        return self.replicas, len(self.sizes)
+        return self.replicas, len(self.devices)
 
     @property
     def rank_arguments(self) -> dict[str, Any]:
         """The arguments of :class:`gpipe.distributed.Rank` besides the model and the groups: ``**plan.rank_arguments``.
 
-        Each rank of a replica has one stage, and each replica an equal share of the rows.
+        Each rank of a replica has the stages of a device, and each replica an equal share of the rows.
         """
-        ranks = list(range(len(self.sizes)))
+        ranks = list(self.placement)
         return {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
 
     def to_json(self) -> str:
@@ -211,11 +216,13 @@ class Plan:
             ValueError: it is not the JSON of a plan; the message names the place.
         """
         plan = documents.load(Plan, text, "plan", _SCHEMA)
-        stages = {name: len(getattr(plan, name)) for name in ("sizes", "devices", "memory", "modes", "stages", "hops")}
-        if len(set(stages.values())) > 1 or sum(plan.sizes) != len(plan.layers):
+        stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
+        devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes), len({*plan.placement})}
+        if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers):
             raise ValueError(
-                f"plan: expected sizes that sum up to {len(plan.layers)} layers, and as many of everything else as "
-                f"stages, got sizes={list(plan.sizes)} and numbers {stages}"
+                f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
+                f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)} and "
+                f"numbers {stages}"
             )
         return plan
 

@@ -1,4 +1,4 @@
-"""Run one step of a plan by the engine itself, on tensors without data, and count the bytes of each stage.
+"""Run one step of a plan by the engine itself, on tensors without data, and count the bytes of each device.
 
 That figure is printed, and limits are held against it: the account of bytes that a search goes by is not exact.
 """
@@ -57,7 +57,7 @@ def rehearsed(
 def peaks_of(
     layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate, few: int
 ) -> list[int]:
-    """The peak of each stage in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
+    """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
     All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it.
 
@@ -74,12 +74,13 @@ def peaks_of(
 
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
+    placement = way.costs.measured.placement
     pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
     program, loss = way.program(few), loss_fn or total
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
         pipe.step(inputs, targets, loss_fn=loss, schedule=program)
-        return peak_bytes(pipe, inputs, targets, loss, program)
+        return peak_bytes(pipe, inputs, targets, loss, program, placement)
 
 
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:

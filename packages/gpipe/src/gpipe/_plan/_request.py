@@ -13,7 +13,7 @@ from microbatch import Batch
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import read_chunks
+from ._arguments import LOOPS, placed, read_chunks
 from ._fleet import FAKE, Fleet, Layout, layouts_of
 
 
@@ -25,11 +25,10 @@ class Request:
         layers: of the model.
         sample, target, loss_fn: as of :func:`gpipe.plan`.
         fleet: the devices, if they are not there.
-        layouts: how they may be shared out among replicas; one if they are there.
-        places: as many devices as the most stages take; ``meta`` for those that are not there.
+        layouts: how they may be shared out among replicas and stages.
+        places: as many devices as a replica has at most; ``meta`` for those that are not there.
         memory: what each of these may hold; None is any amount.
         modes: of checkpointing.
-        schedules: names.
         optimizer: bytes of its state, for each layer.
         profile: of the layers, if one was given.
     """
@@ -43,7 +42,6 @@ class Request:
     places: Sequence[torch.device]
     memory: Sequence[int | None]
     modes: Sequence[str]
-    schedules: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None
 
@@ -64,20 +62,32 @@ def rows_of(sample: Any) -> int:
 
 
 def read_layouts(
-    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any
+    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
 ) -> tuple[list[Layout], list[torch.device]]:
-    """The layouts to look at, and as many devices as the most stages take: ``meta`` for those that are not there.
+    """The layouts to look at, and as many devices as a replica has at most: ``meta`` for those that are not there.
 
     Raises:
-        TypeError, ValueError: there is no device, or one that nothing can run on, or several types of them, or no
-            layout.
+        TypeError, ValueError: there is no device, or one that nothing can run on, one twice, or several types of them,
+            or no layout.
     """
+    layouts, places = _layouts(devices, fleet, layers, sample, chunks, schedules)
+    if not layouts:
+        raise ValueError(
+            f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
+            f"{len(layers)}, and devices that can be told apart, such as ['cpu:0', 'cpu:1']; got devices={devices!r}"
+        )
+    return layouts, places
+
+
+def _layouts(
+    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
+) -> tuple[list[Layout], list[torch.device]]:
     rows = rows_of(sample)
     # In training, batch norm may refuse a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
     if fleet:
-        layouts = layouts_of(fleet, len(layers), rows, chunks, least)
-        return layouts, [torch.device("meta")] * layouts[-1].stages
+        layouts = layouts_of(fleet, len(layers), rows, chunks, schedules, least)
+        return layouts, [torch.device("meta")] * max((each.devices for each in layouts), default=0)
     places = checked_devices(devices, len(layers))
     types = {place.type for place in places}
     if not places:
@@ -86,7 +96,13 @@ def read_layouts(
         raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
     if len(types) > 1:
         raise ValueError(f"devices: expected devices of one type, got {', '.join(sorted(types))}; plan for one of them")
-    return [Layout(1, rows, read_chunks(chunks, rows, least), len(places))], places
+    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
+    plain = places[0] == torch.device("cpu")
+    if len(set(places)) < len(places) and not plain:
+        raise ValueError(f"devices: expected each one once, got {', '.join(map(str, places))}")
+    numbers = read_chunks(chunks, rows, least)
+    found = placed(schedules, len(places), 0 if plain else len(layers))
+    return [Layout(1, rows, numbers, *placed_on) for placed_on in found.items()], places
 
 
 def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:

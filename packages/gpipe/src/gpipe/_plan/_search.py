@@ -5,22 +5,23 @@ its schedule and the account of its bytes (:mod:`gpipe._plan._candidate`); and t
 chunks and each schedule it begins with the balance of the least slowest stage, which dynamic programming finds. From
 there a layer goes from a stage to another one nearby, or a stage takes another option, as long as a replay is faster.
 
-What is not searched: schedules with several stages on a device (interleaved ones and those in the shape of a V), more
-than one device for a stage, stages on other devices than in the order given, and, of stages with many layers, patterns
-of recomputed layers other than runs of one length. Dynamic programming tries only a few of these for a stage of more
-than five layers, so where memory is barely enough it may find nothing although something fits.
+What is not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal
+parts of its memory, more than one device for a stage, stages on other devices than in the order given, and, of stages
+with many layers, patterns of recomputed layers other than runs of one length. Dynamic programming tries only a few of
+these for a stage of more than five layers, so where memory is barely enough it may find nothing although something
+fits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, permutations
 
 from blockpartition import partition
 
+from ..schedule import SPLITTING
 from ._candidate import Candidate, Space, by_seconds, candidate_of
 from ._costs import bounds
 from ._options import Options, StageOption
@@ -46,12 +47,13 @@ _NEARBY = 2
 Sizes = tuple[int, ...]
 
 
-def search(space: Space) -> list[Candidate]:
+def search(spaces: Sequence[Space]) -> list[Candidate]:
     """The best way for each number of chunks and each schedule that fits: the best of all, then all by their time.
 
-    The best is the one with the fewest chunks, then the simplest schedule, of those within :data:`NEAR` of the fastest.
+    The best is the one with the fewest stages, then the fewest chunks, then the simplest schedule, of those within
+    :data:`NEAR` of the fastest.
     """
-    found = by_seconds(candidates(space))
+    found = by_seconds(candidates(spaces))
     if not found:
         return []
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
@@ -59,30 +61,34 @@ def search(space: Space) -> list[Candidate]:
     return [best, *(each for each in found if each is not best)]
 
 
-def candidates(space: Space) -> Iterator[Candidate]:
+def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
     """The best that fits for each number of chunks and each schedule, unless it cannot be the fastest."""
-    ways = [options for m in space.chunks for options in _bounded(space, m)]
+    ways = [options for space in spaces for m in space.chunks for options in _options(space, m)]
     fastest = math.inf
-    for least, _, options in sorted((least, k, options) for k, (least, options) in enumerate(ways)):
+    for least, options in sorted(((_least(each), each) for each in ways), key=lambda pair: pair[0]):
+        space = options.space
         if least > fastest:
             return
         if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.memory):
             continue
         found = best_of(options)
-        # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
-        if found is not None and (found.split or found.schedule != "zero_bubble" or len(space.schedules) == 1):
+        # One that splits nothing is another one, which is searched too unless this one alone was asked for.
+        if found is not None and (found.split or found.schedule not in SPLITTING or len(space.schedules) == 1):
             fastest = min(fastest, found.seconds)
             yield found
 
 
-def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
-    """The options under each schedule, with seconds below which it comes at most by a little."""
-    costs, free = space.measured.cut(chunks), replace(space, memory=(None,) * len(space.memory))
-    for name in space.schedules:
-        own = Options(free, costs, name)  # without a limit of memory
-        sizes = _placed(own)
-        assert sizes is not None
-        yield _Way.of(own, sizes).seconds * _MARGIN, Options(space, costs, name)
+def _options(space: Space, chunks: int) -> Iterator[Options]:
+    costs = space.measured.cut(chunks)
+    return (Options(space, costs, name) for name in space.schedules)
+
+
+def _least(options: Options) -> float:
+    """Seconds of a step: the fastest way is faster by a little at most."""
+    # As if there were no limit of memory.
+    costs, stages = options.costs, options.costs.measured.stages
+    sizes, modes = partition(costs.work(), stages).sizes, [options.space.modes[0]] * stages
+    return _MARGIN * candidate_of(costs, options.schedule, sizes, modes).seconds
 
 
 def best_of(options: Options) -> Candidate | None:
@@ -167,7 +173,7 @@ def _placed(options: Options) -> Sizes | None:
 
     stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()
     free = partition(work, stages)
-    if not options.space.is_bounded:
+    if options.space.rooms == [None] * stages:
         return free.sizes
     # The work of later layers, below which no balance of these comes.
     behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
@@ -208,7 +214,7 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
 
 def least_share(options: Options) -> tuple[float, Candidate]:
     """The least share of memory that all devices need, above 1 if nothing fits, and a way to train with that."""
-    layers, stages = options.costs.measured.layers, len(options.space.memory)
+    layers, stages = options.costs.measured.layers, options.costs.measured.stages
 
     def share(j: int, first: int, end: int) -> float:
         return options.least(j, first, end).share

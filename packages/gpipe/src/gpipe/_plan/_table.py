@@ -28,13 +28,13 @@ def report(plan: Plan) -> str:
 
 def _heading(plan: Plan) -> str:
     """The gist, in two lines."""
-    found, seconds, stages = plan.predicted, plan.predicted.seconds, len(plan.sizes)
+    found, seconds, devices = plan.predicted, plan.predicted.seconds, len(plan.devices)
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     marked = ", an estimate that was not measured" if plan.is_estimate else ""
     replicas = average = ""
     if plan.replicas > 1:
         rows = plan.rows // plan.replicas
-        replicas = f"replicas={plan.replicas} × {stages} stages = {plan.replicas * stages} devices, {rows} rows each: "
+        replicas = f"replicas={plan.replicas} × {devices} devices = {plan.replicas * devices}, {rows} rows each: "
         average = f", average of gradients {format_seconds(plan.reduction)}"
     return (
         f"{replicas}balance={plan.balance}, chunks={plan.chunks}, checkpoint={[*map(shown, plan.modes)]}, "
@@ -45,16 +45,14 @@ def _heading(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Iterable[list[str]]:
-    """The head and a line for each stage."""
+    """The head and a line for each stage, with what its device holds."""
     yield ["stage", "device", "layers", "checkpoint", "forward", "backward", "activations", "memory", "of"]
-    for j, (stage, (begin, end), need) in enumerate(
-        zip(plan.stages, bounds(plan.sizes), plan.predicted.bytes, strict=True)
-    ):
-        first, last, size = plan.layers[begin].name, plan.layers[end - 1].name, plan.memory[j]
-        mode = plan.modes[j]
+    for j, (stage, (begin, end), place) in enumerate(zip(plan.stages, bounds(plan.sizes), plan.placement, strict=True)):
+        need, size = plan.predicted.bytes[place], plan.memory[place]
+        first, last, mode = plan.layers[begin].name, plan.layers[end - 1].name, plan.modes[j]
         yield [
             str(j),
-            plan.devices[j],
+            plan.devices[place] if len(plan.devices) == len(plan.sizes) else f"{place}, {plan.devices[place]}",
             first if first == last else f"{first} … {last}",
             mode if isinstance(mode, str) else f"{shown(mode)} recomputed",
             format_seconds(stage.forward),

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from profiler import AllocationTracker
 from profiler.text import align, format_bytes, format_seconds
@@ -17,7 +18,7 @@ from profiler.text import align, format_bytes, format_seconds
 from .._chooser import RUNS
 from .._gpipe import GPipe
 from ..engine._settings import with_settings
-from ..schedule import Schedule
+from ..schedule import SPLITTING, Schedule
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder, RunRecorder
 from ._measure import synchronize
@@ -85,7 +86,7 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any]
         seconds = timed(pipe, x, y, loss_fn, plan.schedule)
         with record() as timeline:
             pipe.step(x, y, loss_fn=loss_fn, schedule=plan.schedule)
-        sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule)
+        sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule, plan.placement)
     # One pipe is one replica: there is no average of gradients.
     predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
     return Verification(plan.predicted.seconds.mid - plan.reduction, median(seconds), predicted, tuple(sizes), timeline)
@@ -112,39 +113,50 @@ def timed(
         synchronize(pipe.devices)
         return time.perf_counter() - begin
 
-    warm = 1 + RUNS if schedule == "zero_bubble" else 1  # in which a pipe finds out what is worth splitting
+    warm = 1 + RUNS if schedule in SPLITTING else 1  # in which a pipe finds out what is worth splitting
     return [step() for _ in range(warm + steps)][warm:]
 
 
-def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule) -> list[int]:
-    """The peak of each stage in a step, in bytes, without the state of an optimizer.
+def peak_bytes(
+    pipe: GPipe,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    schedule: str | Schedule,
+    placement: Sequence[int],
+) -> list[int]:
+    """The peak of each device in a step, in bytes, without the state of an optimizer.
 
-    Counted are its parameters and buffers, and all storages that its actions make.
+    Counted are the parameters and buffers of its stages, and all storages that their actions make.
 
     Args:
         pipe: what is trained.
         x, y, loss_fn, schedule: as of :meth:`gpipe.GPipe.step`.
+        placement: the device of each stage.
     """
-    peaks = _Peaks()
+    peaks = _Peaks(placement)
     pipe.zero_grad()
     with with_settings(observer=peaks):
         pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
+    there: list[set[Tensor]] = [set() for _ in peaks.trackers]
+    for place, stage in zip(placement, pipe.partitions, strict=True):
+        there[place].update(stage.parameters(), stage.buffers())
     return [
-        tracker.peak + sum(tensor.nbytes for tensor in (*stage.parameters(), *stage.buffers()))
-        for tracker, stage in zip(peaks.trackers, pipe.partitions, strict=True)
+        tracker.peak + sum(tensor.nbytes for tensor in own) for tracker, own in zip(peaks.trackers, there, strict=True)
     ]
 
 
 class _Peaks(Recorder):
-    """Keeps what counts the storages of each stage."""
+    """Counts the storages of the stages of each device together."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Sequence[int]) -> None:
         super().__init__(memory=True)
-        self.trackers: list[AllocationTracker] = []
+        self._placement = placement
+        self.trackers = [AllocationTracker() for _ in range(max(placement) + 1)]
 
     def begin(self, placement: Sequence[int]) -> RunRecorder:
         run = super().begin(placement)
-        self.trackers = list(run.trackers.values())
+        run.trackers.update({j: self.trackers[place] for j, place in enumerate(self._placement)})
         return run
 
 
