@@ -51,5 +51,5 @@ def test_random_numbers_are_put_back():
 
 def test_a_device_beyond_the_last_is_refused():
     library()
-    with pytest.raises(ValueError, match=f"has only {DEVICES} SIMULATED devices"):
+    with pytest.raises(ValueError, match=f"torch sees {DEVICES} SIMULATED devices"):
         profile_seconds(model(), x, device=f"{device(0).type}:{DEVICES}")

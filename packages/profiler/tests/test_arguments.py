@@ -32,8 +32,8 @@ WAYS = {
         ((linear(), {"x": [ROWS, 1.5]}), TypeError, "sample|tensor|value"),
         ((linear(), torch.tensor(1.0)), (TypeError, ValueError), "sample|tensor|rows|dim"),
         ((linear(), ()), (TypeError, ValueError), "sample|tensor|rows|dim"),
-        ((linear(), ROWS, "cuda:99"), ValueError, "device: .*'cuda:99'"),
-        ((linear(), ROWS, "xpu"), ValueError, "device: .*'xpu'"),
+        ((linear(), ROWS, "cuda:99"), ValueError, "device is cuda:99, but torch sees"),
+        ((linear(), ROWS, "xpu"), ValueError, "device: .*'xpu'; use device='cpu'"),
     ],
 )
 def test_what_cannot_be_profiled_is_named(way, arguments, error, message):

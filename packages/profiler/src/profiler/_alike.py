@@ -47,8 +47,6 @@ class _Forms(pickle.Pickler):
             return id(value)  # pickle knows those by name only, and none that was defined inside of a function
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
-        same = [self._numbers.setdefault(each, len(self._numbers)) for each in (id(value), *self._memory(value))]
+        memory = [storage._cdata for storage in storages(value)]
+        same = [self._numbers.setdefault(each, len(self._numbers)) for each in (id(value), *memory)]
         return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad, tuple(same)
-
-    def _memory(self, value: torch.Tensor) -> list[int]:
-        return [storage._cdata for storage in storages(value)]

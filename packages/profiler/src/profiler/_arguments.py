@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex, TypeAlias
 import torch
 from torch import nn
 
+import streams
 from microbatch import Batch, Split, flatten, rules, scatter, unflatten, unwrap
 
 Device: TypeAlias = torch.device | int | str
@@ -66,19 +67,14 @@ def check_rows(rows: Sequence[int]) -> list[int]:
 
 def running_device(device: Device | None) -> torch.device:
     """The device to run on: `device` if this machine has it; by default the accelerator, else the CPU."""
-    here = torch.accelerator.current_accelerator(check_available=True)
-    wanted = here or torch.device("cpu") if device is None else torch.device(device)
-    if wanted.type == "meta":
-        raise ValueError("device: expected the CPU or an accelerator to run on, got 'meta'")
-    if wanted.type == "cpu":
-        return wanted
-    kind, count = wanted.type.upper(), torch.accelerator.device_count()
-    if here is None or wanted.type != here.type:
-        raise ValueError(f"device: got {str(wanted)!r} but this machine has no {kind} device; use device='cpu'")
-    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
-    if index >= count:
-        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} {kind} devices")
-    return torch.device(wanted.type, index)
+    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    wanted = torch.device(default if device is None else device)
+    if wanted.type != "cpu" and not streams.has_streams(wanted):
+        raise ValueError(
+            f"device: expected the CPU or an accelerator that this machine has, to run on, got {str(wanted)!r}; "
+            "use device='cpu'"
+        )
+    return streams.get_device(streams.current_stream(wanted))  # raises if there are fewer of them
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:

@@ -67,7 +67,8 @@ def count_layers(
         _warn(visit.name, found[-1].uncounted)
         return found[-1].output
 
-    walk(chain, copy, first(batch), step)
+    with uncompiled():
+        walk(chain, copy, first(batch), step)
     return [
         LayerProfile(name, type(layer).__name__, None, None, **own, **counted.figures)
         for name, layer, own, counted in zip(chain._modules, chain, owned(chain), found, strict=True)
@@ -105,7 +106,7 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
     """
     entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
     inputs = _watched(entered)
-    with uncompiled(), mode(), tracker:
+    with mode(), tracker:
         output, roots = visit.forward(entered)
     saved, given = tracker.alive(), tensor_bytes(output.value)
     outputs, handed = _watched(output), copied(output)
@@ -116,7 +117,7 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
     del output
     passing = _gone(outputs)
     if turn is not None:
-        with uncompiled(), mode(), tracker:
+        with mode(), tracker:
             torch.autograd.backward(turn, SEED)
     figures = {
         "saved_bytes": saved,

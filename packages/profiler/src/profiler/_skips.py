@@ -6,15 +6,14 @@ A layer supports this by a method ``route_skips(store)`` that returns a context 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from ._ends import enter
-
-Route = Callable[["SkipStore"], AbstractContextManager[object]]
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
@@ -59,7 +58,7 @@ def routed(layer: nn.Module, store: SkipStore) -> Iterator[None]:
     """A context in which every module in `layer` that supports it uses `store`."""
     with ExitStack() as stack:
         for child in layer.modules():
-            route: Route | None = getattr(child, "route_skips", None)
+            route: Any = getattr(child, "route_skips", None)
             if route is not None:
                 stack.enter_context(route(store))
         yield

@@ -28,18 +28,14 @@ _NOT_SUMMED = ("peak_bytes", "output_bytes")
 
 def profile_table(profile: Profile) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
-    return f"{_heading(profile)}\n{align(_rows(profile), left=2)}\n* the largest of its column"
-
-
-def _rows(profile: Profile) -> list[list[str]]:
-    """The head, a line for each layer and the loss, and the total."""
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
-    # The first part of a split backward only if it was measured.
-    split = any(layer.backward_input_seconds is not None for layer in profile)
-    columns = {head: name for head, name in _COLUMNS.items() if split or name != "backward_input_seconds"}
-    cells = [[head, *_column(lines, name)] for head, name in columns.items()]
-    names = ["layer", *(layer.name for layer in lines), "total"]
-    return [list(row) for row in zip(names, ["type", *(layer.kind for layer in lines), ""], *cells, strict=True)]
+    columns = [["layer", *(line.name for line in lines), "total"], ["type", *(line.kind for line in lines), ""]]
+    for head, name in _COLUMNS.items():
+        # The first part of a split backward only if it was measured.
+        if name != "backward_input_seconds" or any(getattr(layer, name) is not None for layer in profile):
+            columns.append([head, *_column(lines, name)])
+    table = align(list(zip(*columns, strict=True)), left=2)
+    return f"{_heading(profile)}\n{table}\n* the largest of its column"
 
 
 def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
