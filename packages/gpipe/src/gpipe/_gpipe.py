@@ -25,13 +25,7 @@ from ._torch import device_in
 from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
-from .module._arguments import (
-    Device,
-    checked_chunks,
-    checked_devices,
-    checked_flag,
-    checked_sizes,
-)
+from .module._arguments import Device, checked_chunks, checked_devices, checked_flag, checked_places
 from .module._choices import Choices, checked_choices, copied, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import (
@@ -44,7 +38,7 @@ from .module._devices import (
 )
 from .module._init import means_of
 from .module._keywords import as_value
-from .module._partition import BalanceError, divide, recommend_auto_balance
+from .module._partition import BalanceError, checked_balance, divide, recommend_auto_balance
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
@@ -153,13 +147,13 @@ class GPipe(Stepping):
         module = as_sequential(module, sample, blocks=blocks, pick=pick)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
-        sizes = checked_sizes(balance, len(module))
-        places: Sequence[Device] = checked_devices(devices, len(sizes))
+        sizes = checked_balance(balance, len(module))
+        places = checked_places(devices, len(sizes))
         verify_skippables(module)
         # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
-        self.__dict__["_checkpoint"] = expect_fitting(choices, sizes)
+        self.__dict__.update(_checkpoint=expect_fitting(choices, sizes), _balance=sizes, _devices=places)
         with untouched_on_failure(module):
-            partitions, self.__dict__["_balance"], self.__dict__["_devices"] = divide(module, sizes, places, means)
+            partitions = divide(module, sizes, places, means)
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training

@@ -47,7 +47,7 @@ def checked_flag(name: str, flag: Any) -> bool:
 
 
 def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
-    """A device for each partition: the first of ``devices``; by default all accelerators, or the CPU if there is none.
+    """The ``devices``, no more than there are partitions; by default all accelerators, or the CPU for each partition.
 
     Raises:
         TypeError: ``devices`` is not a list, or an entry is not a device.
@@ -61,6 +61,17 @@ def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
     if here is not None and here.type != "mps":  # there is never more than one MPS device
         return [torch.device(here.type, k) for k in range(torch.accelerator.device_count())]
     return [torch.device("cpu")] * partitions
+
+
+def checked_places(devices: Any, partitions: int) -> list[torch.device]:
+    """A device for each partition: the first of :func:`checked_devices`; IndexError if there are too few."""
+    places = checked_devices(devices, partitions)
+    if len(places) < partitions:
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(places)}, partitions: {partitions}); a device "
+            "may be given several times"
+        )
+    return places[:partitions]
 
 
 def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
@@ -124,17 +135,3 @@ def _expect_usable(device: torch.device) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; those of torch may have many."""
     return str(error).partition("\n")[0]
-
-
-def checked_sizes(balance: Any, layers: int) -> list[int]:
-    """``balance`` as a list of int; TypeError if it is not one. Whether it fits the layers is not checked."""
-    example = f"balance={[layers // 2, layers - layers // 2]}"
-    given = listed("balance", balance, "a list of the numbers of layers of each partition", example)
-    for j, size in enumerate(given):
-        try:
-            given[j] = whole(size)
-        except TypeError:
-            raise TypeError(
-                f"balance[{j}] must be an int, the number of layers of partition {j}; got {size!r} (balance: {given})"
-            ) from None
-    return given

@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate, islice
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
 
-from .._current import current
 from .._flatten._names import Flattened
-from ..values._leaves import Arguments
-from ._arguments import Device, checked_sizes, parsed_device
+from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Means, expect_materializable, materialize
+from ._stage_layers import StageLayers
 from ._tied import expect_shareable, move_all
-
-
-class StageLayers(nn.Sequential):
-    """The layers of one stage under their own names. The first layer may take several arguments."""
-
-    tells_layers = True
-    """It tells :data:`current` which layer is computed."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiled partition is one layer: its code would be compiled again for each cell.
-        # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
-        rng = None if torch.compiler.is_compiling() else current.rng
-        if rng is None or rng.module is not self:
-            first, *others = self._modules.values()
-            value = first(*args, **kwargs)
-            for layer in others:
-                value = layer(value)
-            return value
-        if not current.blocks:
-            for k, layer in enumerate(self._modules.values()):
-                rng.at = k
-                value = layer(value) if k else layer(*args, **kwargs)
-            rng.at = -1
-            return value
-        at, value = 0, args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-        for block in current.blocks:
-            value = self._computed(range(at, block.numbers.start), value)
-            value = block.compute(partial(self._computed, block.numbers), value)
-            at = block.numbers.stop
-        return self._computed(range(at, len(self._modules)), value)
-
-    def _computed(self, numbers: range, value: Any) -> Any:
-        """The output of the layers of these numbers for ``value``."""
-        rng = current.rng
-        assert rng is not None
-        for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):
-            rng.at = k
-            is_call = not k and isinstance(value, Arguments)
-            value = layer(*value.args, **value.kwargs) if is_call else layer(value)
-        rng.at = -1
-        return value
 
 
 class BalanceError(ValueError):
@@ -117,7 +73,7 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
     expect_sequential(module)
     children = list(module._modules.items())
     refuse_duplicate_layers(children)
-    blocks = [[each] for each in children] if balance is None else list(_blocks(children, balance))
+    blocks = _blocks(children, [1] * len(children) if balance is None else balance)
     _refuse_shared_parameters(blocks, "distinct children" if balance is None else "distinct partitions")
 
 
@@ -152,32 +108,26 @@ def split_module(
     On any error no layer has moved.
     """
     expect_sequential(module)
-    balance = checked_balance(balance, len(module))
-    verify_module(module, balance)
-    return divide(module, balance, devices, None)
+    sizes = checked_balance(balance, len(module))
+    verify_module(module, sizes)
+    places = checked_places(devices, len(sizes))
+    return divide(module, sizes, places, None), sizes, places
 
 
 def divide(
-    module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device], means: Means | None
-) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """Like :func:`split_module`, but partitions may share parameters; these are on the device of the first that has
-    them.
+    module: nn.Sequential, balance: Sequence[int], places: Sequence[torch.device], means: Means | None
+) -> nn.ModuleList:
+    """The partitions of ``module``, each on its place. What several of them share is on that of the first.
 
     Args:
+        balance: as :func:`checked_balance` returns it.
+        places: a device for each partition.
         means: if given, initialises layers on ``meta`` on their devices.
     """
-    expect_sequential(module)
-    balance = checked_balance(balance, len(module))
     partitions = partitions_of(module, balance)
-    if len(balance) > len(devices):
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); a device "
-            "may be given several times"
-        )
-    places = [parsed_device(device, f"devices[{j}]") for j, device in enumerate(devices[: len(balance)])]
     expect_shareable(list(partitions), places)
     place_partitions(module, partitions, places, means)
-    return partitions, balance, places
+    return partitions
 
 
 def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
@@ -186,17 +136,15 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
     Raises:
         ValueError: a layer occurs twice.
     """
-    refuse_duplicate_layers(list(module._modules.items()))
-    blocks = _blocks(list(module._modules.items()), balance)
-    return nn.ModuleList(partition_of(block, module.training) for block in blocks)
-
-
-def partition_of(layers: Iterable[Named], training: bool) -> StageLayers:
-    """A partition of these layers, with their names."""
-    partition = StageLayers()
-    partition._modules.update(layers)
-    partition.training = training
-    return partition
+    children = list(module._modules.items())
+    refuse_duplicate_layers(children)
+    partitions = nn.ModuleList()
+    for block in _blocks(children, balance):
+        partition = StageLayers()
+        partition._modules.update(block)  # past add_module: a layer may have the name of an attribute
+        partition.training = module.training
+        partitions.append(partition)
+    return partitions
 
 
 def place_partitions(
@@ -223,8 +171,21 @@ def place_partitions(
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """``balance`` as a list; :class:`BalanceError` unless it assigns each of the ``layers`` to one partition."""
-    sizes = checked_sizes(balance, layers)
+    """``balance`` as a list of int.
+
+    Raises:
+        TypeError: it is not a list, or an entry is not an int.
+        BalanceError: it does not assign each of the ``layers`` to one partition.
+    """
+    example = f"balance={[layers // 2, layers - layers // 2]}"
+    sizes = listed("balance", balance, "a list of the numbers of layers of each partition", example)
+    for j, size in enumerate(sizes):
+        try:
+            sizes[j] = whole(size)
+        except TypeError:
+            raise TypeError(
+                f"balance[{j}] must be an int, the number of layers of partition {j}; got {size!r} (balance: {sizes})"
+            ) from None
     if sum(sizes) != layers:
         raise BalanceError(
             recommend_auto_balance(
@@ -240,27 +201,22 @@ def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
 Named = tuple[str, nn.Module]
 
 
-def _blocks(children: Sequence[Named], balance: Sequence[int]) -> Iterator[Sequence[Named]]:
-    ends = list(accumulate(balance))
-    for size, end in zip(balance, ends, strict=True):
-        yield children[end - size : end]
+def _blocks(children: Iterable[Named], balance: Sequence[int]) -> list[list[Named]]:
+    rest = iter(children)
+    return [list(islice(rest, size)) for size in balance]
 
 
 def _refuse_shared_parameters(blocks: Sequence[Sequence[Named]], where: str) -> None:
-    seen: dict[int, str] = {}
-    for block in blocks:
-        own = _parameters(block)
-        for key in seen.keys() & own.keys():
-            raise ValueError(
-                f"module with duplicate parameters in {where} is not supported: {own[key]} is {seen[key]}; "
-                "put the layers that share it into one partition"
-            )
-        seen |= own
-
-
-def _parameters(block: Sequence[Named]) -> dict[int, str]:
-    """The name of each parameter in ``block``, by identity."""
-    return {id(p): f"'{layer}.{name}'" for layer, module in block for name, p in module.named_parameters()}
+    first: dict[nn.Parameter, tuple[int, str]] = {}
+    for j, block in enumerate(blocks):
+        for layer, module in block:
+            for name, parameter in module.named_parameters():
+                k, other = first.setdefault(parameter, (j, f"'{layer}.{name}'"))
+                if k != j:
+                    raise ValueError(
+                        f"module with duplicate parameters in {where} is not supported: '{layer}.{name}' is {other}; "
+                        "put the layers that share it into one partition"
+                    )
 
 
 def refuse_duplicate_layers(children: Iterable[Named]) -> None:
