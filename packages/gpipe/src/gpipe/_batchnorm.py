@@ -119,13 +119,11 @@ class DeferredBatchNorm(_BatchNorm):
             see(current.statistics, self, current.microbatch, input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
-        if self._forwards % self.chunks == 0:
-            self._seen = Moments()
         self._seen.add(input)
         self._forwards += 1
-        if self._forwards % self.chunks == 0:
+        if self._forwards >= self.chunks:
             self.update(self._seen)
-            self._seen = Moments()
+            self._forwards, self._seen = 0, Moments()
 
     def update(self, seen: Moments) -> None:
         """Update the running statistics by those of a mini-batch, as batch norm does.

@@ -189,7 +189,7 @@ def _outputs_and_metrics() -> Any:
         ({"chunks": 3}, "chunks is"),
         ({"ranks": [1, 0]}, "ranks is"),
         ({"checkpoint": "always"}, "checkpoint is"),
-        ({"checkpoint": [[True, False] * 2, "never"]}, "checkpoint by layer is"),
+        ({"checkpoint": [[True, False] * 2, "never"]}, "checkpoint is"),
         ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
     ],
 )

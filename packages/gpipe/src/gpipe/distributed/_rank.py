@@ -18,19 +18,19 @@ from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from .._flatten._names import divide_names
-from ..engine._losses import Losses, LossStage
+from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
-from ..module._choices import checked_choices, expect_fitting, flags_of, laid_out
+from ..module._choices import checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
 from ..module._init import means_of
 from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
-from ..module._training import Kind, losses_of, returned
+from ..module._training import Kind, losses_of
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
@@ -168,14 +168,14 @@ class Rank(Stepping):
             "ranks": self._ranks,
             **described(layers),
             "deferred_batch_norm": self._deferred,
-            "checkpoint by layer": flags_of(self._checkpoint),
+            "checkpoint": self._checkpoint,
             "transport": transport,
         }
 
     @property
     def stages(self) -> list[int]:
         """The numbers of the stages of this rank."""
-        return self._numbers
+        return [stage.index for stage in self._pipeline.stages]
 
     @property
     def balance(self) -> list[int]:
@@ -312,9 +312,6 @@ class Rank(Stepping):
         with self._heard(), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
-    def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
-        return returned(losses, batches, self.out_spec, call.return_outputs and self._pipeline.ends)
-
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
         """What all ranks know of a run before it begins.
 
@@ -360,7 +357,6 @@ class Rank(Stepping):
             "schedule": None if schedule is None else str(schedule),
             "training": self.training,
             "chunks": self._chunks,
-            "checkpoint": self._checkpoint,
             "recording": settings().observer is not None,
         }
 

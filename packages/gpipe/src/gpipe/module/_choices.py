@@ -85,10 +85,3 @@ def laid_out(
     modules = list(partitions)
     layout = inspect_skip_layout(modules)
     return stages_of(modules, devices, layout, blocks_of(choices)), layout
-
-
-def flags_of(choices: Choices) -> list[list[bool] | None] | None:
-    """The flags of each partition that has any; None if no partition has."""
-    if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
-        return None
-    return [None if isinstance(each, str) else each for each in choices]

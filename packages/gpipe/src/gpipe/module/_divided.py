@@ -60,11 +60,6 @@ class Divided(nn.Module):
         return self
 
     @property
-    def _numbers(self) -> list[int]:
-        """The numbers, in the whole model, of the partitions in this process."""
-        return [stage.index for stage in self._pipeline.stages]
-
-    @property
     def training(self) -> bool:
         """Whether the pipe is in training mode; of a flattened model, whether that is."""
         mode: bool = vars(self)["training"] if self._model is None else self._model.training
