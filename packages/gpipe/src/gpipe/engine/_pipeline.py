@@ -209,7 +209,7 @@ class Pipeline:
         # DistributedDataParallel has hooks on the nodes of these parameters, which have to see one gradient, with that
         # from other parts of the caller's graph. But autograd adds it after this section, when another thread that
         # trains the pipe may accumulate outside .grad.
-        left = run.kept_nodes if may_be_data_parallel() else []
+        left = run.kept_nodes if run.kept_nodes and may_be_data_parallel() else []
         tensors = [tensor for output in outputs for tensor in output.tensors]
         attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], tensors))
         return [output.with_tensors(islice(attached, len(output.tensors))) for output in outputs]

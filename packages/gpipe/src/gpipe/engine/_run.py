@@ -176,7 +176,8 @@ class Run:
         # By now the streams of this thread wait for those of the stages, where the gradients were computed.
         whole = self.whole()
         own = [whole.pop(parameter, None) for parameter in left]
-        accumulate_whole(whole.items())
+        if whole:
+            accumulate_whole(whole.items())
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:

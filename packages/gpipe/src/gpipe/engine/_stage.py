@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streams import has_streams
 
@@ -109,7 +109,8 @@ class Stage:
 
     def _output(self, value: Any) -> Any:
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
-        expect_plain(output, self.index)
+        if not isinstance(output, Tensor):
+            expect_plain(output, self.index)
         return output
 
     def run_whole(self) -> None:

@@ -208,7 +208,9 @@ class StageRun:
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         hooked = counts_of_hooks(self._parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
-        expect_no_more_hooks(stage.module, self._parameters, hooked)
+        now = counts_of_hooks(self._parameters)
+        if now != hooked:
+            expect_no_more_hooks(stage.module, self._parameters, hooked, now)
         changed = versions(inputs) != before
         if changed or uncounted:
             expect_unseen("the layers of this partition", inputs, before, uncounted)

@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._deferred_gradients import counts_of_hooks
 
-
-def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[int]) -> None:
-    """Raise RuntimeError that names a parameter to which a forward has added hooks since the counts of ``before``.
+def expect_no_more_hooks(
+    module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[int], after: Sequence[int]
+) -> None:
+    """Raise RuntimeError that names a parameter to which a forward of ``module`` has added hooks, by their counts.
 
     They would stay for all micro-batches and recomputations, each of which adds its own.
     """
-    for parameter, count, now in zip(parameters, before, counts_of_hooks(parameters), strict=True):
+    for parameter, count, now in zip(parameters, before, after, strict=True):
         if now > count:
             # Names are made only here: making them takes longer than a run.
             names = {each: name for name, each in module.named_parameters()}

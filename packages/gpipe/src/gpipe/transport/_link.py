@@ -65,7 +65,12 @@ class Link(Generic[Payload]):
         # Backwards may ask for micro-batches in another order than the forwards have sent them.
         arrived = self._arrived
         while microbatch not in arrived:
-            i, parcel = self._queue.get() if self._stall_timeout is None else self._get_with_timeout(microbatch)
+            try:
+                i, parcel = self._queue.get(timeout=self._stall_timeout)
+            except Empty:
+                seconds = self._stall_timeout
+                _log.warning("no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, seconds)
+                continue
             if i != _POISON:
                 arrived[i] = parcel
             elif self._is_cancelled():
@@ -84,15 +89,6 @@ class Link(Generic[Payload]):
         """Wake the reader, if what it waits for will not arrive."""
         self._queue.put((_POISON, None))
 
-    def _get_with_timeout(self, microbatch: int) -> tuple[int, Any]:
-        while True:
-            try:
-                return self._queue.get(timeout=self._stall_timeout)
-            except Empty:
-                _log.warning(
-                    "no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, self._stall_timeout
-                )
-
 
 class Channel:
     """The two links between neighbouring stages: for values, and for their gradients in the other direction.
@@ -106,24 +102,11 @@ class Channel:
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
 
-    def __init__(
-        self,
-        name: str,
-        forth: Carrier | None = None,
-        back: Carrier | None = None,
-        *,
-        link: type[Link[Any]] | None = None,
-        stall_timeout: float | None = None,
-        is_cancelled: Callable[[], bool] = lambda: True,
-    ) -> None:
-        kind: type[Link[Any]] = link or Link
-        self.values: Link[Activation] = kind(f"values {name}", forth, stall_timeout, is_cancelled)
-        self.gradients: Link[list[Tensor | None]] = kind(f"gradients {name}", back, stall_timeout, is_cancelled)
+    def __init__(self, values: Link[Activation], gradients: Link[list[Tensor | None]]) -> None:
+        self.values, self.gradients = values, gradients
         # Bound once: each cell calls four of them.
-        self.get_values = self.values.get
-        self.put_values = self.values.put
-        self.get_gradients = self.gradients.get
-        self.put_gradients = self.gradients.put
+        self.get_values, self.put_values = values.get, values.put
+        self.get_gradients, self.put_gradients = gradients.get, gradients.put
 
     def cancel(self) -> None:
         """Cancel the waits at both ends."""

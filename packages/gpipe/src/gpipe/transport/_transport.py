@@ -39,7 +39,7 @@ class Transport:
     ) -> None:
         self._places = places
         self._remote = remote
-        self._channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
+        self._link = partial(link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
         self._inner: list[Channel] = []
         self.entrance, self.exit = OuterChannel(), OuterChannel()
         main: dict[int, AnyChannel] = {0: self.entrance, count: self.exit}
@@ -58,7 +58,8 @@ class Transport:
         if channel is None:
             source, target = self._places[a], self._places[b]
             on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
-            channel = self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
+            forth, back = (None, None) if on_cpu else carriers(source, target)
+            channel = Channel(self._link(f"values {name}", forth), self._link(f"gradients {name}", back))
         self._inner.append(channel)
         return channel
 
