@@ -19,7 +19,7 @@ from ._chooser import Chooser, Size
 from ._flatten._ending import without_loss_only
 from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
-from ._flatten._names import Flattened, divide_names
+from ._flatten._names import Flattened
 from ._flatten._shapes import has_data
 from ._torch import device_in
 from .engine._losses import LossStage
@@ -161,11 +161,6 @@ class GPipe(Stepping):
         self._prepare()
 
     @property
-    def balance(self) -> list[int]:
-        """The number of layers of each partition."""
-        return list(self._balance)
-
-    @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self._devices)
@@ -198,11 +193,6 @@ class GPipe(Stepping):
         ``"auto"`` expected of each schedule that it compared. None before the first step.
         """
         return self._chooser.last
-
-    @property
-    def partitions(self) -> nn.ModuleList:
-        """The layers by partition: a view, which runs expect to be as it was made."""
-        return self._partitions
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +348,6 @@ class GPipe(Stepping):
             name = _PARTITION_KEY.sub("", key[len(prefix) :])
             if key.startswith(prefix) and prefix + name in own:
                 state_dict[prefix + name] = state_dict.pop(key)
-        divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

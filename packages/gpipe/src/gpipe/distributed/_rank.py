@@ -17,7 +17,6 @@ from .._batchnorm import DeferredBatchNorm
 from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
-from .._flatten._names import divide_names
 from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
@@ -178,11 +177,6 @@ class Rank(Stepping):
         return [stage.index for stage in self._pipeline.stages]
 
     @property
-    def balance(self) -> list[int]:
-        """The number of layers of each stage of the model."""
-        return list(self._balance)
-
-    @property
     def ranks(self) -> list[int]:
         """For each stage the number, in the group, of the process that has it."""
         return list(self._ranks)
@@ -191,11 +185,6 @@ class Rank(Stepping):
     def last_schedule(self) -> Choice | None:
         """The schedule of the last :meth:`step`, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
         return self._last
-
-    @property
-    def partitions(self) -> nn.ModuleList:
-        """The layers of each stage of this rank."""
-        return self._partitions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output in the pipeline, without gradients.
@@ -268,10 +257,6 @@ class Rank(Stepping):
 
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        divide_names(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _with_losses(
         self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None

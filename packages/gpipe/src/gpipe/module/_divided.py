@@ -9,7 +9,7 @@ from torch import nn
 
 from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
-from .._flatten._names import Flattened, tree_of
+from .._flatten._names import Flattened, divide_names, tree_of
 from .._flatten._skeleton import Follower, followers
 from .._flatten._standins import let_go
 from ..engine._pipeline import Pipeline
@@ -50,6 +50,16 @@ class Divided(nn.Module):
         else:
             let_go(partitions)
 
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each partition of the model."""
+        return list(self._balance)
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """The layers in this process by partition: a view, which runs expect to be as it was made."""
+        return self._partitions
+
     def _layers(self) -> dict[str, nn.Module]:
         """The layers in this process, in order."""
         return {name: layer for partition in self._partitions for name, layer in partition.named_children()}
@@ -80,6 +90,10 @@ class Divided(nn.Module):
             expect_followed(self._model, Inputs.of(inputs), [twin.source for twin in self._twins])
         for twin in self._twins:
             twin.follow()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        divide_names(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
         """For each partition of the model, the first micro-batch that is not checkpointed."""
