@@ -173,30 +173,22 @@ class TestChangesBeforeTheRecomputation:
             (_replace_parameter, "'2.weight'"),
             (_assign_state, "'0.weight'"),
             (_swap_data, "'0.weight'"),
+            (_freeze, "'2.weight' changed between the forward and the backward"),
+            (_thaw, "'0.bias' changed between the forward and the backward"),
         ],
     )
-    def test_they_are_refused_by_name(self, change: Change, named: str) -> None:
-        model = with_buffer()
-        pipe = piped(model, [1, 4], chunks=2, checkpoint="always")
-        model(rows()).square().sum().backward()
-        output = pipe(rows())
-        change(pipe)
-        pipe.zero_grad()
-        with pytest.raises(RuntimeError, match=named):
-            output.square().sum().backward()
-
-    @pytest.mark.parametrize(("change", "named"), [(_freeze, "'2.weight'"), (_thaw, "'0.bias'")])
     @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-    def test_what_is_frozen_or_thawed_is_named(self, change: Change, named: str, checkpoint: str) -> None:
+    def test_they_are_refused_by_name(self, change: Change, named: str, checkpoint: str) -> None:
         pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
         pipe[0].bias.requires_grad_(False)
-        for again in (False, True):
+        if checkpoint == "except_last":  # torch refuses a change in place, of what the last graph has saved
+            named = f"{named}|modified by an inplace operation"
+        for changes in (False, True):
             output = pipe(rows())
-            if again:
+            if changes:
                 change(pipe)
-                with pytest.raises(RuntimeError, match=f"{named} changed between the forward and the backward"):
-                    output.square().sum().backward()
-            else:
+                pipe.zero_grad()
+            with pytest.raises(RuntimeError, match=named) if changes else contextlib.nullcontext():
                 output.square().sum().backward()
 
     @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

@@ -171,6 +171,30 @@ class Decaying(Starting):
         return self.inner(x)
 
 
+class Momentum(Starting):
+    """Moves an average of its weight, which is a buffer."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start)
+        self.inner, self.average = linears(1)[0], self.averaged(torch.zeros(3, 3, dtype=DOUBLE))
+
+    def averaged(self, zeros: Tensor) -> Tensor:
+        return nn.Buffer(zeros)
+
+    def act(self, x: Tensor, *, begun: bool) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.inner.weight, 0.1 if begun else 0.0)
+            target = x @ self.average
+        return self.inner(x) + target
+
+
+class MomentumOfParameter(Momentum):
+    """The same, where it is a parameter that is not trained."""
+
+    def averaged(self, zeros: Tensor) -> Tensor:
+        return nn.Parameter(zeros, requires_grad=False)
+
+
 class Bag(Starting):
     """Renormalises the weights that it looks up."""
 
@@ -215,9 +239,9 @@ class Again(nn.Module):
         return x
 
 
-WORKING = (Average, Replaced, Statistics, Polite, Noise)
+WORKING = (Average, Replaced, Statistics, Polite, Noise, Momentum)
 """Those that are right whenever they begin, in all modes."""
-KEEPING = (Attribute, Hidden, InPlaceAttribute, Decaying, Large, Bag)
+KEEPING = (Attribute, Hidden, InPlaceAttribute, Decaying, Large, Bag, MomentumOfParameter)
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
 REMEMBERING = (*WORKING, *KEEPING, ByNumPy, Closure)
 

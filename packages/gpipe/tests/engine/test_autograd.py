@@ -50,27 +50,23 @@ class TestRefused:
 
     @each_mode
     def test_autograd_grad_and_backward_to_some_inputs(self, checkpoint: str) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
-        x = rows(grad=True)
-        for ask in (
-            lambda y: torch.autograd.grad(y, x),
-            lambda y: y.backward(inputs=[x]),
-            lambda y: torch.autograd.grad(y, x, create_graph=True),
-        ):
-            with pytest.raises(RuntimeError, match=f"{NO_GRAD_CALL}|cannot be differentiated twice"):
-                ask(pipe(x).sum())
-        assert x.grad is None
-        assert all(parameter.grad is None for parameter in pipe.parameters())
-
-    def test_after_a_refusal_the_same_run_may_go_backward_properly(self) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2)
-        x = rows(grad=True)
-        output = pipe(x)
-        with pytest.raises(RuntimeError, match=NO_GRAD_CALL):
-            torch.autograd.grad(output.sum(), x, retain_graph=True)
-        output.sum().backward()
+        """After the refusal the same run may go backward properly."""
+        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
         model(rows()).sum().backward()
-        assert_same(pipe, model)
+        for ask in (
+            lambda y, x: torch.autograd.grad(y, x, retain_graph=True),
+            lambda y, x: y.backward(inputs=[x], retain_graph=True),
+            lambda y, x: torch.autograd.grad(y, x, create_graph=True),
+        ):
+            x = rows(grad=True)
+            output = pipe(x)
+            with pytest.raises(RuntimeError, match=f"{NO_GRAD_CALL}|cannot be differentiated twice"):
+                ask(output.sum(), x)
+            assert x.grad is None
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            output.sum().backward()
+            assert_same(pipe, model)
+            pipe.zero_grad()
 
 
 class TestAllowed:

@@ -79,13 +79,6 @@ class TestPipe:
         assert seen == [one, one]
         assert os.sched_getaffinity(0) == usable()
 
-    def test_they_may_run_anywhere_if_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
-        pipe, seen = self.seen()
-        with torch.no_grad():
-            pipe(rows())
-        assert seen == [usable()] * 2
-
 
 def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
     return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))

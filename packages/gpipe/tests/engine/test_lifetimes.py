@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace
 
-from ..layers import Call, linears, rows
+from ..layers import Call, Pop, Stash, linears, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "frees_at_once")
 
@@ -63,20 +63,6 @@ class Memory:
             return output
 
         return Call(act)
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x * 1
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def watched(stages: int, mode: str, microbatches: int) -> tuple[GPipe, Memory]:

@@ -15,30 +15,16 @@ from torch import Tensor, nn
 
 from gpipe import inline
 from gpipe.pipeline import Pipeline
-from gpipe.skip import inspect_skip_layout, pop, skippable, stash
+from gpipe.skip import inspect_skip_layout
 from microbatch import Batch
 from streams import CPUStream
 
-from ..layers import Call, assert_same, linears, numbered, rows, within
+from ..layers import Call, Pop, Stash, assert_same, linears, numbered, rows, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Way = Callable[[], AbstractContextManager[Any]]
 each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x.sin())
-        return x * 1
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 class ToPair(nn.Module):
@@ -119,8 +105,10 @@ def applied(model: nn.Sequential, value: Any) -> Any:
     kept: list[Tensor] = []
     for layer in model:
         if isinstance(layer, Stash):
-            kept.append(value.sin())
-        value = value + kept.pop() if isinstance(layer, Pop) else value if isinstance(layer, Stash) else layer(value)
+            kept.append(value * 2)
+            value = value * 3
+        else:
+            value = value + kept.pop() if isinstance(layer, Pop) else layer(value)
     return value
 
 

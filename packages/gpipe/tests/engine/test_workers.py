@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, inline
 
 from ..children import in_child
 from ..layers import DOUBLE, Call, OnBackward, assert_trains_like, linears, piped, rows, within
@@ -120,6 +120,26 @@ class TestThreads:
         for thread in born():
             thread.join(60)
         assert not born()
+
+
+class TestInline:
+    def test_everything_happens_on_this_thread(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe, threads = spied(2, chunks=2, checkpoint="always")
+        with inline():
+            output = pipe(rows(grad=True))
+        output.sum().backward()
+        assert {*threads[0], *threads[1]} == {threading.current_thread()}
+        assert not born()
+
+    def test_a_backward_follows_its_forward_and_not_the_moment(self) -> None:
+        pipe, (threads,) = spied(1, checkpoint="never")
+        with inline():
+            here = pipe(rows(grad=True))
+        there = pipe(rows(grad=True))
+        here.sum().backward()
+        with inline():
+            there.sum().backward()
+        assert [each is threading.current_thread() for each in threads] == [True, False, True, False]
 
 
 class TestShares:

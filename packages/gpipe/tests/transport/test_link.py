@@ -26,23 +26,28 @@ def deliveries(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return order, draw(st.permutations(order))
 
 
-@given(deliveries())
-def test_each_micro_batch_gets_its_own_payload(delivery: tuple[list[int], list[int]]) -> None:
-    sent, asked = delivery
-    link: Link[str] = Link("letters")
-    for i in sent:
-        link.put(i, f"for {i}")
-    assert [link.get(i) for i in asked] == [f"for {i}" for i in asked]
+class Stamp:
+    """A carrier that leaves marks."""
+
+    def send(self, payload: Any) -> Any:
+        return "sent", payload
+
+    def receive(self, parcel: Any) -> Any:
+        return "received", parcel
 
 
-@given(deliveries())
-def test_what_was_sent_before_a_failure_still_arrives(delivery: tuple[list[int], list[int]]) -> None:
+@given(deliveries(), st.booleans(), st.sampled_from([None, Stamp()]))
+def test_each_micro_batch_gets_its_own_payload(
+    delivery: tuple[list[int], list[int]], failed: bool, carrier: Stamp | None
+) -> None:
+    """What was sent before a failure still arrives. A carrier works on both ends, once for each payload."""
     sent, asked = delivery
-    link: Link[int] = Link("letters")
+    link: Link[Any] = Link("letters", carrier)
     for i in sent:
         link.put(i, i)
-    link.cancel()
-    assert [link.get(i) for i in asked] == asked
+    if failed:
+        link.cancel()
+    assert [link.get(i) for i in asked] == [i if carrier is None else ("received", ("sent", i)) for i in asked]
 
 
 def test_after_a_failure_nobody_waits_however_often_they_ask() -> None:
@@ -68,25 +73,6 @@ def test_a_reader_that_waits_already_is_let_go() -> None:
     threading.Thread(target=cancel).start()
     with pytest.raises(Cancelled):
         within(10, read)
-
-
-class Stamp:
-    """A carrier that leaves marks."""
-
-    def send(self, payload: Any) -> Any:
-        return "sent", payload
-
-    def receive(self, parcel: Any) -> Any:
-        return "received", parcel
-
-
-@given(deliveries())
-def test_a_carrier_works_on_both_ends_once_for_each_payload(delivery: tuple[list[int], list[int]]) -> None:
-    sent, asked = delivery
-    link: Link[Any] = Link("letters", Stamp())
-    for i in sent:
-        link.put(i, i)
-    assert [link.get(i) for i in asked] == [("received", ("sent", i)) for i in asked]
 
 
 class Reports(logging.Handler):

@@ -154,6 +154,12 @@ class Recipe:
             partitions[b].insert(0 if b > a else len(partitions[b]), Pop().isolate(space))
         return partitions
 
+    def plain(self) -> nn.Sequential:
+        return nn.Sequential(*(layer for layers in self.partitions() for layer in layers))
+
+    def x(self) -> Tensor:
+        return rows(self.rows, WIDTH, grad=self.grad)
+
 
 NAMES = ("weighted", "weighted", *VIEWS, *CHANGES, *CHANGES, *MAPS, "drop", "turn")
 
@@ -198,8 +204,9 @@ def given_to(recipe: Recipe, x: Tensor) -> tuple[Tensor, ...]:
     return value
 
 
-def expected(recipe: Recipe, model: nn.Module, x: Tensor) -> dict[str, Any]:
+def expected(recipe: Recipe) -> dict[str, Any]:
     """What the plain loop leaves behind."""
+    model, x = recipe.plain(), recipe.x()
     found = torch.zeros((), dtype=DOUBLE)
     for part in x.chunk(recipe.chunks):
         one = loss(model(given_to(recipe, part)), recipe.end)
@@ -250,24 +257,18 @@ def known(error: Exception) -> str:
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(recipes())
 def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
-    partitions = recipe.partitions()
-    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
-    pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
-    x = rows(recipe.rows, WIDTH, grad=recipe.grad)
-    theirs = x.detach().clone().requires_grad_(recipe.grad)
     try:
         if may_be_separate(recipe):
             recipe = replace(recipe, end=())
-        wanted = expected(recipe, plain, theirs)
+        wanted = expected(recipe)
     except (RuntimeError, IndexError):
         event("refused by torch in the plain model")
         return
-    with closing(pipe), nullcontext() if recipe.threads else inline():
-        try:
-            found = computed(recipe, pipe, x)
-        except (RuntimeError, ValueError) as error:
-            event(f"refused: {known(error)}")
-            return
+    try:
+        found = run(recipe)
+    except (RuntimeError, ValueError) as error:
+        event(f"refused: {known(error)}")
+        return
     event("equal")
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
@@ -276,9 +277,7 @@ def may_be_separate(recipe: Recipe) -> bool:
     """Whether the caller gets tensors without grad, which torch cannot protect, whose memory another one shared."""
     if recipe.schedule != "forward" and recipe.grad:
         return False  # loss_fn must not change them
-    partitions = recipe.partitions()
-    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
-    output = plain(given_to(recipe, rows(recipe.rows, WIDTH, grad=recipe.grad)))
+    output = recipe.plain()(given_to(recipe, recipe.x()))
     own = [tensor.untyped_storage().data_ptr() for tensor in output]
     return any(own.count(key) > 1 and not t.requires_grad for key, t in zip(own, output, strict=True))
 
@@ -301,21 +300,16 @@ def test_a_change_of_what_shares_memory_is_refused(name: str, mode: str, schedul
     for stages, end in cases:
         with pytest.raises(RuntimeError, match=r"shares its memory|modified inplace"):
             run(Recipe((), stages, end, None, mode, schedule, 2, 5, True, False))
-    assert_equal_to_the_plain_model(Recipe((), (pair, (("square", 1),)), (), None, mode, schedule, 2, 5, True, True))
-
-
-def assert_equal_to_the_plain_model(recipe: Recipe) -> None:
-    plain = nn.Sequential(*(layer for layers in recipe.partitions() for layer in layers))
-    torch.testing.assert_close(run(recipe), expected(recipe, plain, rows(recipe.rows, WIDTH, grad=recipe.grad)))
+    reads = Recipe((), (pair, (("square", 1),)), (), None, mode, schedule, 2, 5, True, True)
+    torch.testing.assert_close(run(reads), expected(reads))
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
     """What a pipe leaves behind."""
-    partitions = recipe.partitions()
-    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
-    pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
+    balance = [len(layers) for layers in recipe.partitions()]
+    pipe = piped(recipe.plain(), balance, chunks=recipe.chunks, checkpoint=recipe.mode)
     with closing(pipe), nullcontext() if recipe.threads else inline():
-        return computed(recipe, pipe, rows(recipe.rows, WIDTH, grad=recipe.grad))
+        return computed(recipe, pipe, recipe.x())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
