@@ -15,7 +15,7 @@ VALUE_ERRORS = [
         {"in_flight": "fill_drain"},
         r"^in_flight='fill_drain' holds every micro-batch: pass their number, microbatches=…$",
     ),
-    ({"pin": [1, 4]}, r"^pin\[1\] is 4; cuts of 4 layers are below 4$"),
+    ({"pin": [1, 4]}, r"^pin has the cut 4; cuts of 4 layers are below 4$"),
     ({"forbid": [3, 1, 2], "pin": [3, 1]}, r"^cuts \[1, 3\] are both pinned and forbidden$"),
     ({"gap": -0.1}, r"^gap must not be negative, got -0.1$"),
     ({"objective": "speed"}, r"^objective must be one of 'bottleneck', 'makespan', got 'speed'$"),

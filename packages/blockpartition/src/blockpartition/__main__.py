@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise
 
 from ._numbers import Number
 from ._results import Partition
@@ -23,10 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = re.split(r"[\s,\[\]]+", sys.stdin.read()) if options.costs is None else options.costs
         costs = [number(word) for word in words if word]
         found = partition(costs, options.partitions, even=options.even)
-        text = _as_json(found, costs) if options.json else _as_text(found)
+        print(_as_json(found, costs) if options.json else _as_text(found))
     except (TypeError, ValueError, ArithmeticError) as error:
         parser.error(str(error))
-    print(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,8 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Cut costs into contiguous blocks whose largest sum is the least possible.",
     )
     parser.add_argument("partitions", type=int, help="number of blocks")
-    costs = "numbers such as 4 or 1.5; read from standard input, such as a JSON list, if not given"
-    parser.add_argument("--costs", nargs="+", metavar="COST", help=costs)
+    parser.add_argument("--costs", nargs="+", metavar="COST", help="such as 4 or 1.5; by default from standard input")
     parser.add_argument("--even", choices=["quantile", "exact"], default="quantile", help="choice among the optima")
     parser.add_argument("--json", action="store_true", help="print everything that is known about the partition")
     return parser
@@ -48,14 +45,14 @@ def number(word: str) -> Number:
 
 
 def _as_json(found: Partition, costs: Sequence[Number]) -> str:
-    record = {**asdict(found), "cuts": found.cuts, "blocks": found.apply(costs)}
-    return json.dumps(record, default=str)  # JSON has no fractions
+    # JSON has no fractions: they become text.
+    return json.dumps({**asdict(found), "cuts": found.cuts, "blocks": found.apply(costs)}, default=str)
 
 
 def _as_text(found: Partition) -> str:
     """A line for each block, with its layers and its load; and what is known of the largest load."""
-    spans = pairwise(accumulate(found.sizes, initial=0))
-    layers = [f"{start}" if start + 1 == end else f"{start}-{end - 1}" for start, end in spans]
+    blocks = found.apply(range(sum(found.sizes)))
+    layers = [f"{block[0]}" if len(block) == 1 else f"{block[0]}-{block[-1]}" for block in blocks]
     loads = list(map(_short, found.loads))
     left, right = max(map(len, layers)), max(map(len, loads))
     lines = [f"{name:>{left}}  {load:>{right}}" for name, load in zip(layers, loads, strict=True)]

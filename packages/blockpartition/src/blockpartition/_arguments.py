@@ -22,6 +22,11 @@ def integer(value: Any, name: str, least: int) -> int:
     return count
 
 
+def integers(values: Any, name: str, least: int) -> list[int]:
+    """The values as ints that are at least `least`."""
+    return [integer(value, f"{name}[{i}]", least) for i, value in enumerate(listed(values, name))]
+
+
 def choice(value: Any, name: str, options: Iterable[str]) -> str:
     """One of the known names."""
     known = list(options)
@@ -60,19 +65,17 @@ def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int =
     given = [0] * layers if values is None else listed(values, name)
     if len(given) == layers - after:
         given = given + [0] * after
-    grid = read(given, name)
-    if len(grid.units) != layers:
-        raise ValueError(f"{name} must have a number for each of the {layers} layers, got {len(grid.units)}")
-    return grid
+    if len(given) != layers:
+        raise ValueError(f"{name} must have a number for each of the {layers} layers, got {len(given)}")
+    return read(given, name)
 
 
 def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
     """Cuts, each named by the layer right after it."""
-    found = [integer(cut, f"{name}[{i}]", 1) for i, cut in enumerate(listed(cuts, name))]
-    for i, cut in enumerate(found):
-        if cut >= layers:
-            raise ValueError(f"{name}[{i}] is {cut}; cuts of {layers} layers are below {layers}")
-    return frozenset(found)
+    found = frozenset(integers(cuts, name, 1))
+    if wrong := [cut for cut in found if cut >= layers]:
+        raise ValueError(f"{name} has the cut {wrong[0]}; cuts of {layers} layers are below {layers}")
+    return found
 
 
 def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int | None) -> list[int]:
@@ -85,7 +88,7 @@ def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int
         if microbatches is None:
             raise ValueError("in_flight='fill_drain' holds every micro-batch: pass their number, microbatches=…")
         return [microbatches] * stages
-    factors = [integer(factor, f"in_flight[{j}]", 0) for j, factor in enumerate(listed(in_flight, "in_flight"))]
+    factors = integers(in_flight, "in_flight", 0)
     if len(factors) != stages:
         raise ValueError(f"in_flight must have a number for each of the {stages} stages, got {len(factors)}")
     return factors

@@ -1,8 +1,15 @@
-"""Among the partitions with the least bottleneck, one that is nearly even, found quickly."""
+"""Among the partitions with the least bottleneck, an even one: near the quantiles, or with the least sum of squares.
+
+The first is found at once, end by end. For the least sum of squared loads, a price on each block takes the place of the
+number of blocks. The least sum for k blocks is convex in k, since squares are: so there is a price at which k blocks
+are among the best, and it is found by a search. At each price one pass over all positions does (Aggarwal, Schieber and
+Tokuyama 1994). Prices are odd halves, between those at which another number of blocks is as good.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from math import isqrt
 
 from ._search import filled_back
 
@@ -12,20 +19,97 @@ def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
 
     Of two ends that are as near it is the earlier, and of those behind layers of zero the first. O(k log n).
     """
-    lowest, total, ends, end, start = filled_back(prefix, bottleneck, blocks), prefix[-1], [0], 0, 0
-    last = len(prefix) - 1 - blocks
+    n, total, lowest = len(prefix) - 1, prefix[-1], filled_back(prefix, bottleneck, blocks)
+    ends, end, start = [0], 0, 0
     for j in range(1, blocks):
-        last += 1  # beyond it, some of the rest would be empty
-        limit = start + bottleneck
-        goal = -(-2 * total * j // blocks)  # twice the quantile: which of two ends is nearer is then exact
-        aim = (goal + 1) // 2 if goal < 2 * limit else limit
-        low = max(lowest[j], prefix[j])
-        if low > aim:
-            aim = low
-        first = end + 1
-        end = bisect_left(prefix, aim, first, last)
+        first, limit, quantile = end + 1, start + bottleneck, -(-total * j // blocks)
+        aim = max(lowest[j], min(quantile, limit))
+        end = bisect_left(prefix, aim, first, n - blocks + j)  # beyond it, some of the rest would be empty
         start, before = prefix[end], prefix[end - 1]
-        if end > first and before >= low and (start > limit or goal <= before + start):
+        nearer = start > limit or 2 * total * j <= blocks * (before + start)
+        if nearer and end > first and before >= lowest[j]:
             end, start = bisect_left(prefix, before, first, end - 1), before
         ends.append(end)
-    return [*ends, len(prefix) - 1]
+    return [*ends, n]
+
+
+def most_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """Ends of the optimal partition with the least sum of squared loads, in O(n) a price."""
+    positions = _useful(prefix, bottleneck, blocks)
+    ends = least_squares([prefix[p] for p in positions], bottleneck, blocks)
+    return [positions[end] for end in ends]
+
+
+def _useful(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """The positions at which some block of an optimal partition can end."""
+    n, useful, highest = len(prefix) - 1, [0], 0
+    for j, lowest in enumerate(filled_back(prefix, bottleneck, blocks)[1:], 1):
+        highest = bisect_right(prefix, prefix[highest] + bottleneck) - 1
+        first = max(j, useful[-1] + 1, bisect_left(prefix, lowest))
+        useful += range(first, min(n - blocks + j, highest) + 1)
+    return useful
+
+
+def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """The ends of so many blocks up to the bottleneck with the least sum of squared loads."""
+    # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
+    high, low = prefix[-1] ** 2 + 1, -1
+    coarse, fine = cheapest(prefix, bottleneck, 2 * high + 1), list(range(len(prefix)))
+    price = (prefix[-1] // blocks) ** 2  # right at once where the layers are alike
+    while len(coarse) - 1 < blocks < len(fine) - 1 and high - low > 1:
+        price = min(max(price, low + 1), high - 1)
+        ends = cheapest(prefix, bottleneck, 2 * price + 1)
+        if len(ends) - 1 > blocks:
+            low, fine = price, ends
+        else:
+            high, coarse = price, ends
+        price = isqrt((low + 1) * (high + 1)) - 1  # in the middle of their digits
+    return _spliced(coarse, fine, blocks)
+
+
+def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
+    """Of two paths that are the best at a price, one with so many blocks: it begins as the finer, ends as the coarser.
+
+    They are joined in a block of the coarser that holds one of the finer: what the two blocks exchange makes their
+    squares no larger, and neither could be smaller.
+    """
+    ahead = blocks - len(coarse) + 1
+    x = next(x for x in range(len(coarse) - 1) if fine[x + ahead + 1] <= coarse[x + 1])
+    return [*fine[: x + ahead + 1], *coarse[x + 1 :]]
+
+
+def cheapest(prefix: list[int], bottleneck: int, price: int) -> list[int]:
+    """The ends of blocks up to the bottleneck with the least sum of twice the squared loads and a price for each.
+
+    With a last block from i to j it is best[i] + 2(pⱼ - pᵢ)² + price: in pⱼ, but for 2pⱼ², a line for each i. Once a
+    later start is the better one it stays so, since its line is steeper, and since a start that is too far away for the
+    bottleneck stays so. The queue holds the starts that are the best from some height on, with that height.
+    """
+    values, origin = [0], [0]  # values[i] is best[i] + 2pᵢ²
+    starts, since, front = [0], [0], 0
+    for j in range(1, len(prefix)):
+        total = prefix[j]
+        while front + 1 < len(starts) and since[front + 1] <= total:
+            front += 1
+        i = starts[front]
+        origin.append(i)
+        value = values[i] + 4 * total * (total - prefix[i]) + price
+        values.append(value)
+        while True:
+            i = starts[-1]
+            rise, more = total - prefix[i], value - values[i]
+            height = prefix[i] + bottleneck + 1
+            if rise:
+                height = min(height, -(-more // (4 * rise)))
+            elif more <= 0:
+                height = total
+            if height > since[-1] or len(starts) - front == 1:
+                break
+            starts.pop()
+            since.pop()
+        starts.append(j)
+        since.append(height)
+    ends = [len(prefix) - 1]
+    while ends[-1]:
+        ends.append(origin[ends[-1]])
+    return ends[::-1]

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
+from itertools import chain
 from math import ceil
 
 from ._problem import ModeSlot, PlacedBlock, Problem, makespan, slowest
-from ._reach import ReachableEnds, positions
+from ._reach import Interval, ReachableEnds
 
 
 def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> tuple[list[PlacedBlock], int]:
@@ -26,18 +27,16 @@ def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> 
     """
     # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
     m = problem.microbatches or 1
-    low, high, value = slowest(best), problem.endless, makespan(best, m)
-    floor = value
+    low, high, floor = slowest(best), problem.endless, makespan(best, m)
     while low < high:
         blocks = least_latency(problem, high - 1)
         latency = makespan(blocks, 1)
         best = min(best, blocks, key=lambda found: makespan(found, m))
-        value = makespan(best, m)
         # With a slowest block that takes as long as this one, or so long that the gap is kept, none is better.
-        enough = ceil((value / (1 + gap) - latency) / max(1, m - 1))
+        enough = ceil((makespan(best, m) / (1 + gap) - latency) / max(1, m - 1))
         high = max(low, min(slowest(blocks), enough))
         floor = min(floor, latency + (m - 1) * high)
-    return best, min(floor, value)
+    return best, min(floor, makespan(best, m))
 
 
 Arrivals = dict[int, tuple[int, PlacedBlock | None]]
@@ -50,7 +49,7 @@ def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
     for modes, ends in zip(problem.slots, ReachableEnds(problem, limit).ends[1:], strict=True):
         table: Arrivals = {}
         for slot in modes:
-            for latency, block in _extensions(problem, tables[-1], slot, positions(ends), limit):
+            for latency, block in _extensions(problem, tables[-1], slot, ends, limit):
                 if block.end not in table or latency < table[block.end][0]:
                     table[block.end] = latency, block
         tables.append(table)
@@ -63,26 +62,24 @@ def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
 
 
 def _extensions(
-    problem: Problem, before: Arrivals, slot: ModeSlot, ends: Iterable[int], limit: int
+    problem: Problem, before: Arrivals, slot: ModeSlot, ends: list[Interval], limit: int
 ) -> Iterable[tuple[int, PlacedBlock]]:
     """For each end the best block up to there, with the latency.
 
     The latency splits into a part of the end and a part of the start. So the best start is a minimum over the starts
     from the first one allowed: candidates are kept in order, each dropped once a later one is as good.
     """
-    time, coming = slot.time, iter([*sorted(before), problem.n])
-    start = next(coming)
-    starts: list[int] = []
-    costs: list[int] = []
-    for end in ends:
-        while start < end:
+    time, coming = slot.time, sorted(before, reverse=True)
+    starts, costs = list[int](), list[int]()
+    for end in chain(*(range(first, last + 1) for first, last in ends)):
+        while coming and coming[-1] < end:
+            start = coming.pop()
             cost = before[start][0] - time.prefix[start]
             while costs and costs[-1] >= cost:
                 starts.pop()
                 costs.pop()
             starts.append(start)
             costs.append(cost)
-            start = next(coming)
-        best = bisect_left(starts, max(slot.first_start(end, limit), problem.last_pin[end]))
+        best = bisect_left(starts, problem.first_start(slot, end, limit))
         if best < len(starts):
             yield costs[best] + time.of(0, end), PlacedBlock(starts[best], end, slot)

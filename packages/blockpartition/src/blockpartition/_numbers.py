@@ -15,16 +15,28 @@ Number: TypeAlias = int | float | Fraction
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """`units[i] / scale` is the i-th number, exactly; `rounded` if one of them is a float, so sums are floats too."""
+class Scale:
+    """What ints stand for: `scale` of them are one of the caller's unit; `rounded` if the caller has floats."""
 
-    units: list[int]
     scale: int
     rounded: bool
 
-    def value(self, units: int, divisor: int = 1) -> Number:
-        """`units / divisor` as a number such as those that were passed in: see `number`."""
-        return number(units, self.scale * divisor, self.rounded)
+    def value(self, units: int | Fraction) -> Number:
+        """So many in the caller's unit: if rounded, the nearest float (exact beyond their range), else exact."""
+        numerator, denominator = units.numerator, units.denominator * self.scale
+        if self.rounded:
+            try:
+                return numerator / denominator
+            except OverflowError:
+                pass
+        return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
+
+
+@dataclass(frozen=True, eq=False)
+class Grid(Scale):
+    """Numbers as ints: `units[i] / scale` is the i-th, exactly."""
+
+    units: list[int]
 
 
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
@@ -32,15 +44,15 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
     numbers = listed(values, name)
     kinds = set(map(type, numbers))
     if kinds <= {int} and min(numbers, default=0) >= 0:
-        return Grid(numbers, 1, False)
+        return Grid(1, False, numbers)
     if kinds == {float} and math.isfinite(total := sum(numbers)) and (smallest := min(numbers)) >= 0:
         # A double is a multiple of the last bit of any smaller one, so the smallest determines the denominator.
         bits = max(0, 53 - math.frexp(smallest or min(filter(None, numbers), default=1.0))[1])
         if bits + max(0, math.frexp(total)[1]) <= 1000:  # the products stay within the range of floats
-            return Grid(list(map(float.__trunc__, map(mul, numbers, repeat(2.0**bits)))), 2**bits, True)
+            return Grid(2**bits, True, list(map(float.__trunc__, map(mul, numbers, repeat(2.0**bits)))))
     ratios = [ratio(x, f"{name}[{i}]") for i, x in enumerate(numbers)]
     scale = math.lcm(*{x.denominator for x in ratios})
-    return Grid([x.numerator * (scale // x.denominator) for x in ratios], scale, has_floats(numbers))
+    return Grid(scale, has_floats(numbers), [x.numerator * (scale // x.denominator) for x in ratios])
 
 
 def listed(values: Iterable[Any], name: str) -> list[Any]:
@@ -66,19 +78,9 @@ def ratio(x: Any, name: str) -> Fraction:
     return exact
 
 
-def number(numerator: int, denominator: int, rounded: bool) -> Number:
-    """The quotient: if `rounded`, the nearest float (exact beyond their range), else an int or a Fraction."""
-    if rounded:
-        try:
-            return numerator / denominator
-        except OverflowError:
-            pass
-    return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
-
-
 def ceiling(exact: Fraction, rounded: bool) -> Number:
-    """The number as `number` gives it, but rounded up; exact where that would be infinite."""
-    nearest = number(exact.numerator, exact.denominator, rounded)
+    """The number, rounded up if it becomes a float; exact where that would be infinite."""
+    nearest = Scale(1, rounded).value(exact)
     above = nearest if nearest >= exact else math.nextafter(nearest, math.inf)
     return exact if above == math.inf else above
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ._arguments import InFlight
 from ._makespan import least_makespan
-from ._numbers import Number, ceiling, number, ratio
+from ._numbers import Number, Scale, ceiling, ratio
 from ._problem import Measure, ModeSlot, PlacedBlock, Problem, makespan, slowest
 from ._reach import least_slowest
 from ._read import read_problem
@@ -100,36 +100,34 @@ def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Place
     return Placement(
         sizes=tuple(end - start for start, end in pairwise(ends)),
         loads=tuple(problem.costs.value(sums[end] - sums[start]) for start, end in pairwise(ends)),
-        bottleneck=problem.time(slowest(blocks)),
-        lower_bound=problem.time(problem.lower_bound),
-        imbalance=number(slowest(blocks) * speed, work, rounded=True) if work else 1.0,
+        bottleneck=problem.time.value(slowest(blocks)),
+        lower_bound=problem.time.value(problem.lower_bound),
+        imbalance=Scale(1, rounded=True).value(Fraction(slowest(blocks) * speed, work)) if work else 1.0,
         witness=(),
         gap=gap,
-        times=tuple(problem.time(block.time) for block in blocks),
-        makespan=None if m is None else problem.time(makespan(blocks, m)),
+        times=tuple(problem.time.value(block.time) for block in blocks),
+        makespan=None if m is None else problem.time.value(makespan(blocks, m)),
         modes=tuple(block.slot.mode for block in blocks),
     )
 
 
 def _explained(problem: Problem) -> Infeasible:
     """The error if only the capacities can be the reason: a layer that fits nowhere, and what would be enough."""
-    scale, at = _least_scale(problem), problem.positions
-    slots = [slot for modes in problem.slots for slot in modes]
+    scale, at, slots = _least_scale(problem), problem.positions, [slot for modes in problem.slots for slot in modes]
     misfit = min(set.intersection(*(set(slot.need.heavier(slot.room)) for slot in slots)), default=None)
     reason, layer, capacity = "no placement fits the capacities", None, None
     if misfit is not None:
         layer, last = at[misfit], at[misfit + 1] - 1
-        need = number(min(slot.need.alone[misfit] for slot in slots), problem.memory_unit, problem.memory_rounded)
+        need = problem.memory.value(min(slot.need.alone[misfit] for slot in slots))
         who = f"layer {layer} needs" if layer == last else f"layers {layer} to {last}, which no cut may part, need"
         reason = f"{who} {need} at least and fit{'s' * (layer == last)} on no stage"
     if scale is None:
         advice = "no factor on the capacities would do: a stage with capacity 0 is in the way"
-    elif problem.capacity is not None:
-        capacity = ceiling(scale * problem.capacity, problem.memory_rounded)
+    elif len({slot.room for slot in slots}) == 1:
+        capacity = ceiling(scale * slots[0].room / problem.memory.scale, problem.memory.rounded)
         advice = f"a capacity of {capacity} on each stage is the least that would do"
     else:
-        factor = number(*scale.as_integer_ratio(), rounded=True)
-        advice = f"capacities {factor} times as large are the least that would do"
+        advice = f"capacities {Scale(1, rounded=True).value(scale)} times as large are the least that would do"
     return Infeasible(f"{reason}; {advice}", layer=layer, scale=scale, capacity=capacity)
 
 
@@ -137,13 +135,15 @@ def _least_scale(problem: Problem) -> Fraction | None:
     """The least factor on all capacities: the same search, with memory as time and room as speed."""
     slots = [slot for modes in problem.slots for slot in modes]
     # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
-    unit, nothing = lcm(*(slot.room for slot in slots if slot.room)), [0] * (problem.n + 1)
+    unit = lcm(*(slot.room for slot in slots if slot.room))
     endless = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
 
     # Without room only blocks without needs fit, whatever the factor.
     def swapped(slot: ModeSlot) -> ModeSlot:
         weight = unit // slot.room if slot.room else endless
-        return ModeSlot(slot.mode, Measure([weight * x for x in slot.need.prefix]), Measure(nothing), 0)
+        needs = [weight * x for x in slot.need.prefix]
+        return replace(slot, time=Measure(needs, needs), room=slot.need.prefix[-1])
 
-    found = least_slowest(replace(problem, slots=[list(map(swapped, modes)) for modes in problem.slots], work=nothing))
+    roomy = [list(map(swapped, modes)) for modes in problem.slots]
+    found = least_slowest(replace(problem, slots=roomy, work=[0] * (problem.n + 1)))
     return None if found is None or slowest(found) >= endless else Fraction(slowest(found), unit)

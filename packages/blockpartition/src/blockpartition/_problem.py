@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from operator import add, sub
+from operator import sub
 
-from ._numbers import Grid, Number, number
+from ._numbers import Grid, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,16 +16,15 @@ class Measure:
     """The time or the memory of blocks: what their layers add up to, and what is needed at their end.
 
     prefix: for each position the sum of all layers before it.
-    leave: what a block needs on top if it ends at a position; None if nothing.
+    upto: the same with what a block needs on top if it ends there.
     """
 
     prefix: list[int]
-    leave: list[int] | None = None
+    upto: list[int]
 
     def of(self, start: int, end: int) -> int:
         """What a block needs."""
-        total = self.prefix[end] - self.prefix[start]
-        return total + self.leave[end] if self.leave else total
+        return self.upto[end] - self.prefix[start]
 
     def last_end(self, start: int, limit: int) -> int:
         """The furthest end of layers from `start` within the limit; not beyond `start` if there is none."""
@@ -33,7 +32,7 @@ class Measure:
 
     def first_start(self, end: int, limit: int) -> int:
         """The furthest start of a block up to `end` within the limit; `end` or more if there is none."""
-        return bisect_left(self.prefix, self.of(0, end) - limit)
+        return bisect_left(self.prefix, self.upto[end] - limit)
 
     def heavier(self, limit: int) -> list[int]:
         """The layers that exceed the limit alone, in order of weight: no block within the limit ends with one."""
@@ -44,8 +43,7 @@ class Measure:
     @cached_property
     def alone(self) -> list[int]:
         """What each layer needs as a block of its own."""
-        layers = map(sub, self.prefix[1:], self.prefix)
-        return list(map(add, layers, self.leave[1:]) if self.leave else layers)
+        return list(map(sub, self.upto[1:], self.prefix))
 
     @cached_property
     def _ranking(self) -> list[int]:
@@ -54,7 +52,7 @@ class Measure:
     @cached_property
     def most_leave(self) -> int:
         """The most that a block needs at its end."""
-        return max(self.leave or [0])
+        return max(end - start for end, start in zip(self.upto, self.prefix, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +63,6 @@ class ModeSlot:
     time: Measure
     need: Measure
     room: int
-
-    def first_start(self, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` that fits, and keeps the limit of time."""
-        return max(self.time.first_start(end, limit), self.need.first_start(end, self.room))
 
 
 @dataclass(frozen=True)
@@ -91,14 +85,11 @@ class Problem:
 
     costs: of the layers, as they were given.
     positions: the layer at which each position lies.
-    pins: the positions that have to be cuts, in order.
+    pins: the positions at which a block has to end, from 0 to n.
     slots: for each stage its modes.
     work: for each position the time of the layers before it, at speed 1.
     speeds: for each number of stages, from 0 on, the sum of the speeds of the first, each in its fastest mode.
-    unit: how many units of these times are one of the caller's.
-    rounded: whether the caller's are floats.
-    memory_unit, memory_rounded: the same of memory.
-    capacity: of each stage, if all have the same; else None.
+    time, memory: what these times and amounts of memory are in the caller's units.
     lower_bound: no placement is faster.
     """
 
@@ -108,11 +99,8 @@ class Problem:
     slots: list[list[ModeSlot]]
     work: list[int]
     speeds: list[int]
-    unit: int
-    rounded: bool
-    memory_unit: int
-    memory_rounded: bool
-    capacity: Fraction | None
+    time: Scale
+    memory: Scale
     microbatches: int | None
     lower_bound: Fraction
 
@@ -121,27 +109,15 @@ class Problem:
         """The last position."""
         return len(self.positions) - 1
 
-    @cached_property
-    def next_pin(self) -> list[int]:
-        """For each position the furthest end of a block from there."""
-        stops = [*self.pins, self.n]
-        return [stops[bisect_right(self.pins, p)] for p in range(self.n + 1)]
-
-    @cached_property
-    def last_pin(self) -> list[int]:
-        """For each position the furthest start of a block up to there."""
-        stops = [0, *self.pins]
-        return [stops[bisect_left(self.pins, p)] for p in range(self.n + 1)]
+    def first_start(self, slot: ModeSlot, end: int, limit: int) -> int:
+        """The furthest start of a block up to `end` that keeps the limit of time, fits, and goes across no pin."""
+        pin = self.pins[bisect_left(self.pins, end) - 1]
+        return max(slot.time.first_start(end, limit), slot.need.first_start(end, slot.room), pin)
 
     @cached_property
     def endless(self) -> int:
         """A time that every block stays below."""
-        times = {slot.time for modes in self.slots for slot in modes}
-        return 1 + max(time.prefix[-1] + time.most_leave for time in times)
-
-    def time(self, value: Fraction | int) -> Number:
-        """A time of the problem in the caller's unit."""
-        return number(value.numerator, value.denominator * self.unit, self.rounded)
+        return 1 + max(max(time.upto) for time in {slot.time for modes in self.slots for slot in modes})
 
 
 def slowest(blocks: list[PlacedBlock]) -> int:

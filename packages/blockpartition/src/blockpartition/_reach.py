@@ -6,7 +6,7 @@ cannot hold may have to wait for the next.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -33,20 +33,14 @@ class ReachableEnds:
         self.ends: list[list[Interval]] = [[(0, 0)]]
         for j, modes in enumerate(problem.slots, 1):
             found = [interval for slot in modes for interval in self._advance(self.ends[-1], slot)]
-            ends = _union(found, problem.n - len(problem.slots) + j)
-            self.ends.append(self._hopeful(ends, problem.speeds[-1] - problem.speeds[j]))
-
-    @property
-    def complete(self) -> bool:
-        """Whether all stages together can reach the end."""
-        return bool(self.ends[-1]) and self.ends[-1][-1][1] == self.problem.n
+            self.ends.append(_union(found, self._first_hopeful(found, j), problem.n - len(problem.slots) + j))
 
     def _advance(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
         """Each end from its nearest start: that makes the smallest block, and the cut before it is not this stage's.
 
         Within an interval of starts, that is a block of one layer; behind it, the start is its last.
         """
-        time, heavy = slot.time, slot.time.heavier(self.limit)
+        time, pins, heavy = slot.time, self.problem.pins, slot.time.heavier(self.limit)
         if heavy:
             self._within(time.alone[heavy[0]])
         alone = sorted({*heavy, *slot.need.heavier(slot.room)})
@@ -55,25 +49,26 @@ class ReachableEnds:
                 yield first + 1, layer
                 first = layer + 1
             # Behind the interval the block begins at its last start, until there is a nearer one.
-            stop = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last], until)
+            pin = pins[bisect_right(pins, last)]
+            stop = min(slot.need.last_end(last, slot.room), pin, until)
             furthest = time.last_end(last, self.limit)
             if furthest < stop:
                 self._within(time.prefix[furthest + 1] - time.prefix[last])
             # Up to here a block keeps the limit whatever its cut takes; from there on each end is looked at.
-            sure = min(time.last_end(last, self.limit - time.most_leave), stop)
-            yield first + 1, max(last, sure)
-            for end in range(max(last, sure) + 1, min(furthest, stop) + 1):
+            sure = max(last, min(time.last_end(last, self.limit - time.most_leave), stop))
+            yield first + 1, sure
+            for end in range(sure + 1, min(furthest, stop) + 1):
                 if self._within(time.of(last, end)):
                     yield end, end
 
-    def _hopeful(self, ends: list[Interval], speed: int) -> list[Interval]:
-        """Without those from which stages of this speed together could not do the rest."""
-        work = self.problem.work
+    def _first_hopeful(self, ends: list[Interval], stages: int) -> int:
+        """The first position from which the stages after so many could do the rest."""
+        work, speed = self.problem.work, self.problem.speeds[-1] - self.problem.speeds[stages]
         first = bisect_left(work, work[-1] - self.limit * speed)
         hopeless = [min(b, first - 1) for a, b in ends if a < first]
         if hopeless and speed:  # a larger limit may bring back the last of them
-            self._within(-(-(work[-1] - work[hopeless[-1]]) // speed))
-        return [(max(a, first), b) for a, b in ends if b >= first]
+            self._within(-(-(work[-1] - work[max(hopeless)]) // speed))
+        return first
 
     def _within(self, time: int) -> bool:
         """Whether the time is within the limit; if not, a limit that is as large may reach more."""
@@ -88,15 +83,12 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     Exact, as the search without stages: a success lowers the upper end to the time of a block, a failure raises the
     lower end to the least time that may reach more.
     """
-    reach = ReachableEnds(problem, problem.endless)
-    if not reach.complete:
-        return None
-    blocks = _trace(reach)
-    low, high = -(-problem.work[-1] // problem.speeds[-1]), slowest(blocks)
+    blocks: list[PlacedBlock] | None = None
     # `low` is a bound that may do, `high` one that does: with a time of a block each, so the search ends exactly.
+    low, high = -(-problem.work[-1] // problem.speeds[-1]), problem.endless
     while low < high:
-        reach = ReachableEnds(problem, (low + high) // 2)
-        if reach.complete:
+        reach = ReachableEnds(problem, (low + high) // 2 if blocks else high)
+        if reach.ends[-1] and reach.ends[-1][-1][1] == problem.n:
             blocks = _trace(reach)
             high = slowest(blocks)
         else:
@@ -113,7 +105,7 @@ def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
     for j, modes in reversed(list(enumerate(problem.slots))):
         target = bisect_left(problem.work, problem.work[end] * problem.speeds[j] // problem.speeds[j + 1])
         for slot in modes:
-            first = max(slot.first_start(end, reach.limit), problem.last_pin[end])
+            first = problem.first_start(slot, end, reach.limit)
             spans = [(max(a, first), min(b, end - 1)) for a, b in reach.ends[j]]
             if nearest := [max(a, min(target, b)) for a, b in spans if a <= b]:
                 blocks.append(PlacedBlock(min(nearest, key=lambda start: abs(start - target)), end, slot))
@@ -122,20 +114,12 @@ def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
     return blocks[::-1]
 
 
-def positions(intervals: list[Interval]) -> Iterator[int]:
-    """All positions in the intervals."""
-    return (position for first, last in intervals for position in range(first, last + 1))
-
-
-def _union(intervals: list[Interval], limit: int) -> list[Interval]:
-    """Disjoint intervals, in order, of what lies in any and not beyond the limit."""
+def _union(intervals: list[Interval], first: int, last: int) -> list[Interval]:
+    """Disjoint intervals, in order, of what lies in any and from `first` to `last`."""
     merged: list[Interval] = []
-    for first, last in sorted(intervals):
-        last = min(last, limit)
-        if first > last:
-            continue
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
-        else:
-            merged.append((first, last))
+    for start, end in sorted((max(a, first), min(b, last)) for a, b in intervals):
+        if merged and start <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif start <= end:
+            merged.append((start, end))
     return merged

@@ -7,10 +7,11 @@ from fractions import Fraction
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import lcm
+from operator import add
 from typing import Any, NamedTuple
 
 from ._arguments import InFlight, choice, cut_set, in_flight_factors, integer, stage_list, vector
-from ._numbers import Grid, has_floats, ratio, read
+from ._numbers import Grid, Scale, has_floats, ratio, read
 from ._problem import Measure, ModeSlot, Problem
 from ._results import Infeasible
 from ._stages import Mode, Stage
@@ -39,55 +40,48 @@ def read_problem(
     count = None if microbatches is None else integer(microbatches, "microbatches", 1)
     if choice(objective, "objective", ["bottleneck", "makespan"]) == "makespan" and count is None:
         raise ValueError("objective='makespan' depends on how many micro-batches there are: pass microbatches=…")
-    known: dict[int, list[Terms]] = {}  # equal stages are mostly one object, many times
-    for j, stage in enumerate(devices):
-        if id(stage) not in known:
-            known[id(stage)] = _terms(stage, f"stage[{j}]")
+    places = {id(stage): j for j, stage in enumerate(devices)}  # equal stages are mostly one object, many times
+    known = {key: _terms(devices[j], f"stage[{j}]") for key, j in places.items()}
     options = [known[id(stage)] for stage in devices]
     factors = in_flight_factors(in_flight, len(devices), count)
 
     # The least units in which all times, and all amounts of memory, are integers.
-    every = list(chain(*options))
-    rooms = [option.room for option in every if option.room is not None]
-    unit = lcm(paid.scale, *{(option.pace / work.scale).denominator for option in every})
-    shares = {term / kept.scale for option in every for term in (option.saved, option.transient)}
-    memory_unit = lcm(held.scale, *{share.denominator for share in shares}, *{room.denominator for room in rooms})
+    every = list(chain(*known.values()))
+    unit = lcm(paid.scale, work.scale * lcm(*{option.pace.denominator for option in every}))
+    shares = lcm(*{term.denominator for option in every for term in (option.saved, option.transient)})
+    room_unit = lcm(held.scale, kept.scale * shares, *{(option.room or 0).denominator for option in every})
 
-    def sums(grid: Grid) -> list[int]:
-        """For each position the sum of all layers before it."""
-        before = list(accumulate(grid.units, initial=0))
+    def sums(grid: Grid, unit: int) -> list[int]:
+        """For each position the sum of all layers before it, in units of which so many are one of the caller's."""
+        before = [unit // grid.scale * x for x in accumulate(grid.units, initial=0)]
         return [before[p] for p in at]
 
-    inside = [0, *(x * (unit // paid.scale) for x in paid.units[:-1]), 0]  # the ends of all are no cuts
-    leave = [inside[p] for p in at] if any(inside) else None
-
-    costs_before, held_before, kept_before = sums(work), sums(held), sums(kept)
+    work_at, held_at, kept_at = sums(work, unit), sums(held, room_unit), sums(kept, room_unit // shares)
+    leave = [0, *(unit // paid.scale * paid.units[p - 1] for p in at[1:-1]), 0]  # the ends of all are no cuts
 
     # Equal stages share what is as long as the layers.
     @cache
     def time(pace: Fraction) -> Measure:
-        times = int(unit * pace / work.scale)
-        return Measure([times * x for x in costs_before], leave)
+        prefix = [x // pace.denominator * pace.numerator for x in work_at]
+        return Measure(prefix, list(map(add, prefix, leave)))
 
     @cache
-    def need(share: Fraction | None) -> Measure:
-        if share is None:
-            return Measure([0] * len(at))
-        once, times = memory_unit // held.scale, int(memory_unit * share / kept.scale)
-        return Measure([once * x + times * y for x, y in zip(held_before, kept_before, strict=True)])
+    def need(share: Fraction) -> Measure:
+        times = int(share * shares)
+        prefix = [x + times * y for x, y in zip(held_at, kept_at, strict=True)]
+        return Measure(prefix, prefix)
 
-    # Where any amount fits, nothing is needed, so a room of 0 is enough.
     def slot(option: Terms, factor: int) -> ModeSlot:
-        share = None if option.room is None else factor * option.saved + option.transient
-        return ModeSlot(option.name, time(option.pace), need(share), int(memory_unit * (option.room or 0)))
+        needed = need(factor * option.saved + option.transient)
+        room = needed.prefix[-1] if option.room is None else int(room_unit * option.room)
+        return ModeSlot(option.name, time(option.pace), needed, room)
 
     # Bounds count each stage in its fastest mode. Times multiplied by `tick` make all speeds integers.
     paces = [min(option.pace for option in modes) for modes in options]
     tick = lcm(*{pace.numerator for pace in paces})
     speeds = list(accumulate((int(tick / pace) for pace in paces), initial=0))
-    layers = [tick * unit // work.scale * x for x in costs_before]
-    heaviest = Fraction(max(b - a for a, b in pairwise(layers)), int(tick / min(paces)))
-    alike = len({stage.capacity for stage in devices}) == 1
+    layers = [tick * x for x in work_at]
+    paced = chain(*((stage.speed, *(mode.time for mode in stage.modes)) for stage in devices))
     return Problem(
         costs=work,
         positions=at,
@@ -95,13 +89,10 @@ def read_problem(
         slots=[[slot(option, factor) for option in modes] for modes, factor in zip(options, factors, strict=True)],
         work=layers,
         speeds=speeds,
-        unit=unit,
-        rounded=work.rounded or paid.rounded or any(option.rounded for option in every),
-        memory_unit=memory_unit,
-        memory_rounded=held.rounded or kept.rounded or has_floats(stage.capacity or 0 for stage in devices),
-        capacity=options[0][0].room if alike else None,
+        time=Scale(unit, work.rounded or paid.rounded or has_floats(paced)),
+        memory=Scale(room_unit, held.rounded or kept.rounded or has_floats(stage.capacity or 0 for stage in devices)),
         microbatches=count,
-        lower_bound=max(Fraction(layers[-1], speeds[-1]), heaviest),
+        lower_bound=max(Fraction(layers[-1], speeds[-1]), max(b - a for a, b in pairwise(work_at)) * min(paces)),
     )
 
 
@@ -113,7 +104,6 @@ class Terms(NamedTuple):
     saved: Fraction
     transient: Fraction
     room: Fraction | None
-    rounded: bool
 
 
 def _terms(stage: Stage, name: str) -> list[Terms]:
@@ -125,8 +115,7 @@ def _terms(stage: Stage, name: str) -> list[Terms]:
         where = f"of mode {mode.name!r} of {name}"
         pace = _positive(mode.time, f"time {where}") / speed
         saved, transient = (ratio(getattr(mode, x), f"{x} {where}") for x in ("saved", "transient"))
-        rounded = has_floats([stage.speed, mode.time])
-        found.append(Terms(mode.name if stage.modes else None, pace, saved, transient, room, rounded))
+        found.append(Terms(mode.name if stage.modes else None, pace, saved, transient, room))
     return found
 
 
@@ -138,7 +127,7 @@ def _positive(value: Any, name: str) -> Fraction:
 
 
 def _positions(layers: int, stages: int, forbid: frozenset[int], pin: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The layers before which a cut may be, and which of these positions have to be cut."""
+    """The layers before which a cut may be, and at which of these positions a block has to end."""
     if forbid & pin:
         raise ValueError(f"cuts {sorted(forbid & pin)} are both pinned and forbidden")
     positions = [p for p in range(layers + 1) if p not in forbid]
@@ -146,4 +135,4 @@ def _positions(layers: int, stages: int, forbid: frozenset[int], pin: frozenset[
         raise Infeasible(f"the forbidden cuts leave blocks for {len(positions) - 1} of {stages} stages")
     if len(pin) >= stages:
         raise Infeasible(f"the pinned cuts make {len(pin) + 1} blocks, more than the {stages} stages")
-    return positions, [i for i, p in enumerate(positions) if p in pin]
+    return positions, [i for i, p in enumerate(positions) if p in pin or p in (0, layers)]

@@ -21,23 +21,18 @@ def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
     total = prefix[-1]
     low, high = max(-(-total // blocks), heaviest), min(total, total // blocks + heaviest)
     # Where layers come in no order, a block lacks half a layer, drawn by its cost.
-    bound, width, tried = max(low, total // blocks + heaviest // 3), 4 * high, dict[bool, tuple[int, int]]()
+    bound = max(low, total // blocks + heaviest // 3)
     while low < high:
         heights, beyond = filled(prefix, bound, blocks)
-        if fits := len(heights) <= blocks and heights[-1] == total:
-            high = max(map(sub, heights, [0, *heights]))
-            start = heights[-2] if len(heights) > 1 else 0
-            over = (blocks - len(heights)) * start // len(heights) + start + bound - total
+        if len(heights) <= blocks and heights[-1] == total:
+            starts = [0, *heights]
+            high = max(map(sub, heights, starts))
+            spare = (blocks - len(heights) + 1) * bound - (total - starts[-2])
         else:
-            low, over = beyond, heights[blocks - 1] - total
-        tried[fits] = bound, over
-        guess = bound - (over if fits else over * 5 // 4) // blocks
-        if len(tried) == 2:
-            (first, lack), (last, more) = tried[False], tried[True]
-            guess = first - lack * (last - first) // (more - lack)
-        # On a line between what was tried; by halving, passes are few whatever the costs are.
-        bound = guess if low <= guess < high and 2 * (high - low) <= width else (low + high) // 2
-        width = high - low
+            low, spare = beyond, heights[blocks - 1] - total
+        # What is over or lacks, shared among the blocks; but a quarter at least, so that passes are few for all costs.
+        guess, quarter = bound - spare // blocks, (high - low) // 4
+        bound = min(max(guess, low + quarter), high - 1 - quarter)
     return high
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 from ._arguments import block_count, choice
-from ._even import near_even
+from ._even import most_even, near_even
 from ._numbers import Grid, listed, read
 from ._results import Partition
 from ._search import least_bottleneck, witness
-from ._squares import most_even
 
 T = TypeVar("T")
 
-TieBreak = Callable[[list[int], int, int], list[int]]
-_TIE_BREAKS: dict[str, TieBreak] = {"quantile": near_even, "exact": most_even}
+_TIE_BREAKS = {"quantile": near_even, "exact": most_even}
 
 
 def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
@@ -41,7 +39,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     [[1, 2, 3, 4], [5, 6]]
     """
     items = listed(sequence, "sequence")
-    _, _, _, ends = _cut(items, partitions, "sequence", near_even)
+    _, _, _, ends = _cut(items, partitions, "sequence", "quantile")
     return [items[start:end] for start, end in pairwise(ends)]
 
 
@@ -67,18 +65,18 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)
     """
-    tie_break = _TIE_BREAKS[choice(even, "even", _TIE_BREAKS)]
+    tie_break = choice(even, "even", _TIE_BREAKS)
     grid, prefix, bottleneck, ends = _cut(listed(costs, "costs"), partitions, "costs", tie_break)
     return describe(grid, prefix, ends, witness(prefix, bottleneck, len(ends) - 1))
 
 
-def _cut(costs: list[Any], partitions: int, name: str, tie_break: TieBreak) -> tuple[Grid, list[int], int, list[int]]:
+def _cut(costs: list[Any], partitions: int, name: str, tie_break: str) -> tuple[Grid, list[int], int, list[int]]:
     """The costs as integers and their sums before each end, the least bottleneck, and the ends of blocks, from 0 on."""
     blocks = block_count(partitions, "partitions", len(costs))
     grid = read(costs, name)
     prefix = list(accumulate(grid.units, initial=0))
     bottleneck = least_bottleneck(prefix, max(grid.units), blocks)
-    return grid, prefix, bottleneck, tie_break(prefix, bottleneck, blocks)
+    return grid, prefix, bottleneck, _TIE_BREAKS[tie_break](prefix, bottleneck, blocks)
 
 
 def describe(costs: Grid, prefix: list[int], ends: list[int], proof: tuple[int, ...]) -> Partition:
@@ -90,7 +88,7 @@ def describe(costs: Grid, prefix: list[int], ends: list[int], proof: tuple[int, 
         sizes=tuple(end - start for start, end in pairwise(ends)),
         loads=tuple(map(costs.value, loads)),
         bottleneck=costs.value(bottleneck),
-        lower_bound=costs.value(bound.numerator, bound.denominator),
+        lower_bound=costs.value(bound),
         imbalance=float(Fraction(bottleneck * blocks, total)) if total else 1.0,
         witness=proof,
     )

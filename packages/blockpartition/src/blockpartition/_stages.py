@@ -51,6 +51,5 @@ class Stage:
         for i, mode in enumerate(self.modes):
             if not isinstance(mode, Mode):
                 raise TypeError(f"modes[{i}] must be a Mode, got {mode!r} of type {type(mode).__name__}")
-        names = [mode.name for mode in self.modes]
-        if len(set(names)) < len(names):
-            raise ValueError(f"the names of a stage's modes must differ, got {', '.join(map(repr, names))}")
+        if len({mode.name for mode in self.modes}) < len(self.modes):
+            raise ValueError(f"a stage's modes must have different names, got {self.modes}")

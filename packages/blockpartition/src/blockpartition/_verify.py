@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import fields
 from fractions import Fraction
@@ -10,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Any, Literal
 
-from ._arguments import integer
+from ._arguments import integer, integers
 from ._numbers import Number, listed, ratio, read
 from ._place import described
 from ._problem import PlacedBlock, Problem, makespan, slowest
@@ -53,7 +52,7 @@ def verify(
     """
     if not isinstance(partition, Partition):
         raise TypeError(f"partition must be a Partition, got {partition!r} of type {type(partition).__name__}")
-    sizes = [integer(size, f"sizes[{j}]", 1) for j, size in enumerate(listed(partition.sizes, "sizes"))]
+    sizes = integers(partition.sizes, "sizes", 1)
     if partitions is not None and integer(partitions, "partitions", 1) != len(sizes):
         raise ValueError(f"the number of blocks is {len(sizes)}, {partitions} were asked for")
     if isinstance(partition, Placement):
@@ -69,7 +68,7 @@ def verify(
 def _check_partition(partition: Partition, sizes: list[int], costs: Iterable[Any]) -> None:
     grid = read(costs)
     prefix, ends = list(accumulate(grid.units, initial=0)), _ends(sizes, len(grid.units))
-    witness = [integer(end, f"witness[{j}]", 0) for j, end in enumerate(listed(partition.witness, "witness"))]
+    witness = integers(partition.witness, "witness", 0)
     _check_fields(partition, describe(grid, prefix, ends, tuple(witness)))
     if len(witness) != len(sizes):
         raise ValueError(f"the witness must have an end for each of the {len(sizes)} blocks, got {len(witness)}")
@@ -89,10 +88,9 @@ def _check_placement(placement: Placement, sizes: list[int], problem: Problem, o
     if stated > (gap if objective == "makespan" else 0):
         raise ValueError(f"gap is {placement.gap}, more than {gap}")
     if objective == "makespan":
-        return _check_makespan(problem, m, makespan(blocks, m) / (1 + stated))
-    if _least_latency(problem, slowest(blocks) - 1) is not None:
+        _check_makespan(problem, m, makespan(blocks, m) / (1 + stated))
+    elif _least_latency(problem, slowest(blocks) - 1) is not None:
         raise ValueError("faster blocks are possible on these stages")
-    return None
 
 
 def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[PlacedBlock]:
@@ -104,15 +102,14 @@ def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[Pl
         raise ValueError(f"cut {min(forbidden)} is forbidden")
     if missed := {problem.positions[pin] for pin in problem.pins} - set(ends):
         raise ValueError(f"cut {min(missed)} is pinned, and a block goes across")
-    blocks = list[PlacedBlock]()
+    blocks, at = list[PlacedBlock](), {layer: position for position, layer in enumerate(problem.positions)}
     for j, (first, last) in enumerate(pairwise(ends)):
         slot = next((slot for slot in problem.slots[j] if slot.mode == modes[j]), None)
         if slot is None:
             raise ValueError(f"stage {j} has no mode {modes[j]!r}")
-        start, end = bisect_left(problem.positions, first), bisect_left(problem.positions, last)
-        if slot.need.of(start, end) > slot.room:
+        blocks.append(PlacedBlock(at[first], at[last], slot))
+        if slot.need.of(at[first], at[last]) > slot.room:
             raise ValueError(f"layers {first} to {last - 1} do not fit on their stage")
-        blocks.append(PlacedBlock(start, end, slot))
     return blocks
 
 
@@ -132,12 +129,12 @@ def _least_latency(problem: Problem, limit: int) -> int | None:
     for modes in problem.slots:
         table: dict[int, int] = {}
         for slot in modes:
-            # The time of a block is a part of its end and a part of its start.
+            # The time of a block is a part of its end less a part of its start.
             known = {start: latency - slot.time.prefix[start] for start, latency in before.items()}
             for end in range(1, problem.n + 1):
-                starts = range(max(slot.first_start(end, limit), problem.last_pin[end]), end)
+                starts = range(problem.first_start(slot, end, limit), end)
                 if found := [known[start] for start in starts if start in known]:
-                    latency = min(found) + slot.time.of(0, end)
+                    latency = min(found) + slot.time.upto[end]
                     table[end] = min(latency, table.get(end, latency))
         before = table
     return before.get(problem.n)
@@ -154,5 +151,5 @@ def _check_fields(result: Partition, expected: Partition) -> None:
     """ValueError unless each field has the value that it should have. Tuples may have become lists, as in JSON."""
     for field in fields(expected):
         said, value = getattr(result, field.name), getattr(expected, field.name)
-        if (tuple(said) if isinstance(said, list) else said) != (tuple(value) if isinstance(value, list) else value):
+        if (tuple(said) if isinstance(said, list) else said) != value:
             raise ValueError(f"{field.name} should be {value}, the result says {said}")
