@@ -1,6 +1,9 @@
 """Values that scatter accepts, with their spec, in every kind of tree."""
 
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +11,7 @@ import torch.utils._pytree as pytree
 from hypothesis import strategies as st
 from torch import Tensor
 
-from microbatch import Replicate, Split
+from microbatch import Replicate, Split, flatten
 
 
 class Pair(NamedTuple):
@@ -32,6 +35,52 @@ class Output(dict):  # type: ignore[type-arg]
 pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True)))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frozen:
+    """Like those below, nobody registered it."""
+
+    words: Any
+    mask: Any
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As Hugging Face's BatchEncoding: a mapping with attributes, whose items are attributes too."""
+
+    def __init__(self, data: dict[str, Any] | None = None, encoding: Any = None) -> None:
+        super().__init__(data)
+        self.encoding = encoding
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Lookup(dict):  # type: ignore[type-arg]
+    pass
+
+
+class ReadOnly(Mapping):  # type: ignore[type-arg]
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+UNREGISTERED: list[Any] = [
+    lambda a, b: Frozen(words=a, mask=b),
+    *(lambda a, b, kind=kind: kind({"words": a, "mask": b}) for kind in (Encoding, Lookup, ReadOnly, MappingProxyType)),
+]
+
+
 class Problem(NamedTuple):
     value: Any
     chunks: int
@@ -39,7 +88,7 @@ class Problem(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        return pytree.tree_leaves(self.value)
+        return flatten(self.value)[0]
 
 
 def count(rows: int, chunks: int) -> int:
@@ -83,6 +132,7 @@ def _trees(children: st.SearchStrategy[tuple[Any, Any]]) -> st.SearchStrategy[tu
         two.map(lambda p: (Output(x=p[0][0], y=p[1][0]), Output(x=p[0][1], y=p[1][1]))),
         two.map(lambda p: (Pair(p[0][0], p[1][0]), Pair(p[0][1], p[1][1]))),
         two.map(lambda p: (Sample(p[0][0], p[1][0]), Sample(p[0][1], p[1][1]))),
+        st.builds(lambda make, p: (make(p[0][0], p[1][0]), make(p[0][1], p[1][1])), st.sampled_from(UNREGISTERED), two),
     )
 
 

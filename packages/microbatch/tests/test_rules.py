@@ -5,10 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from hypothesis import given
 
-from microbatch import Arguments, Mean, Replicate, Split, Sum, check, gather, rules, scatter, scatter_views, unwrap
+from microbatch import (
+    Arguments,
+    Mean,
+    Replicate,
+    Split,
+    Sum,
+    check,
+    flatten,
+    gather,
+    rules,
+    scatter,
+    scatter_views,
+    unflatten,
+    unwrap,
+)
 
 from .same import assert_same
 from .strategies import Output, Pair, Problem, Sample, problems
@@ -22,12 +35,12 @@ def test_around_a_value_is_as_in_a_spec(problem: Problem) -> None:
     told = rules(value, spec)
     assert [rule is None for rule in told] == [leaf is None for leaf in problem.leaves]
     assert rules(value, Replicate()) == [Replicate()] * len(problem.leaves)
-    leaves, tree = pytree.tree_flatten(value)
+    leaves, tree = flatten(value)
     around = [
         Split(leaf, dim=rule.dim) if isinstance(rule, Split) else Replicate(leaf) if rule else leaf
         for leaf, rule in zip(leaves, told, strict=True)
     ]
-    wrapped = pytree.tree_unflatten(around, tree)
+    wrapped = unflatten(around, tree)
     check(wrapped)
     for mine, theirs in zip(scatter(wrapped, chunks), scatter(value, chunks, spec), strict=True):
         assert_same(mine.value, theirs.value)
