@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from streams import Context, DispatchMode, spawn_workers
 
-from .fakes import PATIENCE, in_thread, submit
+from .fakes import PATIENCE, submit
 from .strategies import (
     COLOUR,
     DEVICE_TYPES,
@@ -103,13 +103,6 @@ def under(context, call):
 def test_a_worker_sees_what_its_caller_saw(blocks):
     with inside(blocks):
         assert in_worker(observe) == observe()
-
-
-@given(surroundings())
-def test_a_context_applied_later_on_another_thread_shows_what_was_seen(blocks):
-    with inside(blocks):
-        context, seen = Context.capture(), observe()
-    assert in_thread(lambda: under(context, observe)) == seen
 
 
 @given(surroundings(), surroundings())

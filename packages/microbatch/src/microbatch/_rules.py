@@ -51,6 +51,11 @@ class Replicate:
 
     All micro-batches share the leaf, so it must not be changed in place. Gradients add up. In `gather` it must be equal
     in all micro-batches, and the first is taken.
+
+    >>> import torch
+    >>> from microbatch import scatter
+    >>> [batch.value for batch in scatter((torch.arange(4), Replicate('causal')), 2)]
+    [(tensor([0, 1]), 'causal'), (tensor([2, 3]), 'causal')]
     """
 
     value: Any = field(default=NoValue, compare=False)
@@ -64,12 +69,21 @@ class Mean:
     """A rule for `gather`: the mean over all rows, of a leaf that is a mean over the rows of its micro-batch.
 
     Each micro-batch is weighted by its rows. The leaf is a number, or a tensor with the same shape in each micro-batch.
+
+    >>> from microbatch import Batch, gather
+    >>> gather([Batch(1.0, rows=(3,)), Batch(5.0, rows=(1,))], Mean())
+    2.0
     """
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A rule for `gather`: the sum of the leaf over all micro-batches. The leaf is as for `Mean`."""
+    """A rule for `gather`: the sum of the leaf over all micro-batches. The leaf is as for `Mean`.
+
+    >>> from microbatch import Batch, gather
+    >>> gather([Batch(3), Batch(4)], Sum())
+    7
+    """
 
 
 Rule = Split | Replicate | Mean | Sum | None

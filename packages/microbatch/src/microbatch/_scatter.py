@@ -36,9 +36,8 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
 
     Raises:
         TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
-        ValueError: chunks < 1; there is no tensor to cut, or one without
-            dimensions; tensors give different numbers of micro-batches; `spec` does not fit. The message names the
-            path, as in `input['mask'][1]`.
+        ValueError: chunks < 1; there is no tensor to cut, or one without dimensions; tensors give different numbers of
+            micro-batches; `spec` does not fit. The message names the path, as in `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]

@@ -45,6 +45,10 @@ def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
     Raises:
         TypeError: a mapping cannot be made of a dict.
         ValueError: the number of leaves is not that of the tree.
+
+    >>> leaves, tree = flatten([1, {'x': 2}])
+    >>> unflatten([leaf * 10 for leaf in leaves], tree)
+    [10, {'x': 20}]
     """
     return pytree.tree_unflatten(leaves, tree)
 

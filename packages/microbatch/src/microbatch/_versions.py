@@ -7,11 +7,21 @@ from torch.autograd.graph import increment_version
 
 
 class Versions:
-    """Makes in-place changes known to autograd between the source of a `scatter_views` and its micro-batches.
+    """Tells autograd when a tensor that `scatter_views` cut, or a micro-batch of it, was changed in place.
 
     Autograd detects a changed tensor by its version counter. Micro-batches have counters of their own, so that a change
     of one does not count for the others. So changes of the source are not counted in micro-batches, nor theirs in the
     source, until `sync` is called. Not thread-safe: no other thread may use the tensors meanwhile.
+
+    >>> import torch
+    >>> from microbatch import scatter_views
+    >>> x = torch.zeros(4)
+    >>> (a, b), versions = scatter_views(x, 2)
+    >>> _ = x.add_(1)
+    >>> a.tensor._version
+    0
+    >>> versions.sync(); a.tensor._version
+    1
     """
 
     def __init__(self) -> None:

@@ -29,6 +29,12 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         flops: floating-point operations.
         uncounted: names of operations that multiply matrices, or may do so, and that have no FLOP formula.
         unsized: whether a storage was made with 0 bytes because its size is not known without data.
+
+    >>> x = torch.ones(10, 10, requires_grad=True)
+    >>> with AllocationTracker() as tracker:
+    ...     y = (x @ x).exp()
+    >>> tracker.alive(), tracker.peak, tracker.flops
+    (400, 800, 2000)
     """
 
     supports_higher_order_operators = True

@@ -17,7 +17,13 @@ from ._ends import enter
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
-    """Tensors that earlier layers have stashed and no layer has popped yet."""
+    """Tensors that earlier layers have stashed and no layer has popped yet.
+
+    >>> store = SkipStore()
+    >>> store["input"] = torch.ones(2)
+    >>> store.pop("input")
+    tensor([1., 1.])
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,6 +15,17 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Torch hides what a mode does from ``torch.compile``, and imports the compiler at the mode's first operation. This
     class hides it only if the compiler has been imported by other code: otherwise there is nothing to hide it from.
+
+    >>> class Counter(DispatchMode):
+    ...     operations = 0
+    ...     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    ...         self.operations += 1
+    ...         return operation(*args, **(kwargs or {}))
+    >>> x, counter = torch.ones(2), Counter()
+    >>> with counter.pushed():
+    ...     y = (x + 1).exp()
+    >>> counter.operations
+    2
     """
 
     def __init__(self) -> None:

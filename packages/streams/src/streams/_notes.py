@@ -7,6 +7,11 @@ def add_note(error: BaseException, note: str) -> None:
     Args:
         error: the exception.
         note: one or more lines.
+
+    >>> error = ValueError("no rows")
+    >>> add_note(error, "while reading batch 3")
+    >>> error.__notes__
+    ['while reading batch 3']
     """
     if hasattr(error, "add_note"):
         error.add_note(note)

@@ -61,6 +61,14 @@ def spawn_workers(
 
     Raises:
         TypeError, ValueError: an entry of ``devices`` is not a device, or one that this machine does not have.
+
+    >>> import torch
+    >>> from streams import CPUStream, Task
+    >>> with spawn_workers([torch.device("cpu")]) as ([in_queue], [out_queue]):
+    ...     in_queue.put(Task(CPUStream, compute=lambda: 6 * 7))
+    ...     ok, (task, result) = out_queue.get()
+    >>> ok, result
+    (True, 42)
     """
     devices = list(devices)
     for j, device in enumerate(devices):

@@ -22,6 +22,13 @@ class Task(Generic[Result]):
         compute: called by the worker without arguments; returns the result.
         finalize: called with the result on the thread that takes the answer from the out-queue, for work that has to be
             done there in order; optional.
+
+    >>> from streams import CPUStream
+    >>> results = []
+    >>> task = Task(CPUStream, compute=lambda: 42, finalize=results.append)
+    >>> task.finalize(task.compute())
+    >>> results
+    [42]
     """
 
     __slots__ = ("__weakref__", "_compute", "_finalize", "stream")

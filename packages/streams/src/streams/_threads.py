@@ -28,6 +28,12 @@ def limit_threads(number: int) -> None:
     Raises:
         TypeError: `number` is not an int.
         ValueError: `number` is below 1, or does not fit into an int of C.
+
+    >>> before = torch.get_num_threads()
+    >>> limit_threads(1)
+    >>> torch.get_num_threads()
+    1
+    >>> limit_threads(before)
     """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")

@@ -39,6 +39,11 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
 
     Raises:
         TypeError: `stream` is not a stream.
+
+    >>> from streams import CPUStream, current_stream
+    >>> with use_stream(CPUStream):
+    ...     current_stream(torch.device("cpu"))
+    CPUStream
     """
     return _on_stream(stream) if is_accelerator(stream) else _NOTHING
 
