@@ -230,8 +230,9 @@ class Laboratory:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
-        sources = [str(self._folder / "packages" / name / "src") for name in PACKAGES]
-        sys.path[:0] = [str(self._folder), *sources]
+        paths = [str(self._folder), *[str(self._folder / "packages" / name / "src") for name in PACKAGES]]
+        sys.path[:0] = paths
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
         del sys.modules["tests"]  # the one of the repository
         return int(pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *tests]))
 
