@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from threading import Event, Thread
 
 import pytest
@@ -12,21 +11,11 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe, flatten
-from streams import (
-    Task,
-    current_stream,
-    default_stream,
-    new_stream,
-    record_event,
-    spawn_workers,
-    use_stream,
-    wait_event,
-)
+from streams import Task, current_stream, default_stream, new_stream, spawn_workers, use_stream
 
 from .accelerator import device
+from .models import MODES, running
 from .placements import forward_streams
-
-MODES = ("never", "except_last", "always")
 
 
 def test_each_part_of_a_task_has_its_stream():
@@ -75,19 +64,6 @@ def test_threads_in_one_stream_get_back_what_each_had():
     assert found == [own]
 
 
-def test_what_waits_for_an_event_is_in_order():
-    first, second = new_stream(device(0)), new_stream(device(1))
-    with use_stream(first):
-        x = torch.ones(4, device=device(0))
-    wait_event(second, record_event(first))
-    with use_stream(second):
-        y = x.to(device(1))
-        record_event(second)
-    torch.accelerator.synchronize(0)
-    torch.accelerator.synchronize(1)
-    assert y.cpu().sum() == 4
-
-
 class Begins(nn.Module):
     """Draws once it is told to."""
 
@@ -106,7 +82,7 @@ def test_a_layer_that_begins_to_draw_draws_the_same_again(mode: str, begins: int
     for run in range(5):
         layers[1].drawing = run >= begins
         x = torch.ones(6, 8).to(device(0)).requires_grad_()
-        with gpipe.inline() if inline else nullcontext():
+        with running(inline):
             output = pipe(x)
             output.sum().backward()
         assert x.grad is not None
@@ -119,7 +95,7 @@ def test_a_timeline_of_devices(mode: str, inline: bool):
     layers = [nn.Linear(4, 4) for _ in range(3)]
     places = [device(0), torch.device("cpu"), device(1)]
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=2, checkpoint=mode)
-    with forward_streams("own"), gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
+    with forward_streams("own"), gpipe.record() as timeline, running(inline):
         pipe(torch.ones(4, 4).to(device(0))).sum().backward()
     events = timeline.events
     assert {event.device for event in events} == {str(place) for place in places}

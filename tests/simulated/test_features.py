@@ -24,7 +24,6 @@ CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs"
 
 each_placement = pytest.mark.parametrize("placement", CROSSING)
 each_run = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-each_mode = pytest.mark.parametrize("mode", ["never", "always"])
 
 
 def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model."""
+"""A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model.
+
+So it is with workers that are held up at random, and with stages of which some layers are checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from itertools import product
 
 import pytest
 
-from .models import HOWS, MODES, assert_trains_like, model, piped, some_of
+from .delays import delayed
+from .models import HOWS, MODES, SCHEDULED, assert_trains_like, model, piped, some_of
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
 CASES = [
@@ -23,3 +27,17 @@ CASES = [
 def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
     placement, how, streams = case
     assert_trains_like(model(), piped(model(), placement, mode), how, streams, inline=inline)
+
+
+@pytest.mark.parametrize(("placement", "how", "streams"), CASES[::3])
+def test_a_step_with_delays(placement: str, how: str, streams: str):
+    seed = CASES.index((placement, how, streams))
+    with delayed(seed):
+        assert_trains_like(model(), piped(model(), placement, MODES[seed % len(MODES)]), how, streams)
+
+
+@pytest.mark.parametrize(("placement", "inline", "how"), some_of(PLACEMENTS, [False, True], SCHEDULED, every=2))
+def test_some_layers_are_checkpointed(placement: str, inline: bool, how: str):
+    pipe = piped(model(), placement)
+    pipe.checkpoint = [[k % 2 == 0 for k in range(size)] for size in pipe.balance]
+    assert_trains_like(model(), pipe, how, "own", inline=inline)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of
-from .placements import PLACEMENTS, STREAMS, UNEVEN, devices
+from .models import MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of
+from .placements import devices
+from .test_matrix import CASES
 
 
 class Scaled(nn.Module):
@@ -34,16 +35,6 @@ def model() -> nn.Sequential:
     second.bias = first.bias
     layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Tied(second)), linear()]
     return nn.Sequential(*layers, Tied(first))
-
-
-CASES = [
-    (placement, how, streams)
-    for placement in PLACEMENTS
-    for how in HOWS
-    for streams in STREAMS
-    if how == "call" or streams != "foreign"
-    if not (how == "interleaved" and placement in UNEVEN)
-]
 
 
 @pytest.mark.parametrize(
