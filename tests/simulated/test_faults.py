@@ -47,6 +47,7 @@ INLINE = Case("three devices", streams="foreign", mode="always", inline=True)
 PINNED = Check(test_host.test_no_copy_from_or_to_the_cpu_holds_up_the_host, "CPU between", "call")
 OVERWRITTEN = Check(test_host.test_a_pinned_input_may_change_right_after_the_call)
 QUEUED = Check(test_host.test_what_was_queued_before_need_not_be_done, True, True)
+APART = Check(test_host.test_a_copy_waits_for_its_source_alone)
 PROFILE = Check(test_profile.test_seconds_are_those_of_the_current_stream)
 TIMELINE = Check(test_devices.test_a_timeline_of_devices, "never", False)
 SHARED = Check(test_tied.test_in_order_and_equal, ("three devices", "call", "foreign"), "never", False)
@@ -101,6 +102,10 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            'device="cpu", pin_memory=True)\n\n\ndef _each', 'device="cpu")\n\n\ndef _each'), PINNED),
     (Fault("a pinned input is sent itself, and its owner may change it", COPY,
            TO_DEVICE, f"tensor = tensor if tensor.is_pinned() else {TO_DEVICE[9:]}"), OVERWRITTEN),
+    (Fault("values leave on the stream of gradients", COPY, "own.values_out", "own.gradients_out"), APART),
+    (Fault("values arrive on the stream of gradients", COPY, "theirs.values_in", "theirs.gradients_in"), APART),
+    (Fault("a copy is on the stream with which its target computes", COPY,
+           SEND, SEND.replace("target.copy", "target.compute")), APART),
     (Fault("workers compute on the default streams", WORKERS,
            "with use_stream(self.stream), serving(sections):", "with serving(sections):"), TWO),
     (Fault("a worker has the stream of the stage of its own number", RUN, "placement.index(worker)", "worker"), TWICE),

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
+from gpipe.transport._copy import CopyStreams, carriers
+from streams import use_stream
 
-from .accelerator import library
+from .accelerator import device, found, library
 from .models import HOWS, MODES, ROWS, counted_squares, model, piped, rows, running, squares
 from .placements import PLACEMENTS, forward_streams
 
@@ -67,6 +69,30 @@ def test_what_was_queued_before_need_not_be_done(inline: bool, recorded: bool):
             pipe(x).square().sum().backward()
         assert not any(event.query() for event in before)
     pipe.close()
+
+
+def test_a_copy_waits_for_its_source_alone():
+    """Not for other copies to and from its stages, nor for what its target computes, which goes on meanwhile."""
+    places = [(device(k), torch.accelerator.current_stream(device(k)), CopyStreams.on(device(k))) for k in range(3)]
+    ways = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    carry = dict(zip(ways, [*carriers(*places[:2]), *carriers(*places[1:])], strict=True))
+
+    def sent(way: tuple[int, int]) -> tuple[Tensor, torch.Event]:
+        ((tensor,), event) = carry[way].send([torch.ones(1, device=device(way[0]))])
+        return tensor, event
+
+    for way in ways:
+        others = [sent(other)[0] for other in ways if other != way] + [torch.ones(1, device=device(way[1]))]
+        _, event = sent(way)
+        for other in others:
+            after = torch.Stream(device=other.device)
+            after.wait_event(event)
+            with use_stream(after):
+                other.sum()
+        assert len(found()) == len(others)
+        copied = sent(way)[0]
+        copied.sum()
+        assert len(found()) == 1
 
 
 def test_a_pinned_input_may_change_right_after_the_call():
