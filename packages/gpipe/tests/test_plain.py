@@ -159,16 +159,3 @@ def test_plain_dataclasses_and_mappings_travel(name: str, mode: str, threads: An
         held(expected).square().sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
         assert_same(pipe, model)
-
-
-class piped_open:  # noqa: N801
-    """A pipe, closed in the end."""
-
-    def __init__(self, model: nn.Sequential, balance: list[int]) -> None:
-        self.pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2)
-
-    def __enter__(self) -> GPipe:
-        return self.pipe
-
-    def __exit__(self, *_: object) -> None:
-        self.pipe.close()

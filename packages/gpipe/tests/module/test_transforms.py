@@ -51,6 +51,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "jacrev": (lambda f: torch.func.jacrev(f)(X), r"torch\.func\."),
     "vmap": (lambda f: torch.func.vmap(f)(X[None]), r"torch\.func\.vmap"),
     "make_fx": (lambda f: make_fx(f)(X), "make_fx"),
+    "torch.fx": (torch.fx.symbolic_trace, r"torch\.fx"),
     "jit.trace": (lambda f: torch.jit.trace(f, X), r"torch\.jit\.trace"),
 }
 
@@ -90,11 +91,6 @@ def test_export_is_refused_by_name(strict: bool) -> None:
     with pytest.raises(RuntimeError, match=r"a pipe (cannot be traced|runs its stages)"):
         torch.export.export(pipe, (X,), strict=strict)
     assert_trains_like(pipe, linears())
-
-
-def test_symbolic_tracing_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"a pipe cannot be traced by torch\.fx"):
-        torch.fx.symbolic_trace(piped(linears(), [1, 2]))
 
 
 def assert_compiled_like(compiled: Any, model: nn.Module) -> None:
