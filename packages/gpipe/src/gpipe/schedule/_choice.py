@@ -88,27 +88,19 @@ def choose(
     """
     if not all((j, kind) in seconds for j in range(len(placement)) for kind in (Kind.FORWARD, Kind.BACKWARD)):
         return Choice("1f1b")
-    split = worth_splitting(seconds, may_split)
-    expected = {name: _makespan(name, microbatches, placement, checkpoint_stop, split, seconds) for name in _BY_MEMORY}
+    split, of_stages = worth_splitting(seconds, may_split), [_of_stage(seconds, j) for j in range(len(placement))]
+    built = {name: lanes(name, microbatches, placement, checkpoint_stop, split) for name in _BY_MEMORY}
+    expected = {name: makespan(own, microbatches, of_stages, [0.0] * len(placement)) for name, own in built.items()}
     # They are listed by what they hold: of those that are about as fast, the first needs the least memory.
     bound = min(expected.values()) * (1 + TIE)
     name = next(name for name in _BY_MEMORY if expected[name] <= bound)
     return Choice(name, split if name == "zero_bubble" else (), expected)
 
 
-def _makespan(
-    name: str, microbatches: int, placement: Sequence[int], stop: Stops, split: Collection[int], seconds: Seconds
-) -> float:
-    of_stages = [{kind: _seconds(seconds, j, kind) for kind in Kind} for j in range(len(placement))]
-    return makespan(lanes(name, microbatches, placement, stop, split), microbatches, of_stages, [0.0] * len(placement))
-
-
-def _seconds(seconds: Seconds, stage: int, kind: Kind) -> float:
-    if (stage, kind) in seconds:
-        return seconds[stage, kind]
-    if kind == Kind.RECOMPUTE:
-        return seconds[stage, Kind.FORWARD]
-    return seconds[stage, Kind.BACKWARD] / 2  # one of its parts
+def _of_stage(seconds: Seconds, stage: int) -> dict[Kind, float]:
+    """The seconds of a stage's actions, also of kinds that were not measured."""
+    forward, part = seconds[stage, Kind.FORWARD], seconds[stage, Kind.BACKWARD] / 2
+    return {kind: seconds.get((stage, kind), forward if kind == Kind.RECOMPUTE else part) for kind in Kind}
 
 
 def _backward(seconds: Seconds, stage: int, unknown: float) -> float:

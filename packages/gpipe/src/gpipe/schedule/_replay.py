@@ -128,11 +128,10 @@ def _worker(
 ) -> Iterator[tuple[int, tuple[Kind, int]]]:
     """Do the steps of a worker. Yields a step whose input has not arrived, again and again until it has."""
     clock = 0.0
-    for step in lane:  # all the time that a replay takes, for millions of steps
-        j, (kind, i) = step
+    for j, (kind, i) in lane:  # all the time that a replay takes, for millions of steps
         inbox, outbox, hop, took = routes[j][kind]
         while (arrival := inbox[i]) < 0:
-            yield step
+            yield j, (kind, i)
         start = arrival if arrival > clock else clock
         end = start + took
         outbox[i] = end + hop
