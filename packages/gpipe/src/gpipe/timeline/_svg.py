@@ -6,7 +6,7 @@ The picture follows the reader's choice of light or dark, and each cell says in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from profiler.text import format_bytes, format_seconds, format_share
 
@@ -45,31 +45,22 @@ _STYLE = """
 """
 
 
-class Scale(NamedTuple):
-    """From seconds to pixels: all of ``span`` is ``width`` wide."""
-
-    span: float
-    width: float
-
-    def pixels(self, time: float) -> float:
-        return time / self.span * self.width if self.span > 0 else 0.0
-
-
 def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     """The timelines, each under its title, one below the other on the same scale."""
     timelines = [timeline for _, timeline in panels]
     cells = max((len(lane) for timeline in timelines for lane in timeline.lanes.values()), default=0)
     # Wide enough for the names in the cells, within reason.
     span = max((timeline.makespan for timeline in timelines), default=0.0)
-    scale = Scale(span, min(1500.0, max(640.0, 24.0 * cells)))
+    lane = min(1500.0, max(640.0, 24.0 * cells))
+    pace = lane / span if span > 0 else 0.0  # pixels a second
     body, y = list[str](), 8
     for title, timeline in panels:
-        body += _panel(title, timeline, scale, y)
+        body += _panel(title, timeline, lane, pace, y)
         y += TOP + max(1, len(timeline.lanes)) * PITCH
     quarters = [span * part / 4 for part in range(5)]
-    body += [_text(LEFT + scale.pixels(time), y + 10, format_seconds(time), "faint") for time in quarters]
+    body += [_text(LEFT + time * pace, y + 10, format_seconds(time), "faint") for time in quarters]
     body += _legend({event.kind for timeline in timelines for event in timeline.events}, y + 28)
-    width, height = f"{LEFT + scale.width + RIGHT:g}", y + BELOW
+    width, height = f"{LEFT + lane + RIGHT:g}", y + BELOW
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
@@ -81,7 +72,7 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     )
 
 
-def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+def _panel(title: str, timeline: Timeline, width: float, pace: float, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, f"{title}: {heading(timeline)}" if title else heading(timeline), "gist")
     busy = timeline.utilisation
     for row, (worker, lane) in enumerate(timeline.lanes.items()):
@@ -89,16 +80,16 @@ def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[s
         stages = sorted({event.stage for event in lane})
         yield _text(8, top + 13, f"worker {worker}")
         yield _text(8, top + 26, f"stage {', '.join(map(str, stages))}", "faint")
-        yield f'<rect class="idle" x="{LEFT}" y="{top}" width="{scale.width:g}" height="{LANE}"/>'
+        yield f'<rect class="idle" x="{LEFT}" y="{top}" width="{width:g}" height="{LANE}"/>'
         for event in lane:
             # Stages that share a worker are told apart by how pale they are.
             shade = 1 - 0.7 * stages.index(event.stage) / len(stages)
-            yield from _cell(event, timeline.start, shade, scale, top)
-        yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
+            yield from _cell(event, timeline.start, shade, pace, top)
+        yield _text(LEFT + width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
 
 
-def _cell(event: Event, begin: float, shade: float, scale: Scale, top: float) -> Iterator[str]:
-    x, width = LEFT + scale.pixels(event.start - begin), scale.pixels(event.seconds)
+def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> Iterator[str]:
+    x, width = LEFT + (event.start - begin) * pace, event.seconds * pace
     # A gap after each narrow cell would make a busy worker look idle.
     drawn = width - 1 if width >= 5 else width
     yield (
