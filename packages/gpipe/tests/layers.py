@@ -18,6 +18,9 @@ from gpipe import GPipe
 from gpipe.skip import pop, skippable, stash
 
 DOUBLE = torch.float64
+MODES = ("never", "except_last", "always")
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_way = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
 INDUCTOR = pytest.param(
     "inductor",
     marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")],

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline, is_checkpointing, is_recomputing
 
-from ..layers import DOUBLE, assert_same, assert_trains_like, linears, numbered, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, assert_trains_like, linears, numbered, piped, rows
 
-MODES = ("always", "except_last", "never")
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
 
 

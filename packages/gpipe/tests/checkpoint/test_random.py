@@ -18,13 +18,11 @@ import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
-from ..layers import Call
+from ..layers import MODES, Call, each_mode
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES = ("never", "except_last", "always")
 
 
 class Checkpointed(nn.Module):
@@ -222,7 +220,7 @@ def trained(pipe: GPipe, schedule: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("inline", [False, True])
 def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inline: bool):
     """Each time, under every schedule; and the generator of the process is as if the layers had not touched it."""

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe, is_recomputing
 
-from ..layers import DOUBLE, assert_same, linears, rows
+from ..layers import DOUBLE, MODES, assert_same, linears, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("always", "except_last", "never")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 WAYS = (None, *SCHEDULES)
 """Without a schedule: forward and backward of the whole mini-batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-import gpipe
 from gpipe import GPipe
 
-from ..layers import Call, OnBackward, assert_same, piped, rows
+from ..layers import Call, OnBackward, assert_same, each_mode, each_way, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES = ("never", "except_last", "always")
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def perceptron() -> nn.Sequential:
@@ -76,7 +72,7 @@ class KeepsCasts(nn.Linear):
 
 
 @each_mode
-@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+@each_way
 def test_autocast_casts_each_weight_once_in_all_forwards_and_once_in_all_recomputations(mode: str, way: Any):
     """All threads have one cache of casts: none may empty it while another computes, and afterwards it is empty."""
     layers = [KeepsCasts() for _ in range(4)]
@@ -99,7 +95,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @each_mode
-@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+@each_way
 @pytest.mark.parametrize("outer", HALVES)
 @pytest.mark.parametrize("inner", HALVES)
 def test_layers_with_an_autocast_of_their_own(mode: str, way: Any, outer: torch.dtype, inner: torch.dtype):
@@ -132,7 +128,7 @@ def gradients_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, 
 
 
 @each_mode
-@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+@each_way
 def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
     """On a thread of autograd's own they might wait for a worker that waits for them."""
 

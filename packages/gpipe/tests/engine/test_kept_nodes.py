@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gpipe
 from gpipe import GPipe
 
-from ..layers import Call, assert_same, linears, piped, rows
+from ..layers import MODES, Call, assert_same, each_mode, linears, piped, rows
 from ..schedules import ALONE
 
-MODES = ("never", "except_last", "always")
 NAMES = sorted(name for name, _ in linears().named_parameters())
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +95,7 @@ def test_as_often_and_with_the_same_as_in_the_plain_model(
     torch.testing.assert_close([each for _, each in found], [each for _, each in expected])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_runs_that_overlap(mode: str, reentrant: bool):
     """The graph of the first keeps the nodes of the second."""

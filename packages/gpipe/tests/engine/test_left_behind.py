@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, assert_same, piped, rows, running
+from ..layers import DOUBLE, MODES, assert_same, piped, rows, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,7 +98,7 @@ def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
     st.integers(0, 2),
     st.sampled_from([[3], [1, 2], [2, 1], [1, 1, 1]]),
     st.integers(1, 3),
-    st.sampled_from(["never", "except_last", "always"]),
+    st.sampled_from(MODES),
     st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble"]),
     st.booleans(),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace
 
-from ..layers import Call, Pop, Stash, linears, rows
+from ..layers import Call, Pop, Stash, each_mode, each_way, linears, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "frees_at_once")
 
-MODES = ("never", "except_last", "always")
-each_mode = pytest.mark.parametrize("mode", MODES)
-each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
 Block = Callable[[], AbstractContextManager[Any]]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe
 
-from ..layers import DOUBLE, linears, piped, rows
+from ..layers import DOUBLE, MODES, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,7 @@ def way(pipe: GPipe, inline: bool) -> AbstractContextManager[Any]:
 @settings(max_examples=settings.default.max_examples // 3)
 @given(
     st.integers(2, 3), st.integers(1, 4), st.sampled_from(sorted(LOSSES)), st.booleans(), st.booleans(), st.booleans(),
-    st.sampled_from(ALONE), st.sampled_from(["never", "except_last", "always"]), st.booleans(),
+    st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(),
 )  # fmt: skip
 def test_it_gives_what_a_step_would_give(
     each: int,

@@ -16,12 +16,11 @@ import gpipe
 from gpipe import GPipe
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 CLASSES, PAD = 3, -100
 
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
@@ -183,7 +182,7 @@ class TestCheckpointed:
         assert grown < 4096 * more
 
     @each_schedule
-    @pytest.mark.parametrize("mode", MODES)
+    @each_mode
     @pytest.mark.parametrize("inline", [False, True])
     def test_the_loss_is_computed_once_for_each_micro_batch(self, schedule: str, mode: str, inline: bool) -> None:
         seen: list[list[float]] = []

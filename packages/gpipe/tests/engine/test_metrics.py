@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import gpipe
 
-from ..layers import assert_same, linears, piped, rows
+from ..layers import MODES, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ def counted(output: Tensor, target: Tensor) -> Any:
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.integers(1, 9), st.integers(1, 5), st.sampled_from(ALONE),
-    st.sampled_from(["never", "except_last", "always"]), st.sampled_from([mean, counted]), st.booleans(), st.booleans(),
+    st.sampled_from(MODES), st.sampled_from([mean, counted]), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_metrics_are_those_of_the_whole_mini_batch(
     count: int, chunks: int, schedule: str, mode: str, loss_fn: Any, inline: bool, outputs: bool

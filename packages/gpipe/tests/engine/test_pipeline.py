@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import inline
 from gpipe.pipeline import Pipeline
 from gpipe.skip import inspect_skip_layout
 from microbatch import Batch
 from streams import CPUStream
 
-from ..layers import Call, Pop, Stash, assert_same, linears, numbered, rows, within
+from ..layers import Call, Pop, Stash, assert_same, each_way, linears, numbered, rows, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Way = Callable[[], AbstractContextManager[Any]]
-each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
 
 
 class ToPair(nn.Module):

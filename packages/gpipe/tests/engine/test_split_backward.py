@@ -18,12 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from gpipe.engine._split_backward import backward_inputs
 
-from ..layers import DOUBLE, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, gradients, linears, piped, rows
 from ..models import PARTS, WIDTH, OnMain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES = ("never", "except_last", "always")
 
 
 class Residual(nn.Module):

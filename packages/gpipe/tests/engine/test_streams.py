@@ -19,11 +19,9 @@ from gpipe import GPipe
 from gpipe.engine import _run
 from streams import current_stream, use_stream
 
-from ..layers import Call, OnBackward, rows
+from ..layers import Call, OnBackward, each_mode, rows
 
 DEVICE = torch.device("xpu", 0)
-MODES = ("never", "except_last", "always")
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 PLACES = ("given", "own", "linear", "by parameter")
 
 Heard = list[tuple[int, Tensor]]
@@ -142,7 +141,7 @@ class OnParameter(nn.Module):
 @given(
     st.sampled_from(["register_hook", "register_post_accumulate_grad_hook"]),
     st.booleans(),
-    st.sampled_from(["never", "except_last", "always"]),
+    st.sampled_from(MODES),
     st.sampled_from([None, "1f1b", "zero_bubble"]),
 )
 def test_hooks_that_a_forward_leaves_on_parameters_are_refused(

@@ -17,10 +17,9 @@ from gpipe import GPipe
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
-from ..layers import DOUBLE, assert_same, assert_trains_like, gradients, linears, rows, within
+from ..layers import DOUBLE, MODES, assert_same, assert_trains_like, each_way, gradients, linears, rows, within
 
 HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
-MODES = ("never", "except_last", "always")
 
 
 class Tie(NamedTuple):
@@ -142,7 +141,6 @@ def test_it_trains_like_the_plain_model_and_every_run_gives_the_same_bits(case: 
 
 
 places = pytest.mark.parametrize("place", [nullcontext, apart], ids=["together", "apart"])
-ways = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
 hows = pytest.mark.parametrize("how", ["call", "1f1b"])
 
 TIED = (None, Tie("weight", 0), Tie("linear", 0))
@@ -178,7 +176,7 @@ class TestChangesBetweenRuns:
 
 
 @places
-@ways
+@each_way
 @hows
 class TestAsInThePlainModel:
     def test_hooks_fire_once_with_the_sum(self, place: Any, way: Any, how: str) -> None:

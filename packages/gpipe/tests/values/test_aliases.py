@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, assert_same, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
 WIDTH = 4
 
@@ -291,7 +290,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_change_of_what_shares_memory_is_refused(name: str, mode: str, schedule: str):
     """By the next stage, a later one, or the loss; a reader of both gets what the plain model gives."""
@@ -323,7 +322,7 @@ def test_a_change_is_refused_where_torch_counts_none(mode: Any):
     torch.testing.assert_close(part, whole[:, :1])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("between", [nn.Identity(), nn.Flatten()])
 @pytest.mark.parametrize("ends", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -337,7 +336,7 @@ def test_the_caller_s_input_is_not_overwritten(chunks: int, ends: Any, between: 
         assert torch.equal(x, rows())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str):
     """A change is refused; without one nothing is."""
     for change, refused in ((CHANGES["scale"], True), (nn.Identity(), False)):
@@ -360,7 +359,7 @@ class Gives(nn.Module):
         return x, self.state[:, :2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("trained", [False, True])
 def test_state_that_a_layer_gives_away_is_not_overwritten(trained: bool, mode: str):
     layers = [Gives(trained), Call(lambda v: (v[0], v[1].mul_(2))), Call(lambda v: v[0] * v[1].sum())]
@@ -387,7 +386,7 @@ def test_memory_that_autograd_does_not_know_is_shared_must_not_be_changed(where:
         pipe(rows(4, WIDTH))[0].mul_(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("balance", [[2, 1], [1, 2], [1, 1, 1]])
 def test_hooks_of_views_are_called(mode: str, balance: list[int]):
     """Gradients go back through a view that has a hook, not past it to what it is a view of."""
@@ -407,7 +406,7 @@ def test_hooks_of_views_are_called(mode: str, balance: list[int]):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("place", [0, 1])
 def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad: bool, mode: str, schedule: str):

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES = ("never", "except_last", "always")
 
 
 class Pair(NamedTuple):
@@ -62,7 +60,7 @@ PACKINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("name", PACKINGS)
 def test_between_stages(name: str, mode: str):
     pack, take = PACKINGS[name]
@@ -72,7 +70,7 @@ def test_between_stages(name: str, mode: str):
             assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model, rows(6, grad=grad))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("name", PACKINGS)
 def test_out_of_a_pipe_and_into_it(name: str, mode: str):
     """Packed by the last stage, and unpacked by the first one of another pipe."""
@@ -104,7 +102,7 @@ def test_inputs_that_cannot_be_cut_are_refused(args: Any, options: Any, error: t
         piped(linears(), [1, 2], chunks=2)(*args, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_tensor_of_an_outer_graph_is_right_or_refused(mode: str):
     outer = torch.ones(3, dtype=DOUBLE, requires_grad=True)
 
@@ -137,7 +135,7 @@ def dense(value: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]])
 def test_rows_of_several_lengths_train_as_in_the_plain_model(balance: list[int], mode: str, schedule: str):
     plain = nn.Sequential(linear(), Call(ragged), linear(), nn.Tanh(), Call(dense))

@@ -27,6 +27,7 @@ from ..values._sharing import expect_unseen, given_state, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
+from ._data_parallel import may_be_data_parallel
 from ._deferred_gradients import counts_of_hooks
 from ._losses import Losses
 from ._recomputation import Recomputation
@@ -263,7 +264,7 @@ class StageRun:
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
             if self._sums is not None and graph.hides:
-                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                if may_be_data_parallel():
                     raise RuntimeError(_HIDES)
                 self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
         self.adds = not every and self._sums is None

@@ -129,7 +129,7 @@ class OuterChannel:
     def __init__(self) -> None:
         self.values: dict[int, Activation] = {}
         self.gradients: dict[int, list[Tensor | None]] = {}
-        # Taken out with pop: the tensors of a micro-batch are freed as soon as its cell is done with them.
+        # Taken out with pop: between forward and backward the run lives, and must not keep outputs that nobody needs.
         self.get_values, self.put_values = self.values.pop, self.values.__setitem__
         self.get_gradients, self.put_gradients = self.gradients.pop, self.gradients.__setitem__
 
