@@ -10,6 +10,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
 from ._current import current
+from ._hooks import hook_kinds
 from ._moments import Moments, see
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -147,8 +148,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 def _expect_plain(norm: nn.Module) -> None:
     """Raise ValueError if ``norm`` computes something that a deferred batch norm would not."""
-    hooks = any(found for name, found in vars(norm).items() if name.endswith("_hooks"))
-    if hooks or norm._modules or type(norm).forward is not _BatchNorm.forward:
+    if hook_kinds(norm) or norm._modules or type(norm).forward is not _BatchNorm.forward:
         raise ValueError(
             f"a {type(norm).__name__} with hooks, parametrizations or a forward of its own cannot be replaced by a "
             "DeferredBatchNorm, which would lose them; replace it by hand"

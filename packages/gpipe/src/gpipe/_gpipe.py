@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import Device, checked_chunks, checked_devices, checked_flag, checked_places
-from .module._choices import Choices, checked_choices, copied, expect_fitting, laid_out
+from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import (
     buffers_in_place,
@@ -179,7 +180,7 @@ class GPipe(Stepping):
         """Which micro-batches are checkpointed: a mode, or a list with one for each partition, or with a flag for each
         of its layers. May be set; later runs use the new value.
         """
-        return copied(self._checkpoint)
+        return copy.deepcopy(self._checkpoint)
 
     @checkpoint.setter
     def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:

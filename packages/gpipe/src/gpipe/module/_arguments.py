@@ -103,8 +103,9 @@ def parsed_device(device: Any, name: str) -> torch.device:
         if place.type not in ("cpu", "meta"):
             _expect_usable(place)
     except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
+        first = str(error).partition("\n")[0]  # messages of torch may have many lines
         raise ValueError(
-            f"{name} is {str(device)!r}, which is not a device that can be used here: {first_line(error)}; "
+            f"{name} is {str(device)!r}, which is not a device that can be used here: {first}; "
             "devices=['cpu', ...] runs on the CPU"
         ) from None
     return numbered(place)
@@ -130,8 +131,3 @@ def _expect_usable(device: torch.device) -> None:
             f"knows no {device.type!r} devices"
         )
     wait_event(current_stream(device), record_event(new_stream(device)))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; those of torch may have many."""
-    return str(error).partition("\n")[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..engine._stage import Stage, stages_of
-from ..schedule._flags import as_lists, expect_flags, runs_of, scheduled
+from ..schedule._flags import expect_flags, runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode
 
@@ -50,11 +50,6 @@ def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
                 f"{len(choice)}: {choice!r}"
             )
     return choices
-
-
-def copied(choices: Choices) -> Choices:
-    """A copy of ``choices``."""
-    return choices if isinstance(choices, str) else as_lists(choices)
 
 
 def modes_of(choices: Choices) -> str | list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .._hooks import hook_kinds
+
 # Attributes that a subclass may define: none of them changes what is computed or kept.
 _HARMLESS = ("_get_name", "extra_repr", "dump_patches", "call_super_init")
 _SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__")
@@ -67,9 +69,7 @@ def _belongings(module: nn.Module) -> Iterator[str]:
     empty = [name for name, layer in module._modules.items() if layer is None]
     if empty:
         yield f"has no layer under {_listed(empty)}, where it is None"
-    hooks = [
-        name.strip("_").replace("_", " ") for name in vars(module) if name.endswith("_hooks") and vars(module)[name]
-    ]
+    hooks = hook_kinds(module)
     if hooks:
         yield f"has {', '.join(hooks)}, which can be registered on the pipe or on a layer instead"
 

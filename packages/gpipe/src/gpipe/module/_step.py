@@ -14,13 +14,13 @@ from microbatch import Batch, Versions
 
 from .._flatten._own_loss import OwnLoss, with_whole_count
 from .._flatten._segment import Segment
+from .._hooks import refuse_hooks
 from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses, LossStage
 from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
-from ._hooks import refuse_hooks
 from ._keywords import NOTHING, Call, called_with
 from ._training import Kind, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
