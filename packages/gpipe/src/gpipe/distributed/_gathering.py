@@ -42,6 +42,8 @@ def collectives(meeting: Rendezvous) -> Iterator[None]:
         LostRankError: a process has ended, or has raised an error of its own.
     """
     meeting.expect_open()
+    groups = meeting.groups
+    groups.peers.update({*range(len(groups.members))} - {groups.me})  # gloo decides which of them exchange messages
     try:
         yield
         meeting.meet({})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import LostRankError, named
+from ._messages import Peer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +39,8 @@ class Groups(NamedTuple):
             connections when a wait takes too long: then ranks agree over ``store`` who is lost.
         timeout: how long a rank waits for another one.
         store: a key-value store that only the members use.
+        peers: the members with which this one exchanges messages. Gloo may connect only to these, at the first message
+            (``TORCH_GLOO_LAZY_INIT=1``); it would try for the timeout to reach another one that has ended.
     """
 
     members: tuple[int, ...]
@@ -44,17 +48,21 @@ class Groups(NamedTuple):
     gloo: Any
     timeout: timedelta
     store: Any
+    peers: set[int]
+
+    def peer(self, member: int, out: int, into: int, timeout: timedelta | None = None) -> Peer:
+        """The other end of messages to and from ``member``; see :class:`Peer`."""
+        self.peers.add(member)
+        return Peer(self.gloo, member, out, into, timeout=timeout)
 
     def again(self, name: str) -> Groups:
         """The same members, with connections of their own under this name. All members call this together."""
         store = _torch.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, self.me, len(self.members), timeout=self.timeout)
-        return self._replace(gloo=gloo, store=store)
+        return self._replace(gloo=gloo, store=store, peers=set())
 
     def is_closed(self, member: int) -> bool:
-        """Whether the connection to ``member`` is: then gloo refuses to receive. No message with this tag is sent."""
-        if member == self.me:
-            return False
+        """Whether the connection to a peer is: then gloo refuses to receive. No message with this tag is sent."""
         try:
             self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT)
         except RuntimeError:
@@ -63,16 +71,17 @@ class Groups(NamedTuple):
 
     def wait_closed(self, member: int) -> None:
         """Wait until the connection to ``member`` is closed."""
+        self.peers.add(member)
         with suppress(RuntimeError):
             self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(_FOR_EVER)
 
     def end(self) -> None:
         """Close all connections."""
         if self.gloo is not None:
-            end_connections(self.gloo)
+            _end_connections(self.gloo, self.peers)
 
 
-ALONE = Groups((0,), 0, None, timedelta(), None)
+ALONE = Groups((0,), 0, None, timedelta(), None, set())
 """A process without others."""
 
 
@@ -98,7 +107,7 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
-        return Groups(members, me, None, timeout, store).again("messages")
+        return Groups(members, me, None, timeout, store, set()).again("messages")
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
         if not missing:
@@ -122,13 +131,13 @@ def _prefix() -> str:
     return f"gpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
-def end_connections(group: Any) -> None:
-    """Close all connections of ``group``, a gloo group.
+def _end_connections(group: Any, peers: Iterable[int]) -> None:
+    """Close all connections of ``group``, a gloo group, those to ``peers`` and any others.
 
     Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that nobody sends.
     From a member whose connection is closed already there is nothing to wait for, so this tries them all.
     """
-    for member in {*range(group.size())} - {group.rank()}:
+    for member in peers:
         with suppress(RuntimeError):
             group.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(timedelta(milliseconds=1))
 
@@ -141,7 +150,7 @@ def end_collectives(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # the group has no backend for the CPU
         backend = group._get_backend(torch.device("cpu"))
         if backend.name() == "gloo":
-            end_connections(backend)
+            _end_connections(backend, {*range(group.size())} - {group.rank()})
 
 
 def expect_group(group: Group | None) -> dist.ProcessGroup:

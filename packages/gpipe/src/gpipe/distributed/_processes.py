@@ -23,7 +23,7 @@ from ._channels import Crossing, RemoteChannel
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
-from ._messages import Peer, RemoteLink
+from ._messages import RemoteLink
 from ._own import Share
 from ._random import take_seed
 from ._rendezvous import Rendezvous, Report
@@ -106,7 +106,7 @@ class Ranks(Processes):
                 leads_away = ranks[a] == self.me
                 if not leads_away:
                     out, into, here, there = into, out, b, a
-                peer = Peer(groups.gloo, ranks[there], out, into)
+                peer = groups.peer(ranks[there], out, into)
                 link = RemoteLink(peer, devices[here], self._wires.found.get(out), self._wires.found.get(into))
                 if number >= len(ranks) + len(layout.routes):
                     tied[link.member] = link

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ._errors import LostRankError, UnreachableError, named
 from ._groups import Groups
-from ._messages import Peer, RemoteLink
+from ._messages import RemoteLink
 
 Report = dict[str, Any]
 """A dict that can be pickled."""
@@ -36,7 +36,7 @@ class Rendezvous:
         others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
         # The root may still be waiting for another member, when this one waits for its answer.
         timeout = (1 if self.is_root else 2) * (groups.timeout + _GRACE)
-        self._links = [RemoteLink(Peer(groups.gloo, k, _TAG, _TAG, timeout=timeout)) for k in others]
+        self._links = [RemoteLink(groups.peer(k, _TAG, _TAG, timeout)) for k in others]
         self._lost: LostRankError | None = None
 
     def announced(self, what: Any) -> Any:
@@ -87,7 +87,7 @@ class Rendezvous:
             error: why this member came, if that was a message.
         """
         if self._lost is None:
-            suspects = {k for k in range(len(self.groups.members)) if self.groups.is_closed(k)}
+            suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
             patience = _MOMENT
             if error is not None:
                 suspects.add(error.member)
