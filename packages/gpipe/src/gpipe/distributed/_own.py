@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import nn
@@ -44,13 +43,13 @@ class Share(NamedTuple):
         """What a rank tells the others of its share before they connect.
 
         Returns:
-            The numbers of its ``trained`` stages, those that have parameters to train; by stage, the ``backends`` that
-            send from its devices; and a ``name`` for all wires, of which that of the first rank counts.
+            The numbers of its ``trained`` stages, those that have parameters to train; and by stage, the ``backends``
+            that send from its devices.
         """
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
         backends = {j: backend_of(device, transport) for j, device in self.device_of.items()}
-        return {"trained": trained, "backends": backends, "name": uuid4().hex}
+        return {"trained": trained, "backends": backends}
 
 
 def own_share(

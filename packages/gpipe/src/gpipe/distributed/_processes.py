@@ -94,7 +94,7 @@ class Ranks(Processes):
         self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0]), replicas
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
-        self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends, told[0]["name"])
+        self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends)
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         self._end_wires = weakref.finalize(self, self._wires.end)
         self._opening = Opening()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -46,9 +48,10 @@ class Rendezvous:
             UnreachableError: a member cannot be told, or does not hear the root.
         """
         if not self.is_root:
-            return self._links[0].hear()
+            return pickle.loads(self._links[0].hear())
+        text = pickle.dumps(what)
         for link in self._links:
-            link.tell(what)
+            link.tell(text)
         return what
 
     def meet(self, report: Report) -> list[Report]:
@@ -128,9 +131,10 @@ class Rendezvous:
             link.expect(1)  # from all at once
         reports = [link.hear() for link in self._links]
         reports.insert(self.groups.me, report)
+        text = _text_of(reports, report)
         for link in self._links:
             with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
-                link.tell(reports)
+                link.tell(text)
                 link.flush()
         return reports
 
@@ -138,6 +142,20 @@ class Rendezvous:
         (link,) = self._links
         link.expect(1)
         link.tell(report)
-        reports: list[Report] = link.hear()
+        reports: dict[int, Report] = pickle.loads(link.hear())
         link.flush()
-        return reports
+        return [reports.get(k, {}) for k in range(len(self.groups.members))]
+
+
+def _text_of(reports: Sequence[Report], own: Report) -> bytes:
+    """What the root tells all: the reports that say anything, by member.
+
+    What is equal to the root's own is written once: else a list of stages in each of n reports, sent n times, would
+    be n**3 numbers.
+    """
+    told = {
+        k: {key: own[key] if key in own and own[key] == value else value for key, value in report.items()}
+        for k, report in enumerate(reports)
+        if report
+    }
+    return pickle.dumps(told)

@@ -189,7 +189,6 @@ def open_wires(
     routes: Iterable[Route],
     devices: Mapping[int, torch.device],
     backends: Sequence[str | None],
-    name: str,
 ) -> Wires:
     """Open the wires of this rank. All ranks call this together.
 
@@ -199,7 +198,6 @@ def open_wires(
         routes: the channels between all ranks.
         devices: those of the stages of this rank.
         backends: what sends from the devices of all stages; None where that is by way of hosts.
-        name: a name that is the same on all ranks, and different in each call.
 
     Raises:
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
@@ -218,7 +216,7 @@ def open_wires(
             if ranks[here] == groups.me:
                 mine, other = groups.members[groups.me], groups.members[ranks[there]]
                 try:
-                    group = _communicator_of_two(str(backends[here]), f"{name}/{tag}", groups.timeout, mine, other)
+                    group = _communicator_of_two(str(backends[here]), f"wire {tag}", groups, ranks[there])
                     wires.own(group, ranks[there])
                     peer = Peer(group, ranks[there], 0, 0, number=int(mine < other))
                     wires.found[tag] = Wire(peer, devices[here], wires)
@@ -245,22 +243,23 @@ def _expect_few(
             )
 
 
-def _communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int, other: int) -> Any:
-    """The process group that torch would make for two ranks and that backend. The lower rank is member 0.
+def _communicator_of_two(backend: str, name: str, groups: Groups, member: int) -> Any:
+    """The process group that torch would make for this rank, ``member``, and that backend. The lower rank is number 0.
 
     ``torch.distributed.new_group`` does not fit: it names a group by the number of groups in the process (PyTorch 2.11
     to 2.13), which differs between two ranks one of which has more neighbours. And where a device is bound to the group
     of all processes, it splits that group, a collective of all processes.
     """
     c10d: Any = dist.distributed_c10d  # its stubs do not export these names
-    pair = sorted([mine, other])
-    store = c10d.PrefixStore(f"gpipe/{name}", c10d._get_default_store())
+    mine = groups.members[groups.me]
+    pair = sorted([mine, groups.members[member]])
+    store = c10d.PrefixStore(name, groups.store)
     # Torch's watchdog ends the process when a transfer takes longer than the timeout of its group. Ours raises before.
-    longer = 2 * timeout + timedelta(minutes=1)
+    longer = 2 * groups.timeout + timedelta(minutes=1)
     if backend not in ("nccl", "xccl"):
         return dist.Backend._plugins[backend.upper()].creator_fn(store, pair.index(mine), 2, longer)
     kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
     # Streams for computation and copies come from another pool than those of high priority: see MOST.
     options = kind.Options(is_high_priority_stream=True)
-    options._timeout, options.global_ranks_in_group, options.group_name = longer, pair, name
+    options._timeout, options.global_ranks_in_group, options.group_name = longer, pair, f"gpipe {name}"
     return kind(store, pair.index(mine), 2, options)

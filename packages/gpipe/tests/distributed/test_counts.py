@@ -1,0 +1,65 @@
+"""What ranks send grows with their number where the page of ranks says so, and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe.distributed import Rank
+from gpipe.distributed._messages import RemoteLink
+
+CHUNKS = 4
+
+
+def _counts() -> dict[str, Any]:
+    """What this rank sends when it is made, and in a step; and how many others it exchanges messages with."""
+    sent: Counter[str] = Counter()
+
+    def counting(name: str, kind: Any) -> Any:
+        right = getattr(RemoteLink, name)
+
+        def counted(link: RemoteLink, *given: Any, **options: Any) -> Any:
+            sent[name] += 1
+            sent["bytes"] += len(given[0]) if kind is bytes and isinstance(given[0], bytes) else 0
+            return right(link, *given, **options)
+
+        return counted
+
+    n = dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteLink, "put", counting("put", None))
+        patch.setattr(RemoteLink, "tell", counting("tell", bytes))
+        rank = Rank(nn.Sequential(*[nn.Linear(4, 4) for _ in range(n)]), [1] * n, chunks=CHUNKS)
+        made = dict(sent)
+        sent.clear()
+        torch.manual_seed(0)  # the seed of the step, which is announced, has as many bytes as the number needs
+        rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
+    return {"made": made, "step": dict(sent), "peers": len(rank._processes._groups.peers)}
+
+
+SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
+    """With one stage each; the root of a meeting tells all others, each of which tells it."""
+    for k, found in enumerate(worlds(n).run(_counts)):
+        neighbours = {k - 1, k + 1} & {*range(n)}
+        assert found["step"]["put"] == CHUNKS * len(neighbours)
+        assert found["step"]["tell"] == (1 if k else 2 * (n - 1))
+        assert found["made"]["tell"] == (2 if k else 2 * (n - 1))
+        assert found["peers"] == (len(neighbours | {0}) if k else n - 1)
+
+
+def test_what_the_first_rank_tells_each_other_one_hardly_grows(worlds: Any) -> None:
+    """Of a step nothing at all, whose reports are empty; of the meetings when it is made, the facts of each rank."""
+    found = {n: worlds(n).run(_counts)[0] for n in (2, 4)}
+    each = {n: found[n]["step"]["bytes"] / (n - 1) for n in found}
+    assert each[4] == each[2] > 0
+    made = {n: found[n]["made"]["bytes"] / (n - 1) for n in found}
+    assert 0 < made[4] - made[2] < 2 * 200, made
