@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .strategies import Detach, FromDict, Join, ToDict, Twin
+from .strategies import FromDict, Join, ToDict
 
 
 class First(nn.Module):
@@ -115,15 +115,12 @@ def _rows(requires_grad: bool = False) -> torch.Tensor:
 
 
 HARD = {
-    "in-place first": lambda: (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), _rows(requires_grad=True)),
     "in-place on a view": lambda: (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), torch.rand(4, 2, 3)),
     "several inputs": lambda: (nn.Sequential(Join(), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
     "same tensor twice": lambda: (nn.Sequential(Join()), (_rows(),) * 2),
-    "tuple with a constant": lambda: (nn.Sequential(nn.Linear(6, 6), Twin(), Join()), _rows()),
     "dict": lambda: (nn.Sequential(FromDict(), nn.Linear(6, 6), ToDict()), {"value": _rows(), "mask": _rows() > 0.5}),
     "dataclasses": lambda: (nn.Sequential(OnPairs(), OnPairs()), UserDict(pair=Pair(_rows(), _rows()))),
     "dropout": lambda: (nn.Sequential(nn.Dropout(), nn.AlphaDropout()), _rows()),
-    "batch norm": lambda: (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)), _rows()),
     "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), First()), torch.rand(4, 3, 6)),
     "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 2)), torch.randint(9, (4, 3))),
     "sparse embedding": lambda: (nn.Sequential(nn.Embedding(9, 6, sparse=True)), torch.randint(9, (4, 3))),
@@ -134,8 +131,6 @@ HARD = {
     "sparse output": lambda: (nn.Sequential(nn.Linear(6, 6), ToSparse(), ToDense()), _rows()),
     "old weight norm": lambda: (nn.Sequential(_old_weight_norm(), nn.ReLU()), _rows()),
     "plain attribute": lambda: (nn.Sequential(Remembering(), nn.Linear(6, 6)), _rows(requires_grad=True)),
-    "frozen": lambda: (nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 6)), _rows()),
-    "no gradient at all": lambda: (nn.Sequential(nn.Linear(6, 6), Detach(), nn.ReLU()), _rows()),
     "skip": lambda: (nn.Sequential(Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 6)), _rows()),
     "skip without gradient": lambda: (nn.Sequential(Stash(), nn.ReLU(), Pop()), _rows()),
     "checkpoint": lambda: (nn.Sequential(nn.Linear(6, 6), Checkpointed()), _rows()),

@@ -1,9 +1,5 @@
 from profiler import LayerProfile, Profile
-from profiler.text import align, format_bytes, format_flops, format_seconds, format_share
-
-
-def test_columns_are_flush():
-    assert align([["a", "b"], ["long", "1"], ["c", "222"]], left=1) == "a       b\n─────────\nlong    1\nc     222"
+from profiler.text import format_bytes, format_flops, format_seconds, format_share
 
 
 def test_three_digits():

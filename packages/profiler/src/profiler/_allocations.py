@@ -79,13 +79,16 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._bury()  # first, since the address of a freed storage may be used again
         for leaf in tree_leaves(result):
             for storage in storages(leaf):
-                key, size = storage._cdata, storage.nbytes()
-                if key not in old and key not in self._alive:
-                    self._alive[key] = weakref.ref(storage, partial(self._died, key)), size
-                    self._now += size
-                    # Kernels of oneDNN on fake tensors make workspaces without bytes.
-                    self.unsized |= size == 0 and leaf.dtype is torch.uint8
+                if storage._cdata not in old and storage._cdata not in self._alive:
+                    self._born(storage, leaf.dtype)
         self.peak = max(self.peak, self._now + temporary)
+
+    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._alive[key] = weakref.ref(storage, partial(self._died, key)), size
+        self._now += size
+        # Kernels of oneDNN on fake tensors make workspaces without bytes.
+        self.unsized |= size == 0 and dtype is torch.uint8
 
     def _died(self, key: int, ref: object) -> None:
         self._deaths.append(key)
