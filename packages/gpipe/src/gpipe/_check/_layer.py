@@ -21,12 +21,11 @@ class LayerExam:
     """A layer, what it did in the plain model, and what it does alone.
 
     Attributes:
+        name, given, gave: the layer's name, its input in the plain model, and what it did there.
         layer: in its state before the forward; it is copied.
         again: the layer in a second copy of the model, which computes the mini-batch.
         apart: the layer in a third copy of the model, which computes micro-batches. All micro-batches pass one layer
             before the first passes the next, so a layer that reads what another one keeps finds the last micro-batch's.
-        given: its input in the plain model.
-        gave: what it did there.
         dims: where the tensors of ``given`` have their rows.
         cut: uneven micro-batches.
         parts: ``given`` for each of these.
@@ -34,17 +33,18 @@ class LayerExam:
         tolerance: relative differences up to this are rounding.
         is_last: whether nothing but the loss comes after the layer.
         findings: what was found so far.
-        ran: the micro-batches that it has computed, ``cut`` or ``real``; None before. Then ``inputs`` are the
+        norms: the names of its modules that normalise by statistics of the batch; set by :meth:`examine`.
+        ran: the micro-batches that it has computed, ``cut`` or ``real``; none before. Then ``inputs`` are the
             micro-batches, ``whole`` and ``trials`` the runs on the mini-batch and on these, ``copies`` the layers that
             did them, and ``rows`` says where the tensors of the outputs have their rows.
     """
 
     name: str
+    given: Signal
+    gave: LayerTrial
     layer: nn.Module
     again: nn.Module
     apart: nn.Module
-    given: Signal
-    gave: LayerTrial
     dims: Dims
     cut: Cut
     parts: Sequence[Signal]
@@ -52,7 +52,7 @@ class LayerExam:
     tolerance: float
     is_last: bool
     findings: list[Finding] = field(default_factory=list)
-    ran: Cut | None = None
+    ran: Cut = field(default_factory=lambda: Cut(()))
 
     def examine(self) -> tuple[Dims, Sequence[Any]]:
         """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
@@ -85,9 +85,10 @@ class LayerExam:
     def _remark(self) -> None:
         if self.gave.used.drew:
             self._find("random", "draws random numbers")
-        norms = [name or type(module).__name__ for name, module in self.layer.named_modules() if normalises(module)]
-        if norms:
-            self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(norms))
+        modules = self.layer.named_modules()
+        self.norms = [name or type(module).__name__ for name, module in modules if normalises(module)]
+        if self.norms:
+            self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(self.norms))
 
     def _expect_repeated(self, again: LayerTrial) -> None:
         """The layer must give the same again in another copy of the model."""
@@ -103,7 +104,7 @@ class LayerExam:
         """Run the layer on micro-batches, without masks and batch norm."""
         self.whole, self.copies = again, (self.again, self.apart)
         # Masks and statistics of micro-batches differ by design; without them the rest of the layer can be compared.
-        if self.gave.used.drew or self._normalises():
+        if self.gave.used.drew or self.norms:
             self.copies = self._calmed(), calm(self.apart, self.given, self.gave.used.drew)
             self.whole = attempt(self.copies[0], self.given)
         try:
@@ -137,14 +138,10 @@ class LayerExam:
         """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
         for k, (tensor, dim) in enumerate(zip(self.whole.tensors(), self.rows, strict=True)):
             if not self._is_loss(tensor):
-                yield self._pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
+                yield self.ran.pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
 
     def _is_loss(self, tensor: Tensor) -> bool:
         return self.is_last and not tensor.dim()
-
-    def _pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
-        assert self.ran is not None
-        return self.ran.pieces(tensor, dim)
 
     def _compare_in_training(self) -> None:
         """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
@@ -163,11 +160,8 @@ class LayerExam:
     def _find_cause(self, apart: float, *, masks: bool = False) -> None:
         """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
         differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
-        by = self._mixed(masks=masks)
-        if (
-            not masks
-            and difference(self.whole.tensors(), attempt(self.copies[0], self.given).tensors()) > self.tolerance
-        ):
+        by, again = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.given)
+        if difference(self.whole.tensors(), again.tensors()) > self.tolerance:
             self._find("stateful", "a second call gives something else, for the same input and seed", differs)
         elif by > self.tolerance:
             proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
@@ -185,7 +179,7 @@ class LayerExam:
         """
         before, dims = self.whole, self.rows
         if masks:
-            before = attempt(self._calmed(masks=True), self.given) if self._normalises() else self.gave
+            before = attempt(self._calmed(masks=True), self.given) if self.norms else self.gave
         if len(dims) != len(before.tensors()):
             dims = self.cut.guessed(before.tensors(), self.dims)
         rows = sum(self.cut.rows)
@@ -235,18 +229,15 @@ class LayerExam:
         """The gradients of micro-batches. What is the same for all of them has equal shares in that of the whole."""
         if gradient is None or dim is None:
             return [None if gradient is None else gradient / len(self.trials)] * len(self.trials)
-        return self._pieces(gradient, dim)
+        return self.ran.pieces(gradient, dim)
 
     def _apart_at_input(self) -> float:
         apart = [0.0]
         for k, (leaf, dim) in enumerate(zip(self.whole.leaves, self.dims, strict=True)):
             if leaf.grad is not None and dim is not None:
                 found = [trial.leaves[k].grad for trial in self.trials]
-                apart.append(difference(self._pieces(leaf.grad, dim), found, alike=True))
+                apart.append(difference(self.ran.pieces(leaf.grad, dim), found, alike=True))
         return max(apart)
-
-    def _normalises(self) -> bool:
-        return any(map(normalises, self.layer.modules()))
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
         """A copy of the layer without batch norm, and without masks unless ``masks`` says so."""

@@ -79,9 +79,7 @@ def examine_all(
         where = [rows[id(tensor)] for tensor in step.given.tensors()]
         pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
         parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
-        exam = LayerExam(
-            step.name, layer, one, other, step.given, step.gave, where, cut, parts, real, tolerance, step is steps[-1]
-        )
+        exam = LayerExam(*step, layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
         dims, values = exam.examine()
         findings += exam.findings
         rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
