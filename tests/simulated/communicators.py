@@ -51,13 +51,11 @@ class Communicator(dist.ProcessGroup):
     """A group that sends from device to device.
 
     Attributes:
-        transfers: how many it was asked for.
         streams: that of each device.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.transfers = 0
         self.streams: dict[torch.device, Any] = {}
         self._bytes = dist.ProcessGroupGloo(store, rank, size, _LONG)
         self._under_way: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
@@ -99,7 +97,6 @@ class Communicator(dist.ProcessGroup):
         return stream, _holding_up(now) + _holding_up(stream)
 
     def _asked(self, transfer: _Transfer, stream: Any) -> _Transfer:
-        self.transfers += 1
         _before[stream] = [*_holding_up(stream), transfer]
         self._all = [each for each in self._all if not each.done.is_set()] + [transfer]
         self._under_way.put(transfer)
