@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from microbatch import Batch, unwrap
 
-from ._batchnorm import DeferredBatchNorm
 from ._chooser import Chooser, Size
 from ._flatten._ending import without_loss_only
 from ._flatten._generate import generate
@@ -35,7 +34,6 @@ from .module._devices import (
     expect_same_device,
     moving_denied,
     replicating_denied,
-    untouched_on_failure,
 )
 from .module._init import means_of
 from .module._keywords import as_value
@@ -115,7 +113,6 @@ class GPipe(Stepping):
     torch.Size([8, 2])
     """
 
-    _deferred: bool
     _chooser: Chooser
     _copy_streams: list[CopyStreams]
     _workers: Workers
@@ -144,7 +141,7 @@ class GPipe(Stepping):
         self.out_spec = out_spec
         self.chunks = chunks
         choices = checked_choices(checkpoint)
-        self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+        deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         module = as_sequential(module, sample, blocks=blocks, pick=pick)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
@@ -153,10 +150,7 @@ class GPipe(Stepping):
         verify_skippables(module)
         # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
         self.__dict__.update(_checkpoint=expect_fitting(choices, sizes), _balance=sizes, _devices=places)
-        with untouched_on_failure(module):
-            partitions = divide(module, sizes, places, means)
-            if self._deferred:
-                DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
+        partitions = divide(module, sizes, places, means, self.chunks if deferred else 0)
         self.training = module.training
         self._take(partitions, module)
         self._prepare()

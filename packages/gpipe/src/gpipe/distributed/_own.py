@@ -59,18 +59,23 @@ def own_share(
     me: int,
     device: Device | Sequence[Device],
     means: Means | None,
+    norm_chunks: int = 0,
 ) -> Share:
-    """Cut ``module``, and move the partitions of rank ``me`` to their devices; ``means`` fill parameters on ``meta``.
+    """Cut ``module``, and move the partitions of rank ``me`` to their devices.
+
+    Args:
+        means, norm_chunks: as of :func:`gpipe.module._partition.place_partitions`.
 
     Raises:
-        TypeError, ValueError: a device is missing, or cannot hold its partition. Then no layer has moved.
+        TypeError, ValueError: a device is missing, or cannot hold its partition, or a batch norm cannot be replaced.
+            Then no layer has moved.
     """
     every = partitions_of(module, balance)
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     twins, ties = twins_of(list(every), ranks, me)
-    place_partitions(module, own, places, means)
+    place_partitions(module, own, places, means, norm_chunks)
     return Share(list(every), numbers, own, places, twins, ties)
 
 

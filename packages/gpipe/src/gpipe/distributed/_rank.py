@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from microbatch import Batch, Versions, unwrap
 
-from .._batchnorm import DeferredBatchNorm
 from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
@@ -133,9 +132,8 @@ class Rank(Stepping):
                 self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(layers, transport)
             with agreement(rendezvous) as placed:
-                share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
-                if self._deferred:
-                    DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
+                norm_chunks = self._chunks if self._deferred else 0
+                share = own_share(layers, self._balance, self._ranks, groups.me, device, means, norm_chunks)
                 placed.told = share.told(transport)
             self.training = layers.training
             self._take(share.partitions, layers)

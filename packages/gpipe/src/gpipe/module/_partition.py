@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 from torch import nn
 
+from .._batchnorm import DeferredBatchNorm
 from .._flatten._names import Flattened
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
@@ -111,22 +112,26 @@ def split_module(
     sizes = checked_balance(balance, len(module))
     verify_module(module, sizes)
     places = checked_places(devices, len(sizes))
-    return divide(module, sizes, places, None), sizes, places
+    return divide(module, sizes, places), sizes, places
 
 
 def divide(
-    module: nn.Sequential, balance: Sequence[int], places: Sequence[torch.device], means: Means | None
+    module: nn.Sequential,
+    balance: Sequence[int],
+    places: Sequence[torch.device],
+    means: Means | None = None,
+    norm_chunks: int = 0,
 ) -> nn.ModuleList:
     """The partitions of ``module``, each on its place. What several of them share is on that of the first.
 
     Args:
         balance: as :func:`checked_balance` returns it.
         places: a device for each partition.
-        means: if given, initialises layers on ``meta`` on their devices.
+        means, norm_chunks: as of :func:`place_partitions`.
     """
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
-    place_partitions(module, partitions, places, means)
+    place_partitions(module, partitions, places, means, norm_chunks)
     return partitions
 
 
@@ -148,15 +153,21 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
 
 
 def place_partitions(
-    module: nn.Sequential, partitions: nn.ModuleList, places: Sequence[torch.device], means: Means | None
+    module: nn.Sequential,
+    partitions: nn.ModuleList,
+    places: Sequence[torch.device],
+    means: Means | None,
+    norm_chunks: int,
 ) -> None:
     """Move each of the ``partitions`` of ``module`` to its place, after all were checked.
 
     Args:
         means: if given, gives values to what is on ``meta``, on its place.
+        norm_chunks: the ``chunks`` of the deferred batch norms that replace those of the partitions; 0 if none are.
 
     Raises:
-        ValueError: a place cannot hold its partition, or ``means`` does not fit the module. Then none has moved.
+        ValueError: a place cannot hold its partition, ``means`` does not fit the module, or a batch norm cannot be
+            replaced. Then none has moved.
     """
     if means is not None:
         expect_materializable(dict(module.named_children()), places, means)
@@ -168,6 +179,8 @@ def place_partitions(
         if means is not None:
             materialize(partitions, places, means)
         move_all(list(partitions), places)  # a shared tensor may be on the device where it was needed last
+        if norm_chunks:
+            DeferredBatchNorm.convert_deferred_batch_norm(partitions, norm_chunks)
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
