@@ -17,7 +17,7 @@ from gpipe import GPipe, inline, plan
 from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_bytes
 from gpipe._plan._candidate import Candidate, schedule_of
 from gpipe._plan._costs import Costs, Measured
-from gpipe._plan._rehearse import rehearsed
+from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, zero_bubble
 from gpipe.schedule._flags import as_lists, mode_of
@@ -53,10 +53,17 @@ def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placeme
     ).cut(chunks)
 
 
-def taken(model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH) -> list[int]:
-    """What each device takes at most, in a step after the first, which is special: it finds out what layers do."""
+def taken(
+    model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH, seconds=None
+) -> list[int]:
+    """What each device takes at most, in a step after the first, which is special: it finds out what layers do.
+
+    Stages take turns as if each took so many seconds for an action; by default the last that can do something does.
+    """
     pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=as_lists(modes))
     programs = schedule_of(schedule, chunks, placement, modes, split)
+    if seconds:
+        programs = in_turns(programs, placement, seconds)
     with inline():
         pipe.step(x, loss_fn=loss_fn, schedule=programs)
         return peak_bytes(pipe, x, None, loss_fn, programs, placement)
@@ -127,8 +134,12 @@ def cases(draw: st.DrawFn):
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.none() | st.lists(st.booleans(), min_size=12, max_size=12))
-def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None):
+@given(
+    cases(),
+    st.none() | st.lists(st.booleans(), min_size=12, max_size=12),
+    st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+)
+def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None, speeds: list[float]):
     """Of any layers, with skips into, out of and past stages and pieces, split, in loops, with a large loss."""
     model, balance, placement, modes, schedule, chunks, needs_gradient = case
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
@@ -138,8 +149,13 @@ def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None)
     way = Candidate(costs_of(model, x, chunks, squares, placement), schedule, tuple(balance), tuple(ways), 0.0, split)
     rehearsal = rehearsed(copy.deepcopy(model), x, None, squares, way)
     assert "one step of the engine" in rehearsal.note
-    found = taken(model, x, balance, ways, schedule, split, chunks, squares, placement)
-    assert [each.total for each in rehearsal.bytes] == pytest.approx(found, rel=0.05, abs=4096)
+    found, ahead, raced = (
+        taken(model, x, balance, ways, schedule, split, chunks, squares, placement, seconds)
+        for seconds in (None, [4.0**j for j in range(len(balance))], speeds[: len(balance)])
+    )
+    assert [each.total for each in rehearsal.bytes] == pytest.approx([*map(max, found, ahead)], rel=0.05, abs=4096)
+    # Whichever stage is ahead of the others.
+    assert all(each.total >= 0.9 * size - 4096 for each, size in zip(rehearsal.bytes, raced, strict=True))
     assert all(min(each.by_kind.values()) >= 0 for each in rehearsal.bytes)
     # The account leaves much out, and is there to tell ways to train from each other.
     assert all(0.5 * true <= need.total <= 2.5 * true for need, true in zip(way.account, found, strict=True))

@@ -5,7 +5,7 @@ That figure is printed, and limits are held against it: the account of bytes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from profiler._fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
+from ..schedule import Kind, Schedule, replay
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._verify import peak_bytes
@@ -59,7 +60,9 @@ def peaks_of(
 ) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
-    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it.
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So it matters
+    which stage is ahead. Of two steps, in which the first stages and the last ones are as early as they can be, the
+    larger peak of each device counts.
 
     Raises:
         Exception: a layer needs the values of tensors.
@@ -80,7 +83,16 @@ def peaks_of(
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
         pipe.step(inputs, targets, loss_fn=loss, schedule=program)
-        return peak_bytes(pipe, inputs, targets, loss, program, placement)
+        # Inline, the last stage that can do something does it.
+        steps = in_turns(program, placement, [4.0**j for j in range(len(sizes))]), program
+        found = [peak_bytes(pipe, inputs, targets, loss, step, placement) for step in steps]
+    return [max(peaks) for peaks in zip(*found, strict=True)]
+
+
+def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[float]) -> Schedule:
+    """The same steps in one thread, in the order in which they begin if the actions of each stage take ``seconds``."""
+    spans = replay(program.on(placement), [dict.fromkeys(Kind, each) for each in seconds])
+    return Schedule(program, (tuple(sorted(spans, key=lambda step: spans[step].start)),))
 
 
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:
