@@ -57,10 +57,10 @@ def test_threads_in_one_stream_get_back_what_each_had():
     with use_stream(shared):
         thread.start()
         assert entered.wait(300)
-    assert current_stream(device(1)) == default_stream(device(1))
-    assert torch.accelerator.current_device_index() == 0
+    here = current_stream(device(1)), torch.accelerator.current_device_index()
     left.set()
     thread.join(300)
+    assert here == (default_stream(device(1)), 0)
     assert found == [own]
 
 
