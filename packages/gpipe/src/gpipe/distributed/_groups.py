@@ -71,7 +71,6 @@ class Groups(NamedTuple):
 
     def wait_closed(self, member: int) -> None:
         """Wait until the connection to ``member`` is closed."""
-        self.peers.add(member)
         with suppress(RuntimeError):
             self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(_FOR_EVER)
 

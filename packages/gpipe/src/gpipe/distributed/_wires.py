@@ -85,6 +85,7 @@ class Wires:
     def own(self, group: dist.ProcessGroup, member: int) -> None:
         """Abort ``group``, which connects to ``member``, if that one ends before its transfers."""
         if member not in self._groups:
+            self._ranks.peers.add(member)
             threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
         self._groups.setdefault(member, []).append(group)
 
@@ -207,13 +208,13 @@ def open_wires(
         return Wires(groups)
     wires = Wires(groups.again("present"))
     with agreement(meeting):
-        _expect_few(directions, ranks, groups.me, devices)
+        _expect_few(directions, devices)
         # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
         # other.
         for tag, source, target in directions:
-            leads_away = ranks[source] == groups.me
+            leads_away = source in devices
             here, there = (source, target) if leads_away else (target, source)
-            if ranks[here] == groups.me:
+            if here in devices:
                 mine, other = groups.members[groups.me], groups.members[ranks[there]]
                 try:
                     group = _communicator_of_two(str(backends[here]), f"wire {tag}", groups, ranks[there])
@@ -229,12 +230,10 @@ def open_wires(
     return wires
 
 
-def _expect_few(
-    directions: Sequence[Route], ranks: Sequence[int], me: int, devices: Mapping[int, torch.device]
-) -> None:
-    """Raise ValueError if a device has more wires than it has streams for."""
-    ends = [stage for _, *both in directions for stage in both if ranks[stage] == me]
-    for device, count in Counter(devices[stage] for stage in ends).items():
+def _expect_few(directions: Iterable[Route], devices: Mapping[int, torch.device]) -> None:
+    """Raise ValueError if one of ``devices``, by stage, has more wires than it has streams for."""
+    counts = Counter(devices[stage] for _, *ends in directions for stage in ends if stage in devices)
+    for device, count in counts.items():
         if count > MOST:
             raise ValueError(
                 f"{device} would need {count} streams for transfers from and to other ranks, and there are {MOST}: two "
