@@ -75,6 +75,7 @@ def _extensions(
         while coming and coming[-1] < end:
             start = coming.pop()
             cost = before[start][0] - time.prefix[start]
+            # Ends only grow, so an earlier start that is no better is never the best again.
             while costs and costs[-1] >= cost:
                 starts.pop()
                 costs.pop()

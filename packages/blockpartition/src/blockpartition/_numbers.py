@@ -70,6 +70,7 @@ def ratio(x: Any, name: str) -> Fraction:
         raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
     real: Any = x
     try:
+        # Fraction takes no other real numbers than floats; those of NumPy know their ratio.
         exact = Fraction(x) if isinstance(x, Rational) else Fraction(*real.as_integer_ratio())
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be finite, got {x!r}") from None

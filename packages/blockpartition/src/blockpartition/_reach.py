@@ -33,6 +33,7 @@ class ReachableEnds:
         self.ends: list[list[Interval]] = [[(0, 0)]]
         for j, modes in enumerate(problem.slots, 1):
             found = [interval for slot in modes for interval in self._advance(self.ends[-1], slot)]
+            # Each of the other stages needs a layer of its own.
             self.ends.append(_union(found, self._first_hopeful(found, j), problem.n - len(problem.slots) + j))
 
     def _advance(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
@@ -87,6 +88,7 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     # `low` is a bound that may do, `high` one that does: with a time of a block each, so the search ends exactly.
     low, high = -(-problem.work[-1] // problem.speeds[-1]), problem.endless
     while low < high:
+        # First without a limit: if nothing fits then, `beyond` is endless, and the search is over.
         reach = ReachableEnds(problem, (low + high) // 2 if blocks else high)
         if reach.ends[-1] and reach.ends[-1][-1][1] == problem.n:
             blocks = _trace(reach)
@@ -104,6 +106,7 @@ def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
     problem, blocks, end = reach.problem, list[PlacedBlock](), reach.problem.n
     for j, modes in reversed(list(enumerate(problem.slots))):
         target = bisect_left(problem.work, problem.work[end] * problem.speeds[j] // problem.speeds[j + 1])
+        # Any mode that can end here will do for this limit; of several the first, as it is documented.
         for slot in modes:
             first = problem.first_start(slot, end, reach.limit)
             spans = [(max(a, first), min(b, end - 1)) for a, b in reach.ends[j]]

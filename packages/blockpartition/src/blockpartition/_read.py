@@ -73,6 +73,7 @@ def read_problem(
 
     def slot(option: Terms, factor: int) -> ModeSlot:
         needed = need(factor * option.saved + option.transient)
+        # Without a capacity there is room for everything.
         room = needed.prefix[-1] if option.room is None else int(room_unit * option.room)
         return ModeSlot(option.name, time(option.pace), needed, room)
 
