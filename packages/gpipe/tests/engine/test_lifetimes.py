@@ -117,3 +117,15 @@ def test_without_gradients_a_micro_batch_is_gone_before_the_next_but_one(block: 
             pipe(rows(2 * microbatches))
         most.append(max(memory.counts))
     assert most[0] == most[1]
+
+
+@each_way
+def test_an_output_that_is_recomputed_and_not_used_any_more_is_gone_before_the_backward(way: Block):
+    pipe = GPipe(linears(2), [1, 1], devices=["cpu"] * 2, checkpoint="always")
+    with way():
+        output = pipe(rows(grad=True))
+    total, memory = output.sum(), weakref.ref(output.untyped_storage())
+    del output
+    assert memory() is None
+    total.backward()
+    pipe.close()
