@@ -32,6 +32,7 @@ def test_a_loss_that_is_a_module_and_one_that_counts():
             self.weight = nn.Parameter(torch.ones(5))
 
         def forward(self, output, target):
+            assert torch.equal(target["mask"], Y > 1)
             return (output * self.weight).square().sum(), target["mask"].sum()
 
     found = profile(MODEL, X, device="cpu", loss_fn=Head(), target={"mask": Y > 1}, timeout=1e-6)

@@ -1,5 +1,7 @@
 """Profiles at several numbers of rows, and in between."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +34,16 @@ def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, con
         assert (one.saved_bytes, one.flops, one.peak_bytes) == (other.saved_bytes, other.flops, other.peak_bytes)
         assert (one.trainable_bytes, one.frozen_bytes, one.buffer_bytes) == (7, 8, 9)
     assert (found.rows, found.others) == (rows, ())
+
+
+@given(st.lists(st.integers(1, 64), min_size=3, max_size=4, unique=True).map(sorted), st.data())
+def test_the_nearest_two_count(measured, data):
+    """On a curve every other pair gives another figure."""
+    k = data.draw(st.integers(1, len(measured) - 1))
+    rows = data.draw(st.integers(measured[k - 1], measured[k]))
+    *fewer, most = [affine(each, 0, each**2) for each in measured]
+    between = replace([*fewer, most][k], others=([*fewer, most][k - 1],))
+    assert replace(most, others=tuple(fewer)).at(rows).costs("flops") == between.at(rows).costs("flops")
 
 
 def test_one_number_of_rows_knows_no_other():
