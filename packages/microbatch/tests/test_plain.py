@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from microbatch import Batch, Replicate, Split, flatten, gather, scatter, unflatten
+from microbatch import Batch, Replicate, Split, flatten, gather, leaf_paths, scatter, unflatten
 
 from .strategies import UNREGISTERED, Encoding
 
@@ -36,6 +36,7 @@ def test_their_fields_and_items_are_branches(make: Any) -> None:
     value = make(x, (1, None))
     leaves, tree = flatten(value)
     assert leaves == [x, 1, None]
+    assert [eval(path, {"value": value}) for path in leaf_paths(value, "value")] == leaves
     again = unflatten([2, 3, 4], tree)
     assert type(again) is type(value)
     assert again == make(2, (3, 4)) or dict(again) == dict(make(2, (3, 4)))
