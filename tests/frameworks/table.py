@@ -179,7 +179,9 @@ def distance(found: Gradients, expected: Gradients) -> float:
     """The largest difference, as a part of the largest gradient; infinite where one has none and the other has."""
     if any((found[name] is None) != (gradient is None) for name, gradient in expected.items()):
         return float("inf")
-    pairs = [(found[name], gradient) for name, gradient in expected.items() if gradient is not None]
+    pairs = [
+        (found[name], gradient) for name, gradient in expected.items() if gradient is not None and gradient.numel()
+    ]
     largest = max(float(gradient.abs().max()) for _, gradient in pairs)
     return max(float((mine - gradient).abs().max()) for mine, gradient in pairs) / largest
 

@@ -1,99 +1,21 @@
-"""``step(**batch)``, ``evaluate(**batch)`` and ``pipe(**batch)`` give the loss of the plain model, or refuse."""
+"""``step``, ``evaluate`` and ``pipe(**batch)``, alone, in a Trainer and in two processes: the plain model's loss."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
+from gpipe.schedule import SCHEDULES
 
 from .families import ROWS, SIZES, SPECIAL, Family, pictures, text
-from .more_families import CLASSES, EVERY, VISION
-from .table import set_dropout
+from .labelled import BATCHES, BRANCHING, CASES, Batch, batch_of, made
+from .more_families import EVERY, VISION
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-Batch = dict[str, Any]
 TWO_ROWS = slice(0, 2)
-
-
-def words(inputs: Batch, padded: bool) -> Batch:
-    """A label for each token; of a padded batch ever fewer count, and none at all of one row."""
-    found = inputs.get("decoder_input_ids", inputs.get("input_ids")).clone()
-    for k, row in enumerate(found if padded else ()):
-        row[1 + 3 * k % 7 :] = -100
-    if padded:
-        found[2] = -100
-    return {"labels": found % 128 if not padded else found}
-
-
-def classes(inputs: Batch, padded: bool) -> Batch:
-    """A class for each row; some rows of a padded batch do not count."""
-    found = torch.arange(len(next(iter(inputs.values())))) % 5
-    return {"labels": found.where(found != 1, -100) if padded else found}
-
-
-def tags(inputs: Batch, padded: bool) -> Batch:
-    found = words(inputs, padded)["labels"]
-    return {"labels": found.where(found < 0, found % 5)}
-
-
-def targets(inputs: Batch, padded: bool) -> Batch:
-    return {"labels": torch.linspace(-1, 1, len(next(iter(inputs.values())))).double()}
-
-
-def answers(inputs: Batch, padded: bool) -> Batch:
-    """A position beyond the text does not count, here together for begin and end."""
-    rows, length = inputs["input_ids"].shape
-    start = torch.arange(rows) % length
-    end = (start + 2) % length
-    if padded:
-        start[1], end[1] = length, length
-    return {"start_positions": start, "end_positions": end}
-
-
-def bert(task: str, **settings: Any) -> Family:
-    return EVERY["BERT"]._replace(model=f"BertFor{task}", settings={**CLASSES, **settings})
-
-
-Labels = Callable[[Batch, bool], Batch]
-CASES: dict[str, tuple[Family, Labels]] = {
-    **{
-        name: (EVERY[name], words)
-        for name in (
-            *("GPT-2", "Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma 3", "OPT", "Mamba", "Falcon", "BLOOM"),
-            *("GPT-NeoX", "T5", "BART", "Whisper"),
-        )
-    },
-    **{name: (EVERY[name], classes) for name in ("DistilBERT", "RoBERTa", "DeBERTa v2", "ViT", "Swin")},
-    "BERT masked words": (bert("MaskedLM"), words),
-    "BERT tokens": (bert("TokenClassification"), tags),
-    "BERT answers": (bert("QuestionAnswering", num_labels=2), answers),
-    "BERT regression": (bert("SequenceClassification", num_labels=1), targets),
-    "Llama classes": (EVERY["Llama"]._replace(model="LlamaForSequenceClassification"), classes),
-}
-
-
-BRANCHING = ("DeBERTa v2",)
-"""Their loss is a constant where no label counts: a micro-batch without labels is refused."""
-
-
-def batch_of(name: str, rows: int, padded: bool) -> Batch:
-    family, labels = CASES[name]
-    inputs = family.inputs(rows)
-    return {**inputs, **labels(inputs, padded)}
-
-
-def made(family: Family) -> tuple[nn.Module, nn.Module]:
-    settings = {"num_labels": 5} if "LlamaForSequence" in family.model else {}
-    model = family.make(**settings)
-    set_dropout(model, 0.0)
-    return model, copy.deepcopy(model)
 
 
 def piped(model: nn.Module, sample: Batch) -> GPipe:
@@ -119,14 +41,14 @@ def pipe_parameters(pipe: GPipe) -> dict[str, nn.Parameter]:
     return {name: value for name, value in pipe.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_that_of_the_plain_model(name: str, padded: bool) -> None:
+@pytest.mark.parametrize(("name", "kind"), BATCHES)
+def test_it_is_that_of_the_plain_model(name: str, kind: str) -> None:
     family, _ = CASES[name]
     model, plain = made(family)
-    pipe = piped(model, batch_of(name, 2, padded=False))
+    padded = kind == "padded"
+    pipe = piped(model, batch_of(name, 2, "packed" if kind == "packed" else "unpadded"))
     for more in ({}, *({"num_items_in_batch": items} for items in (11, torch.tensor(11)) if padded)):
-        batch: Batch = {**batch_of(name, ROWS + 1, padded), **more}
+        batch: Batch = {**batch_of(name, ROWS + 1, kind), **more}
         plain.zero_grad()
         try:
             expected = plain(**batch).loss
@@ -143,6 +65,25 @@ def test_it_is_that_of_the_plain_model(name: str, padded: bool) -> None:
         whole = pipe(**batch).loss
         whole.backward()
         assert_same(whole, pipe, expected, plain, family)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_gives_it(name: str) -> None:
+    family, _ = CASES[name]
+    model, plain = made(family)
+    batch = batch_of(name, 8, "unpadded" if name in BRANCHING else "padded")
+    expected = plain(**batch).loss
+    expected.backward()
+    layers = flatten(model, batch_of(name, 2, "unpadded"))
+    few = len(layers) // 4
+    for schedule in SCHEDULES:
+        looped = [0, 1, 0, 1] if "inter" in schedule or "looped" in schedule else [0, 1, 2, 3]
+        places = [0, 1, 1, 0] if schedule in ("zbv", "dualpipev") else looped
+        devices = [f"cpu:{place}" for place in places]
+        pipe = GPipe(layers, [few, few, few, len(layers) - 3 * few], devices=devices, chunks=4)
+        pipe.zero_grad()
+        assert_same(pipe.step(**batch, schedule=schedule), pipe, expected, plain, family)
+        pipe.close()
 
 
 def assert_combined(pipe: GPipe, batch: Batch, expected: Tensor, plain: nn.Module, family: Family) -> None:

@@ -159,7 +159,7 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
             replaced[unit] = StandIn(unit, name, calls.modules.get(unit, []))
             if unit in observed:  # a loss of two parts of a model is computed from what the first one returned
                 replaced[unit].register_forward_hook(observed[unit])
-        elif unit in calls.modules and max(own) < last:
+        elif unit in calls.modules and segment < last:
             observed[unit] = partial(saw, name)
     return skeleton(model, replaced, lambda tensor: segment in calls.segments.get(id(tensor), {last}), observed)
 
