@@ -20,7 +20,7 @@ from torch import nn
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank
 from gpipe.distributed._messages import RemoteLink
-from gpipe.distributed._wires import Wires
+from gpipe.distributed._wires import Wire, Wires
 
 from . import accelerator, communicators
 from .faults import Fault, planted
@@ -207,6 +207,54 @@ def _contexts(fault: Fault | None) -> list[set[int]]:
     squares(pipe(rows())).backward()
     pipe.step(rows(), loss_fn=squares)
     return [alone, accelerator.library().contexts()]
+
+
+SENT, RECEIVED = [
+    Fault(
+        name,
+        WIRES,
+        f"        with use_stream(self._stream):\n            {what}",
+        f"        if True:\n            {what}",
+    )
+    for name, what in [
+        ("a wire sends on the stream of its stage", "parts"),
+        ("what comes over a wire is allocated on the stream that reads it", "tensors"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("fault", "waits"), [(None, [False] * 2), (SENT, [True, False]), (RECEIVED, [False, True])])
+def test_a_stage_and_its_wires_go_on_meanwhile(worlds, fault: Fault | None, waits: list[bool]):
+    """A stage does not wait for what it sends to arrive, nor what comes to it for what the stage still computes."""
+    assert worlds(2).run(_waits, fault) == waits
+
+
+def _waits(fault: Fault | None) -> bool:
+    """Of the first transfer of a step: on rank 0, which sends, whether its stage waits; on rank 1, whether it does."""
+    ranks, seen = PLACEMENTS["two ranks"], []
+    rank = ranks.rank(model())
+    rank.step(rows(), loss_fn=squares)
+    accelerator.found()
+    name = ("send", "receive")[dist.get_rank()]
+    with nullcontext() if fault is None else planted(fault):
+        transfer = getattr(Wire, name)
+
+        def watched(wire: Wire, *given: Any) -> Any:
+            computes = torch.accelerator.current_stream()
+            computed = torch.ones(1, device=computes.device)
+            event = computes.record_event()
+            result = transfer(wire, *given)
+            groups = [stream for group in communicators.opened for stream in group.streams.values()]
+            for stream in [computes] if name == "send" else groups:
+                stream.synchronize()
+            seen.append(all(stream.query() for stream in groups) if name == "send" else event.query())
+            del computed
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Wire, name, watched)
+            rank.step(rows(), loss_fn=squares)
+    return seen[0]
 
 
 def test_by_way_of_the_host_if_asked_to(worlds):
