@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..schedule import SPLITTING, Kind, Schedule, checkpoint_stops, named
+from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._named import lanes
 from ..schedule._replay import makespan
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
-from ._costs import Costs, Measured
+from ._costs import Costs, Measured, bounds
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
         modes: of checkpointing.
     """
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
-    split = costs.split(sizes, stages) if schedule in SPLITTING else ()
+    each = enumerate(zip(bounds(sizes), stages, strict=True))
+    split = tuple(j for j, (own, stage) in each if costs.splits(schedule, *own, stage))
     steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.reduction(sizes) + costs.measured.step

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from profiler import LayerProfile, Profile
 
-from ..schedule import SPLIT_SECONDS, Kind
+from ..schedule import SPLIT_SECONDS, SPLITTING, Kind
 from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
 
-SPLITTING = 130e-6
+SPLIT_PYTHON = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
 
 
@@ -175,27 +175,18 @@ class Costs:
             forward=forward + early + engine,
             backward=backward + more + engine,
             recompute=forward + loss + action,
-            backward_input=None if part is None else part + more + engine + SPLITTING / 2,
-            backward_weight=None if part is None else backward - part + engine + SPLITTING / 2,
+            backward_input=None if part is None else part + more + engine + SPLIT_PYTHON / 2,
+            backward_weight=None if part is None else backward - part + engine + SPLIT_PYTHON / 2,
             activation_bytes=self._stage_bytes(first, end, mode).kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
 
-    def split(self, sizes: Sequence[int], stages: Sequence[StageCost]) -> tuple[int, ...]:
-        """The stages whose backward is worth splitting under zero bubble, where autograd can.
-
-        Args:
-            sizes: the layers of each stage.
-            stages: what each costs.
-        """
-        each = enumerate(zip(bounds(sizes), stages, strict=True))
-        return tuple(j for j, (own, stage) in each if self.splits(*own, stage))
-
-    def splits(self, first: int, end: int, stage: StageCost) -> bool:
-        """The same for one stage, which costs what ``stage`` says."""
+    def splits(self, schedule: str, first: int, end: int, stage: StageCost) -> bool:
+        """Whether the backward of a stage, which costs ``stage``, is split: where autograd can, and it pays."""
         return (
-            stage.backward_input is not None
+            schedule in SPLITTING
+            and stage.backward_input is not None
             and stage.seconds(Kind.BACKWARD) >= SPLIT_SECONDS
             and (first > 0 or self.measured.needs_gradient)
             and any(layer.trainable_bytes for layer in self.profile.layers[first:end])

@@ -137,12 +137,7 @@ def plan(
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
     """Measure, search, and try the best candidates."""
-    layouts = zip(request.layouts, measure(request), strict=True)
-    spaces = [
-        Space(measured, layout.chunks, layout.schedules, request.modes, request.memory[: layout.devices])
-        for layout, measured in layouts
-    ]
-    found = _search(request, spaces)
+    found = _search(request, measure(request))
     spread = GUESSED if request.fleet else UNSURE
     notes = [_source(request, found[0].costs.measured)]
     if calibrate:
@@ -248,15 +243,8 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
 
 
 def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
-    return Alternative(
-        other.chunks,
-        other.schedule,
-        other.sizes,
-        other.modes,
-        other.seconds * factor,
-        other.fullest,
-        _reason(best, other),
-    )
+    seconds, reason = other.seconds * factor, _reason(best, other)
+    return Alternative(other.chunks, other.schedule, other.sizes, other.modes, seconds, other.fullest, reason)
 
 
 def _reason(best: Candidate, other: Candidate) -> str:

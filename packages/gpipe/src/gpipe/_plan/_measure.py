@@ -14,6 +14,7 @@ from profiler import Profile, profile
 
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
+from ._candidate import Space
 from ._costs import Measured, SharedParameter
 from ._fleet import INSIDE, Layout, estimated
 from ._request import Request
@@ -25,8 +26,8 @@ ACTION, STEP = 60e-6, 5e-4
 """Seconds that the engine adds to each action and each step on a CPU (``docs/benchmarks/engine.md``)."""
 
 
-def measure(request: Request) -> list[Measured]:
-    """What is known for each layout: measured on devices like those of the plan; for others bytes are counted, seconds
+def measure(request: Request) -> list[Space]:
+    """What to search for each layout: measured on devices like those of the plan; for others bytes are counted, seconds
     estimated.
     """
     found, ties = _profile(request), ties_of(request.layers)
@@ -35,10 +36,12 @@ def measure(request: Request) -> list[Measured]:
     is_cpu = place.type == "cpu"
 
     def link(layout: Layout, before: int, own: int) -> Link:
+        if before == own or is_cpu:
+            return Link()
         return fleet.link(layout.devices, before, own) if fleet else INSIDE
 
-    def of(layout: Layout) -> Measured:
-        return Measured(
+    def of(layout: Layout) -> Space:
+        measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
             rows=layout.rows,
@@ -46,10 +49,7 @@ def measure(request: Request) -> list[Measured]:
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             apart=not is_cpu,
             placement=layout.placement,
-            links=(
-                Link(),
-                *(Link() if a == b or is_cpu else link(layout, a, b) for a, b in pairwise(layout.placement)),
-            ),
+            links=(Link(), *(link(layout, *hop) for hop in pairwise(layout.placement))),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
             crowding=max(1.0, layout.devices / _cores()) if is_cpu else 1.0,
@@ -57,6 +57,7 @@ def measure(request: Request) -> list[Measured]:
             ring=fleet.ring if fleet else float("inf"),
             ties=ties,
         )
+        return Space(measured, layout.chunks, layout.schedules, request.modes, request.memory[: layout.devices])
 
     return [of(layout) for layout in request.layouts]
 

@@ -8,7 +8,7 @@ from heapq import nsmallest
 from itertools import product
 from typing import NamedTuple
 
-from ..schedule import SPLITTING, Kind
+from ..schedule import Kind
 from ..schedule._flags import StageMode, mode_of
 from ..timeline import StageCost
 from ._candidate import Space, stops_of
@@ -95,7 +95,7 @@ class Options:
     def _option(self, j: int, first: int, end: int, mode: StageMode) -> StageOption:
         costs, schedule = self.costs, self.schedule
         cost = costs.stage_cost(first, end, mode)
-        splits = schedule in SPLITTING and costs.splits(first, end, cost)
+        splits = costs.splits(schedule, first, end, cost)
         need = costs.stage_bytes(j, first, end, mode, schedule, splits).total if self.space.rooms[j] is not None else 0
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again

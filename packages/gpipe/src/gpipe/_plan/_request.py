@@ -70,7 +70,18 @@ def read_layouts(
         TypeError, ValueError: there is no device, or one that nothing can run on, one twice, or several types of them,
             or no layout.
     """
-    layouts, places = _layouts(devices, fleet, layers, sample, chunks, schedules)
+    rows = rows_of(sample)
+    # In training, batch norm may refuse a micro-batch of a single row.
+    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
+    if fleet:
+        layouts = layouts_of(fleet, len(layers), rows, chunks, schedules, least)
+        places = [torch.device("meta")] * max((each.devices for each in layouts), default=0)
+    else:
+        places, numbers = _read_places(devices, len(layers)), read_chunks(chunks, rows, least)
+        # Plain CPUs are a worker for each stage: nothing says which stages would share one.
+        plain = torch.device("cpu") in places
+        found = placed(schedules, len(places), 0 if plain else len(layers))
+        layouts = [Layout(1, rows, numbers, *each) for each in found.items()]
     if not layouts:
         raise ValueError(
             f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
@@ -79,16 +90,8 @@ def read_layouts(
     return layouts, places
 
 
-def _layouts(
-    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
-) -> tuple[list[Layout], list[torch.device]]:
-    rows = rows_of(sample)
-    # In training, batch norm may refuse a micro-batch of a single row.
-    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
-    if fleet:
-        layouts = layouts_of(fleet, len(layers), rows, chunks, schedules, least)
-        return layouts, [torch.device("meta")] * max((each.devices for each in layouts), default=0)
-    places = checked_devices(devices, len(layers))
+def _read_places(devices: Any, layers: int) -> list[torch.device]:
+    places = checked_devices(devices, layers)
     types = {place.type for place in places}
     if not places:
         raise ValueError("devices: expected at least one, got none")
@@ -96,13 +99,9 @@ def _layouts(
         raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
     if len(types) > 1:
         raise ValueError(f"devices: expected devices of one type, got {', '.join(sorted(types))}; plan for one of them")
-    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
-    plain = places[0] == torch.device("cpu")
-    if len(set(places)) < len(places) and not plain:
+    if len(set(places)) < len(places) and torch.device("cpu") not in places:
         raise ValueError(f"devices: expected each one once, got {', '.join(map(str, places))}")
-    numbers = read_chunks(chunks, rows, least)
-    found = placed(schedules, len(places), 0 if plain else len(layers))
-    return [Layout(1, rows, numbers, *placed_on) for placed_on in found.items()], places
+    return places
 
 
 def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:
