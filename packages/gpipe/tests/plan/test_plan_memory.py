@@ -177,6 +177,19 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
     assert [need.total - need.optimizer for need in (first, last)] == pytest.approx(real, rel=0.2)
 
 
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def test_what_the_kernel_of_an_lstm_keeps_is_counted():
+    model, x = nn.Sequential(*(Recurrent(32, 32, batch_first=True) for _ in range(4))), torch.randn(64, 16, 32)
+    given = {"chunks": 4, "schedule": "1f1b", "checkpoint": "never", "optimizer": "sgd", "calibrate": False}
+    found = plan(model, x, ["cpu"] * 2, loss_fn=lambda output: output.mean(), **given)
+    real = taken(model, x, found.balance, found.modes, "1f1b", chunks=4, loss_fn=lambda output, _: output.mean())
+    assert [need.total for need in found.predicted.bytes] == pytest.approx(real, rel=0.2)
+
+
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     torch.manual_seed(0)
