@@ -232,7 +232,9 @@ def test_a_stage_and_its_wires_go_on_meanwhile(worlds, fault: Fault | None, wait
 def _waits(fault: Fault | None) -> bool:
     """Of the first transfer of a step: on rank 0, which sends, whether its stage waits; on rank 1, whether it does."""
     ranks, seen = PLACEMENTS["two ranks"], []
+    accelerator.found()
     rank = ranks.rank(model())
+    assert all(stream.query() for group in communicators.opened for stream in group.streams.values()), "wires not open"
     rank.step(rows(), loss_fn=squares)
     accelerator.found()
     name = ("send", "receive")[dist.get_rank()]
