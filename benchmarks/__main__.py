@@ -29,6 +29,7 @@ PARTS = {
     "calls": ("calls.run", "how many calls a cell makes, and where the engine's microseconds go"),
     "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),
     "profiling": ("profiling.run", "how repeatable balances by time are"),
+    "generate": ("generate.run", "tokens per second of `pipe.generate` beside the plain model's; how busy stages are"),
     "workers": ("micro.of_workers", "streams: workers and contexts"),
     "batches": ("micro.of_batches", "microbatch: cutting and joining"),
     "cuda": ("cuda.run", "one GPU, where there is one"),
