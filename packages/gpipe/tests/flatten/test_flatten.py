@@ -319,7 +319,18 @@ def _asked(model: Model, x: Tensor) -> Tensor:
     return model.head(hidden * torch.ones((), dtype=next(model.body.parameters()).dtype))
 
 
-@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _beside, _asked])
+def _tied(model: Model, x: Tensor) -> Tensor:
+    """What a module returns is used between lists, and its weight once more at the end."""
+    first = hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0]
+    hidden = hidden + first
+    for other in model.others:
+        hidden = other(hidden)
+    return torch.cat([model.head(hidden), hidden @ model.embed.weight], -1)
+
+
+@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _beside, _asked, _tied])
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable[..., Any], others: int):
     torch.manual_seed(1)
