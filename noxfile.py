@@ -38,7 +38,7 @@ SHORT = {
     "blockpartition": "solve",
     "microbatch": "scatter",
     "streams": "workers",
-    "profiler": "sizes",
+    "profiler": "profile",
     "gpipe": "models",
 }
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""

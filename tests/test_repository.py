@@ -34,6 +34,12 @@ def project(package: str) -> dict:
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
+@each_package
+def test_the_short_form_of_standalone_runs_a_file_that_is_there(package: str) -> None:
+    found = re.search(r"^SHORT = (\{.*?^\})", (ROOT / "noxfile.py").read_text(), re.MULTILINE | re.DOTALL)
+    assert (ROOT / f"packages/{package}/tests/test_{ast.literal_eval(found[1])[package]}.py").is_file()
+
+
 def public_modules(package: ModuleType) -> list[str]:
     """Submodules that anybody may use: those that say what they offer."""
     names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]

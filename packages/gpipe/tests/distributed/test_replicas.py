@@ -127,7 +127,7 @@ def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("who", range(SIZE))
 def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over(who: int) -> None:
-    """Its own replica waits for ``timeout``, the others up to four times as long."""
+    """Its own replica waits for ``timeout``, the other one up to four times as long."""
     expect_named(SIZE, who, _lose, signal.SIGSTOP, 8.0)
 
 

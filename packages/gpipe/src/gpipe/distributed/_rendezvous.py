@@ -36,8 +36,8 @@ class Rendezvous:
         self.groups = groups
         self.is_root = groups.me == root
         others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
-        # The root may still be waiting for another member, when this one waits for its answer.
-        timeout = (1 if self.is_root else 2) * (groups.timeout + _GRACE)
+        # The root may still be waiting for another member, if there are any, when this one waits for its answer.
+        timeout = (1 if self.is_root or len(groups.members) == 2 else 2) * (groups.timeout + _GRACE)
         self._links = [RemoteLink(groups.peer(k, _TAG, _TAG, timeout)) for k in others]
         self._lost: LostRankError | None = None
 
