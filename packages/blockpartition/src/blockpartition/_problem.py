@@ -126,5 +126,10 @@ def slowest(blocks: list[PlacedBlock]) -> int:
 
 
 def makespan(blocks: list[PlacedBlock], microbatches: int) -> int:
-    """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs."""
+    """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs.
+
+    Args:
+        blocks: the stages in order, with their times for a micro-batch.
+        microbatches: how many go through.
+    """
     return sum(block.time for block in blocks) + (microbatches - 1) * slowest(blocks)

@@ -34,7 +34,7 @@ class ReachableEnds:
         for j, modes in enumerate(problem.slots, 1):
             found = [interval for slot in modes for interval in self._advance(self.ends[-1], slot)]
             # Each of the other stages needs a layer of its own.
-            self.ends.append(_union(found, self._first_hopeful(found, j), problem.n - len(problem.slots) + j))
+            self.ends.append(_union(found, self._first_sufficient(found, j), problem.n - len(problem.slots) + j))
 
     def _advance(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
         """Each end from its nearest start: that makes the smallest block, and the cut before it is not this stage's.
@@ -62,13 +62,13 @@ class ReachableEnds:
                 if self._within(time.of(last, end)):
                     yield end, end
 
-    def _first_hopeful(self, ends: list[Interval], stages: int) -> int:
+    def _first_sufficient(self, ends: list[Interval], stages: int) -> int:
         """The first position from which the stages after so many could do the rest."""
         work, speed = self.problem.work, self.problem.speeds[-1] - self.problem.speeds[stages]
         first = bisect_left(work, work[-1] - self.limit * speed)
-        hopeless = [min(b, first - 1) for a, b in ends if a < first]
-        if hopeless and speed:  # a larger limit may bring back the last of them
-            self._within(-(-(work[-1] - work[max(hopeless)]) // speed))
+        dropped = [min(b, first - 1) for a, b in ends if a < first]
+        if dropped and speed:  # a larger limit may bring back the last of them
+            self._within(-(-(work[-1] - work[max(dropped)]) // speed))
         return first
 
     def _within(self, time: int) -> bool:

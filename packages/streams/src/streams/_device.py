@@ -59,7 +59,11 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise unless ``device`` is a device that this machine has; ``name`` names it in the message.
+    """Raise unless ``device`` is a device that this machine has.
+
+    Args:
+        device: what was passed for one.
+        name: how messages call it.
 
     Raises:
         TypeError: it has no ``type`` and ``index``, or cannot be hashed.
