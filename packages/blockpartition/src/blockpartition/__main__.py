@@ -15,7 +15,6 @@ from ._solve import partition
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read costs and print their partition."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -40,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def number(word: str) -> Number:
-    """An int if it is one, else a float."""
     return int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word)
 
 
@@ -50,7 +48,6 @@ def _as_json(found: Partition, costs: Sequence[Number]) -> str:
 
 
 def _as_text(found: Partition) -> str:
-    """A line for each block, with its layers and its load; and what is known of the largest load."""
     blocks = found.apply(range(sum(found.sizes)))
     layers = [f"{block[0]}" if len(block) == 1 else f"{block[0]}-{block[-1]}" for block in blocks]
     loads = list(map(_short, found.loads))
@@ -61,7 +58,6 @@ def _as_text(found: Partition) -> str:
 
 
 def _short(value: Number) -> str:
-    """Ints as they are, other numbers to six digits."""
     return str(value) if isinstance(value, int) else f"{float(value):.6g}"
 
 

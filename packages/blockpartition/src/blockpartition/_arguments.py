@@ -13,7 +13,6 @@ InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
 
 
 def integer(value: Any, name: str, least: int) -> int:
-    """`value` as an int that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     count = operator.index(value)
@@ -23,12 +22,10 @@ def integer(value: Any, name: str, least: int) -> int:
 
 
 def integers(values: Any, name: str, least: int) -> list[int]:
-    """The values as ints that are at least `least`."""
     return [integer(value, f"{name}[{i}]", least) for i, value in enumerate(listed(values, name))]
 
 
 def choice(value: Any, name: str, options: Iterable[str]) -> str:
-    """One of the known names."""
     known = list(options)
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
@@ -36,7 +33,6 @@ def choice(value: Any, name: str, options: Iterable[str]) -> str:
 
 
 def block_count(value: Any, name: str, layers: int) -> int:
-    """A number of blocks that `layers` layers can fill."""
     count = integer(value, name, 1)
     if layers == 0:
         raise ValueError("there are no layers, and each stage needs at least one")
@@ -46,7 +42,6 @@ def block_count(value: Any, name: str, layers: int) -> int:
 
 
 def stage_list(stages: Any, layers: int) -> list[Stage]:
-    """The stages as given, or that many equal ones."""
     if not isinstance(stages, Iterable):
         return [Stage()] * block_count(stages, "stages", layers)
     found = list(stages)
@@ -58,10 +53,7 @@ def stage_list(stages: Any, layers: int) -> list[Stage]:
 
 
 def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int = 0) -> Grid:
-    """A number for each layer; zeros if none are given.
-
-    after: how many of the last layers may be left out; they get zeros.
-    """
+    """A number for each layer, of which the last ``after`` may be left out; zeros if none are given."""
     given = [0] * layers if values is None else listed(values, name)
     if len(given) == layers - after:
         given = given + [0] * after
@@ -71,7 +63,6 @@ def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int =
 
 
 def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
-    """Cuts, each named by the layer right after it."""
     found = frozenset(integers(cuts, name, 1))
     if wrong := [cut for cut in found if cut >= layers]:
         raise ValueError(f"{name} has the cut {wrong[0]}; cuts of {layers} layers are below {layers}")
@@ -79,7 +70,7 @@ def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
 
 
 def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int | None) -> list[int]:
-    """The number of micro-batches whose activations each stage holds at the same time."""
+    """The number of micro-batches that each stage holds at the same time."""
     if in_flight is None:
         return [1] * stages
     if isinstance(in_flight, str):

@@ -1,9 +1,9 @@
 """Among the partitions with the least bottleneck, an even one: near the quantiles, or with the least sum of squares.
 
 The first is found at once, end by end. For the least sum of squared loads, a price on each block takes the place of the
-number of blocks. The least sum for k blocks is convex in k, since squares are: so there is a price at which k blocks
-are among the best, and it is found by a search. At each price one pass over all positions does (Aggarwal, Schieber and
-Tokuyama 1994). Prices are odd halves, between those at which another number of blocks is as good.
+number of blocks: the least sum for k blocks is convex in k, so there is a price at which k blocks are among the best. A
+search finds it, with one pass over all positions for each price (Aggarwal, Schieber and Tokuyama 1994). Prices are odd
+halves, between those at which another number of blocks is as good.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._search import filled_back
 def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
     """Ends of non-empty blocks up to the bottleneck, each as close to its quantile of the total as the others allow.
 
-    Of two ends that are as near it is the earlier, and of those behind layers of zero the first. O(k log n).
+    Of equally near ends it is the earlier, and of those behind layers of zero the first. O(k log n).
     """
     n, total, lowest = len(prefix) - 1, prefix[-1], filled_back(prefix, bottleneck, blocks)
     ends, end, start = [0], 0, 0
@@ -70,8 +70,7 @@ def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
 def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
     """Of two paths that are the best at a price, one with so many blocks: it begins as the finer, ends as the coarser.
 
-    They are joined in a block of the coarser that holds one of the finer: what the two blocks exchange makes their
-    squares no larger, and neither could be smaller.
+    They are joined in a block of the coarser that holds one of the finer: the exchange makes no square sum larger.
     """
     ahead = blocks - len(coarse) + 1
     x = next(x for x in range(len(coarse) - 1) if fine[x + ahead + 1] <= coarse[x + 1])
@@ -82,8 +81,8 @@ def cheapest(prefix: list[int], bottleneck: int, price: int) -> list[int]:
     """The ends of blocks up to the bottleneck with the least sum of twice the squared loads and a price for each.
 
     With a last block from i to j it is best[i] + 2(pⱼ - pᵢ)² + price: in pⱼ, but for 2pⱼ², a line for each i. Once a
-    later start is the better one it stays so, since its line is steeper, and since a start that is too far away for the
-    bottleneck stays so. The queue holds the starts that are the best from some height on, with that height.
+    later start is better it stays so, since its line is steeper; so does a start that is too far away for the
+    bottleneck. The queue holds the starts that are the best from some height on, with that height.
     """
     values, origin = [0], [0]  # values[i] is best[i] + 2pᵢ²
     starts, since, front = [0], [0], 0

@@ -1,8 +1,7 @@
 """The placement that finishes m micro-batches first: latency + (m - 1) · slowest.
 
-The two terms are in conflict: a faster slowest stage may need a slow stage or an expensive cut elsewhere. The search
-lowers a limit on the slowest stage. Within each limit the least latency is computed; together with a lower bound on the
-slowest stage it is a lower bound on the makespan.
+A faster slowest stage may need a slow stage or an expensive cut elsewhere. The search lowers a limit on the slowest
+stage; within each limit the least latency, with a lower bound on the slowest stage, bounds the makespan from below.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from ._reach import Interval, ReachableEnds
 def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> tuple[list[PlacedBlock], int]:
     """Blocks whose makespan is at most 1 + gap times the least, and a lower bound for all others.
 
-    Args:
-        problem: the problem.
-        best: the blocks with the least bottleneck.
-        gap: how far from the least makespan is good enough.
+    ``best`` are the blocks with the least bottleneck.
     """
     # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
     m = problem.microbatches or 1
@@ -66,8 +62,8 @@ def _extensions(
 ) -> Iterable[tuple[int, PlacedBlock]]:
     """For each end the best block up to there, with the latency.
 
-    The latency splits into a part of the end and a part of the start. So the best start is a minimum over the starts
-    from the first one allowed: candidates are kept in order, each dropped once a later one is as good.
+    The latency splits into a part of the end and one of the start. So the best start is a minimum over the allowed
+    starts: candidates are kept in order, each dropped once a later one is as good.
     """
     time, coming = slot.time, sorted(before, reverse=True)
     starts, costs = list[int](), list[int]()

@@ -40,7 +40,7 @@ class Grid(Scale):
 
 
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
-    """Finite numbers ≥ 0 with their common denominator; TypeError or ValueError names the first invalid one."""
+    """Finite numbers ≥ 0 with their common denominator; an error names the first invalid one."""
     numbers = listed(values, name)
     kinds = set(map(type, numbers))
     if kinds <= {int} and min(numbers, default=0) >= 0:
@@ -56,7 +56,7 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
 
 
 def listed(values: Iterable[Any], name: str) -> list[Any]:
-    """The values as a list (the same object if they are one); TypeError if they have no order or are no collection."""
+    """The values as a list; TypeError if they have no order or are no collection."""
     if isinstance(values, list):
         return values
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
@@ -65,7 +65,7 @@ def listed(values: Iterable[Any], name: str) -> list[Any]:
 
 
 def ratio(x: Any, name: str) -> Fraction:
-    """One finite number ≥ 0, exactly; TypeError or ValueError with this name."""
+    """One finite number ≥ 0, exactly."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
     real: Any = x
@@ -87,5 +87,4 @@ def ceiling(exact: Fraction, rounded: bool) -> Number:
 
 
 def has_floats(numbers: Iterable[Any]) -> bool:
-    """Whether one of them is no int and no Fraction, so that results are floats."""
     return not all(isinstance(x, Rational) for x in numbers)

@@ -33,19 +33,16 @@ def place(
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
     gap: Number = 0,
 ) -> Placement:
-    """Place one non-empty block on each stage, in order, so that the slowest stage is as fast as possible.
-
-    With `objective="makespan"` the last micro-batch is done as early as possible. The result is exact, as for `solve`.
+    """Place one non-empty block on each stage, in order, so that the slowest stage is as fast as possible. Exact.
 
     Args:
         costs: the cost of each layer, in any unit of work: ints, floats or Fractions, finite and not negative.
         stages: a number, or `Stage`s with a speed, a capacity and modes.
-        memory, activations: the memory that each layer needs once, and for each micro-batch that its stage holds. The
-            sum of a stage must not exceed its capacity. If neither is given, capacities limit the costs.
+        memory, activations: the memory that each layer needs once, and for each micro-batch that its stage holds. If
+            neither is given, capacities limit the costs.
         in_flight: the number of micro-batches that each stage holds: a list, "1f1b" (k - j on stage j, but at most
             `microbatches`) or "fill_drain" (all); 1 by default.
-        transfer: the time of a cut after each layer. It is added to the stage before the cut, whose time is load/speed
-            + transfer.
+        transfer: the time of a cut after each layer, added to load/speed of the stage before the cut.
         forbid, pin: cuts that are not allowed, and cuts that are required. A cut is named by the layer right after it.
         objective: "bottleneck" minimises the time of the slowest stage; "makespan" minimises Σ (load/speed + transfer)
             + (microbatches - 1)·slowest, the time until the last micro-batch is done.
@@ -54,7 +51,7 @@ def place(
         microbatches: the number of micro-batches; needed for the makespan and for "fill_drain".
 
     Returns:
-        The blocks with their loads (in the unit of the costs), times (costs / speed) and modes.
+        The blocks with their loads (in the unit of the costs), times and modes.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -66,8 +63,7 @@ def place(
     >>> place([4, 4, 4, 4, 4, 4], 2, pin=[1]).times
     (4, 20)
 
-    With modes, the cuts and the mode of each stage are chosen together: here only the first stage, which holds two
-    micro-batches, has to save memory.
+    With modes, only the first stage, which holds two micro-batches, has to save memory here:
 
     >>> from blockpartition import Mode
     >>> modes = [Mode("keep"), Mode("recompute", time=1.5, saved=0.1, transient=1)]
@@ -93,7 +89,6 @@ def place(
 
 
 def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Placement:
-    """The placement of these blocks."""
     sums, m = list(accumulate(problem.costs.units, initial=0)), problem.microbatches
     ends = [0, *(problem.positions[block.end] for block in blocks)]
     work, speed = problem.work[-1], problem.speeds[-1]
@@ -132,7 +127,7 @@ def _explained(problem: Problem) -> Infeasible:
 
 
 def _least_scale(problem: Problem) -> Fraction | None:
-    """The least factor on all capacities: the same search, with memory as time and room as speed."""
+    """The least factor on all capacities: the same search, with memory as time and capacity as speed."""
     slots = [slot for modes in problem.slots for slot in modes]
     # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
     unit = lcm(*(slot.room for slot in slots if slot.room))

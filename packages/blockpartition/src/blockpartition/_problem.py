@@ -13,7 +13,7 @@ from ._numbers import Grid, Scale
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """The time or the memory of blocks: what their layers add up to, and what is needed at their end.
+    """The time or the memory of blocks.
 
     prefix: for each position the sum of all layers before it.
     upto: the same with what a block needs on top if it ends there.
@@ -23,7 +23,6 @@ class Measure:
     upto: list[int]
 
     def of(self, start: int, end: int) -> int:
-        """What a block needs."""
         return self.upto[end] - self.prefix[start]
 
     def last_end(self, start: int, limit: int) -> int:
@@ -42,7 +41,6 @@ class Measure:
 
     @cached_property
     def alone(self) -> list[int]:
-        """What each layer needs as a block of its own."""
         return list(map(sub, self.upto[1:], self.prefix))
 
     @cached_property
@@ -51,7 +49,6 @@ class Measure:
 
     @cached_property
     def most_leave(self) -> int:
-        """The most that a block needs at its end."""
         return max(end - start for end, start in zip(self.upto, self.prefix, strict=True))
 
 
@@ -83,7 +80,6 @@ class PlacedBlock:
 class Problem:
     """Positions 0 … n are the possible cuts: layers kept together by forbidden cuts are one layer here.
 
-    costs: of the layers, as they were given.
     positions: the layer at which each position lies.
     pins: the positions at which a block has to end, from 0 to n.
     slots: for each stage its modes.
@@ -106,7 +102,6 @@ class Problem:
 
     @property
     def n(self) -> int:
-        """The last position."""
         return len(self.positions) - 1
 
     def first_start(self, slot: ModeSlot, end: int, limit: int) -> int:
@@ -116,20 +111,13 @@ class Problem:
 
     @cached_property
     def endless(self) -> int:
-        """A time that every block stays below."""
         return 1 + max(max(time.upto) for time in {slot.time for modes in self.slots for slot in modes})
 
 
 def slowest(blocks: list[PlacedBlock]) -> int:
-    """The time of the block that takes longest."""
     return max(block.time for block in blocks)
 
 
 def makespan(blocks: list[PlacedBlock], microbatches: int) -> int:
-    """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs.
-
-    Args:
-        blocks: the stages in order, with their times for a micro-batch.
-        microbatches: how many go through.
-    """
+    """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs."""
     return sum(block.time for block in blocks) + (microbatches - 1) * slowest(blocks)

@@ -1,7 +1,7 @@
 """Which ends the first blocks can reach within a limit: a few intervals for each number of stages.
 
-Greedy would keep only the furthest end. That is wrong here: a block must not be empty, and a layer that one stage
-cannot hold may have to wait for the next.
+The furthest end alone is not enough: a block must not be empty, and a layer that one stage cannot hold may have to wait
+for the next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ Interval = tuple[int, int]
 class ReachableEnds:
     """The ends that blocks can reach if none takes longer than the limit.
 
-    Ends from which the other stages could not do the rest within the limit are left out, even if layers could be
-    divided: where cuts are expensive, ends fall into thousands of intervals, and few of them matter.
+    Ends from which the other stages could not do the rest are left out, even if layers could be divided: where cuts are
+    expensive, ends fall into thousands of intervals.
 
-    problem, limit: what was asked.
     ends: for each number of stages, intervals of positions.
     beyond: no limit below this one reaches more.
     """
@@ -37,7 +36,7 @@ class ReachableEnds:
             self.ends.append(_union(found, self._first_sufficient(found, j), problem.n - len(problem.slots) + j))
 
     def _advance(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
-        """Each end from its nearest start: that makes the smallest block, and the cut before it is not this stage's.
+        """Each end from its nearest start, which makes the smallest block.
 
         Within an interval of starts, that is a block of one layer; behind it, the start is its last.
         """
@@ -72,7 +71,7 @@ class ReachableEnds:
         return first
 
     def _within(self, time: int) -> bool:
-        """Whether the time is within the limit; if not, a limit that is as large may reach more."""
+        """Whether the time is within the limit; if not, a limit that large may reach more."""
         if self.limit < time < self.beyond:
             self.beyond = time
         return time <= self.limit
@@ -81,8 +80,8 @@ class ReachableEnds:
 def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     """Blocks of which the slowest takes the least time; None if nothing fits.
 
-    Exact, as the search without stages: a success lowers the upper end to the time of a block, a failure raises the
-    lower end to the least time that may reach more.
+    A success lowers the upper end of the search to the time of a block, a failure raises the lower end to the least
+    time that may reach more.
     """
     blocks: list[PlacedBlock] | None = None
     # `low` is a bound that may do, `high` one that does: with a time of a block each, so the search ends exactly.
@@ -101,7 +100,7 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
 def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
     """Blocks that end at the last layer, found from the end backwards.
 
-    Of the reachable starts of a block the closest to where the speeds would put the cut is taken.
+    Of the reachable starts of a block it takes the closest to where the speeds would put the cut.
     """
     problem, blocks, end = reach.problem, list[PlacedBlock](), reach.problem.n
     for j, modes in reversed(list(enumerate(problem.slots))):

@@ -30,7 +30,7 @@ def read_problem(
     microbatches: int | None = None,
     objective: str = "bottleneck",
 ) -> Problem:
-    """The problem that the arguments of `place` describe; TypeError or ValueError names what is wrong with them."""
+    """The problem that the arguments of `place` describe, checked."""
     work = read(costs)
     n = len(work.units)
     devices = stage_list(stages, n)
@@ -98,7 +98,7 @@ def read_problem(
 
 
 class Terms(NamedTuple):
-    """What a stage is like in one of its modes: the time of a unit of costs, and the factors on activations."""
+    """A stage in one of its modes: the time of a unit of costs, and the factors on activations."""
 
     name: str | None
     pace: Fraction
@@ -108,7 +108,7 @@ class Terms(NamedTuple):
 
 
 def _terms(stage: Stage, name: str) -> list[Terms]:
-    """The modes of a stage, at least one; TypeError or ValueError names what is wrong with them."""
+    """The modes of a stage, at least one, checked."""
     speed = _positive(stage.speed, f"speed of {name}")
     room = None if stage.capacity is None else ratio(stage.capacity, f"capacity of {name}")
     found = []

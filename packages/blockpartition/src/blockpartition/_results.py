@@ -18,7 +18,7 @@ class Partition:
     """Contiguous, non-empty blocks in order, with their loads and a proof that the bottleneck is minimal.
 
     sizes: the number of layers of each block.
-    loads: the sum of the costs of each block, in the unit of the costs.
+    loads: the sum of the costs of each block.
     bottleneck: the largest load.
     lower_bound: max(Σ/k, heaviest layer); no partition has a smaller bottleneck.
     imbalance: the bottleneck divided by the mean load, bottleneck·k/Σ; 1.0 if Σ is zero.

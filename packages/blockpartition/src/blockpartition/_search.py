@@ -16,7 +16,7 @@ def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
     """The smallest bound under which `blocks` blocks hold everything.
 
     Both ends of the search are sums that occur: a success lowers the upper end to the largest block it made, a failure
-    raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum, exactly.
+    raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum.
     """
     total = prefix[-1]
     low, high = max(-(-total // blocks), heaviest), min(total, total // blocks + heaviest)
@@ -39,9 +39,8 @@ def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
 def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
 
-    Returns:
-        The heights, of which the last is the total only if the blocks hold everything; there may be more than blocks.
-        And the least sum above the bound: with any bound below it the blocks would be the same.
+    The last height is the total only if the blocks hold everything. Also the least sum above the bound: with any bound
+    below it the blocks would be the same.
     """
     fill = _by_looks if len(prefix) <= _SHORT * blocks else _by_bisection
     return fill(prefix, bound, blocks)

@@ -21,8 +21,8 @@ _TIE_BREAKS = {"quantile": near_even, "exact": most_even}
 def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     """Contiguous, non-empty blocks in order whose largest sum is minimal.
 
-    The result is exact for ints, floats and Fractions, and deterministic. It takes O(n) to read the costs, and then
-    about k log n for each step of a bisection.
+    The result is exact and deterministic. It takes O(n) to read the costs, and about k log n for each step of a
+    bisection.
 
     Args:
         sequence: the costs: ints, floats or Fractions, finite and not negative.
@@ -46,21 +46,17 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
     """The blocks of `solve`, with their loads, bounds and proof.
 
-    Of all partitions with the least bottleneck, `even="quantile"` quickly finds one with nearly even loads.
-    `even="exact"` finds the one with the least sum of squared loads, in some twenty passes over the layers.
-
     Args:
-        costs: the cost of each layer, in any unit: ints, floats or Fractions, finite and not negative.
-        partitions: the number of blocks, from 1 to the number of costs.
-        even: how to choose among the optimal partitions.
+        costs, partitions: as for `solve`.
+        even: how to choose among the optimal partitions: "quantile" quickly finds one with nearly even loads, "exact"
+            the one with the least sum of squared loads, in some twenty passes over the layers.
 
     Returns:
         The sizes and loads of the blocks (in the unit of the costs), and a proof that `verify` checks.
 
     Raises:
-        TypeError: a cost is not a number, or `partitions` is not an int.
-        ValueError: a cost is negative or not finite, there are no costs, or fewer than `partitions`, or `even` is
-            unknown.
+        TypeError: as for `solve`.
+        ValueError: as for `solve`; or `even` is unknown.
 
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)

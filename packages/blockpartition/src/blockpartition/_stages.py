@@ -16,13 +16,10 @@ class Mode:
 
         Σ memory + (f · `saved` + `transient`) · Σ activations
 
-    with the sums over its layers.
-
     name: the name of the mode in `Placement.modes`.
     time: a factor on the costs.
     saved: what a stage keeps of each micro-batch, a factor on the activations.
-    transient: what is needed once in addition, such as by the recomputation of one micro-batch: a factor on the
-        activations.
+    transient: what is needed once in addition, such as by a recomputation: a factor on the activations.
 
     >>> Mode("recompute", time=4/3, saved=0.1, transient=1).name
     'recompute'

@@ -32,8 +32,7 @@ def verify(
     """Check that a partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
 
     The solver is not used. A partition of equal blocks is proven by its witness, in O(k) after the prefix sums; for a
-    placement all that faster blocks can reach is computed anew in the plainest way, in O(k n²) at most. Every other
-    field is computed from the costs and compared.
+    placement all that faster blocks can reach is computed anew in the plainest way, in O(k n²) at most.
 
     Args:
         partition: a result of `partition` or `place`.
@@ -114,7 +113,6 @@ def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[Pl
 
 
 def _check_makespan(problem: Problem, m: int, value: Fraction) -> None:
-    """ValueError if blocks exist that finish before `value`."""
     limit = problem.endless
     while (least := _least_latency(problem, limit - 1)) is not None:
         if least + (m - 1) * (limit - 1) < value:  # the blocks with the least latency do
@@ -148,7 +146,7 @@ def _ends(sizes: list[int], layers: int) -> list[int]:
 
 
 def _check_fields(result: Partition, expected: Partition) -> None:
-    """ValueError unless each field has the value that it should have. Tuples may have become lists, as in JSON."""
+    """ValueError unless each field has the right value. Tuples may have become lists, as in JSON."""
     for field in fields(expected):
         said, value = getattr(result, field.name), getattr(expected, field.name)
         if (tuple(said) if isinstance(said, list) else said) != value:

@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and end the program: 0 if all is well, 1 on findings, 2 if it was called wrongly."""
     try:
         from ._command import run
     except ModuleNotFoundError as error:

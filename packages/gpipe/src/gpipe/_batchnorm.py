@@ -20,14 +20,12 @@ class DeferredBatchNorm(_BatchNorm):
     """Normalises each micro-batch by its own statistics, and updates the running statistics once per mini-batch.
 
     After the last forward of a mini-batch, ``running_mean`` and ``running_var`` are those of the plain layer on the
-    whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A layer that is called k
-    times in a forward is updated k times. A recomputation updates nothing.
-
-    In a pipe the mini-batch ends with the last forward of the stage, even if that does not call the layer. Elsewhere it
-    ends with every ``chunks``-th forward.
+    whole mini-batch; ``num_batches_tracked`` counts mini-batches. A layer that is called k times in a forward is
+    updated k times. A recomputation updates nothing.
 
     Args:
-        chunks: the number of micro-batches of a mini-batch, for use outside of pipes.
+        chunks: the number of micro-batches of a mini-batch, for use outside of pipes: it ends with every ``chunks``-th
+            forward. In a pipe it ends with the last forward of the stage.
         others: as for ``torch.nn.BatchNorm2d``.
     """
 
@@ -69,10 +67,10 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
-        """Replace every batch norm in ``module`` that tracks statistics by a deferred one.
+        """Replace every batch norm in ``module`` that tracks statistics by a deferred one, with the same parameters and
+        statistics.
 
-        Parameters, running statistics and ``training`` are kept. ``SyncBatchNorm``, lazy layers, and layers that track
-        no statistics are not replaced.
+        ``SyncBatchNorm``, lazy layers, and layers that track no statistics are not replaced.
 
         Args:
             module: changed in place, unless it is a batch norm itself.
@@ -82,8 +80,7 @@ class DeferredBatchNorm(_BatchNorm):
             ``module``, or the deferred batch norm that replaces it.
 
         Raises:
-            ValueError: a batch norm has hooks, parametrizations or a forward of its own, which would be lost. Then
-                nothing is replaced.
+            ValueError: a batch norm has hooks, parametrizations or a forward of its own. Then nothing is replaced.
         """
         for each in module.modules():
             if _is_replaced(each):

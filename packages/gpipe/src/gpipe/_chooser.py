@@ -24,13 +24,7 @@ Measured = defaultdict[tuple[int, Kind], list[float]]
 
 
 class Size(NamedTuple):
-    """What a choice of the schedule depends on.
-
-    Attributes:
-        microbatches: how many there are.
-        placement: the worker of each stage.
-        checkpoint_stops: of each stage; micro-batches below it are checkpointed.
-    """
+    """What a choice of the schedule depends on: micro-batches, the worker of each stage, and checkpoint stops."""
 
     microbatches: int
     placement: tuple[int, ...]
@@ -41,10 +35,7 @@ class Chooser:
     """Decides under which schedules the steps of a pipe run. For one thread at a time.
 
     ``"auto"`` leaves the schedule to :func:`gpipe.schedule.choose`, and those of :data:`gpipe.schedule.SPLITTING` leave
-    which stages they split. Everything else is what it says, and is not measured.
-
-    Attributes:
-        last: the choice for the last step; None before the first.
+    which stages they split. Nothing else is measured. ``last`` is the choice for the last step, or None.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -61,17 +52,7 @@ class Chooser:
     def plan(
         self, schedule: Schedule | str, batches: Sequence[Batch], size: Size
     ) -> tuple[Schedule | Choice, Recorder | None]:
-        """What a step runs under that is asked for under ``schedule``, and what records it if it is to be measured.
-
-        Args:
-            schedule: a schedule, or the name of one.
-            batches: the micro-batches of the step.
-            size: what a schedule is built for.
-
-        Raises:
-            TypeError: it is neither a name nor a schedule.
-            ValueError: there is none of this name.
-        """
+        """The choice for a step that is asked for under ``schedule``, and what records it if it is to be measured."""
         expect_schedule(schedule, (*SCHEDULES, "auto"))
         self._planned = None
         if isinstance(schedule, Schedule):
@@ -82,7 +63,7 @@ class Chooser:
         return self.last, self._planned and self._planned[0]
 
     def learn(self) -> None:
-        """The planned step has run. Its times are read before the next one: a GPU may not be through."""
+        """The planned step has run. Its times are read before the next one, as a GPU may not be done yet."""
         self._unread = self._unread if self._planned is None else self._planned
 
     def _decided(self, name: str, batches: Sequence[Batch], size: Size) -> Choice:
@@ -112,7 +93,6 @@ class Chooser:
         return choice
 
     def _read(self) -> None:
-        """Learn what the last recorded step took."""
         if self._unread is None:
             return
         from statistics import median  # imported late: it takes a tenth of the time of this package
@@ -129,6 +109,5 @@ class Chooser:
 
 
 def choice_of(schedule: Schedule) -> Choice:
-    """What callers are told of a schedule of their own."""
     split = (j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
     return Choice("own", tuple(split))

@@ -1,7 +1,4 @@
-"""All state of the calling thread in a run.
-
-Layers, batch norm, skips and operations that draw random numbers read here which cell they work for.
-"""
+"""All state of the calling thread in a run: which cell it works for."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ class Current(threading.local):
 
     Attributes:
         step: the step that the thread does or is about to do; None outside of runs.
-        microbatch: the index of the micro-batch of that step; None outside of runs, and in the loss.
-        statistics: the statistics of batch norm for the mini-batch so far. None in a recomputation or a backward, where
-            a layer may run again, and must not count its input twice.
+        microbatch: the micro-batch of that step; None in the loss.
+        statistics: those of batch norm for the mini-batch so far; None in a recomputation or a backward, where a layer
+            must not count its input twice.
         checkpointing: whether this is a forward whose graph will be rebuilt later.
-        recomputing: whether this is a recomputation.
-        rng: the ``CellRNG`` of the cell, whose partition sets ``at``, the number of the layer that computes now; None
-            outside of forwards.
-        blocks: the engine's ``Block`` for each run of layers of the partition of ``rng`` that are computed again.
+        rng: the ``CellRNG`` of the cell; None outside of forwards.
+        blocks: the engine's ``Block`` for each run of layers that are computed again.
         graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
         skips: the store for stash and pop; outside of pipes one for plain modules.
         observed: what an observer has recorded of the action so far.
         serves: the engine's ``Section`` of each pipe whose run waits for this thread.
         holds: the critical sections that this thread is inside of, the outermost first.
-        cores: the cores of which this thread is bound to a share; empty if it is not bound.
+        cores: the cores to which this thread is bound; empty if it is not bound.
     """
 
     step: Step | None = None
@@ -68,7 +63,6 @@ current = Current()
 
 @contextmanager
 def setting(**values: Any) -> Iterator[None]:
-    """A context in which attributes of :data:`current` have these values."""
     before = {name: getattr(current, name) for name in values}
     current.__dict__.update(values)
     try:

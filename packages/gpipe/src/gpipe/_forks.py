@@ -1,7 +1,7 @@
 """Locks that no other thread holds while the process is forked.
 
-A lock that is held during a fork stays held in the child, where no thread can release it, and the data that it protects
-may be inconsistent. So a fork first acquires these locks itself. Hold them for short work only.
+In the child no thread could release a lock that was held then. So a fork first acquires these locks itself. Hold them
+for short work only.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:
-    """The modules in ``module`` that ``fully_shard`` was called for. Does not import FSDP if nothing is sharded."""
+    """The modules in ``module`` that ``fully_shard`` was called for; FSDP is not imported if nothing is sharded."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not _is_used(kind):
         return []

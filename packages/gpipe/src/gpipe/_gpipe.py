@@ -51,39 +51,35 @@ from .values._sharing import gathered
 class GPipe(Stepping):
     """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
 
-    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which pass
-    through them. Outputs and gradients equal those of the model on the whole mini-batch, except for layers that look
-    at the batch as a whole, such as batch norm.
+    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches. Outputs and
+    gradients equal those of the model on the whole mini-batch, except for layers that look at the batch as a whole,
+    such as batch norm.
 
     Args:
         module: the model: an ``nn.Sequential`` or, with a ``sample``, any model that :func:`flatten` takes. Its layers
-            are moved to the devices, not copied. Parameters that partitions share are on the device of the first one;
-            the others compute with copies, and gradients are added once per run.
-        balance: the number of layers of each partition, as :mod:`gpipe.balance` finds it. It is optional with a
-            ``sample``: then the layers are measured for a second and balanced over the ``devices``; those of a model
-            on ``meta`` are balanced by their parameters.
+            are moved to the devices, not copied. Parameters that partitions share are on the device of the first one.
+        balance: the number of layers of each partition, as :mod:`gpipe.balance` finds it. With a ``sample`` it is
+            optional: then the layers are measured for a second and balanced over the ``devices``; on ``meta``, by their
+            parameters.
         sample: an input of the model, with as many rows as a micro-batch; see :func:`flatten`.
         devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
             the CPU for each partition if there are none.
         chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
-            partition. A partition may have a list of flags instead, one for each of its layers, as in
-            ``["never", [True, True, False]]``: then consecutive checkpointed layers keep only their input, and
-            are computed again, together, just before their backward. Nothing is checkpointed in evaluation.
-        deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the statistics
-            of the whole mini-batch (:class:`DeferredBatchNorm`).
+            partition, or with flags for its layers, as in ``["never", [True, True, False]]``: then consecutive
+            checkpointed layers are computed again, together, just before their backward. Nothing is checkpointed in
+            evaluation.
+        deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch
+            (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, if its rows are not on dimension 0: :class:`microbatch.Split`,
-            :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. ``Replicate(mask)`` around
-            an argument has the same effect for one call.
-        out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value
-            for each micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or
-            :class:`microbatch.Sum`.
-        init: for a model that was built under ``torch.device("meta")``: the source of its data, which is loaded
-            layer by layer onto each partition's own device. ``"reset"`` calls the modules' own
-            ``reset_parameters()``; a function is called with each module, as by ``nn.Module.apply``; a state dict has
-            the model's names, and may load values lazily; a path is a file of ``torch.save``, a ``.safetensors``
-            file or a folder of Hugging Face.
+            :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input.
+        out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value for each
+            micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or :class:`microbatch.Sum`.
+        init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own
+            device. ``"reset"`` calls the modules' own ``reset_parameters()``; a function is called with each module, as
+            by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
+            ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face.
         blocks, pick: with a ``sample``: which lists of layers the model is cut at, and what the pipe returns of its
             output; see :func:`flatten`.
 
@@ -91,16 +87,16 @@ class GPipe(Stepping):
         balance: the number of layers of each partition, a list of int.
         devices: the device of each partition, a list of ``torch.device``.
         chunks: the number of micro-batches of a mini-batch, an int.
-        checkpoint: str, or a list with one for each partition, or its flags, as it was given.
+        checkpoint: as it was given.
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order; an argument
             has a wrong type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` has an invalid value, a layer occurs twice, partitions share
-            modules that cannot be copied, or a device is missing or cannot hold its partition; ``init`` does not fit
-            the model, or does not set all of its tensors.
+        ValueError: ``chunks`` or ``checkpoint`` is invalid, a layer occurs twice, partitions share modules that cannot
+            be copied, a device is missing or cannot hold its partition, or ``init`` does not fit the model, or does not
+            set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
     On any error no layer has moved; values that ``init`` has given to tensors with data remain.
@@ -171,9 +167,7 @@ class GPipe(Stepping):
 
     @property
     def checkpoint(self) -> Choices:
-        """Which micro-batches are checkpointed: a mode, or a list with one for each partition, or with a flag for each
-        of its layers. May be set; later runs use the new value.
-        """
+        """Which micro-batches are checkpointed, as the argument says. May be set; later runs use the new value."""
         return copy.deepcopy(self._checkpoint)
 
     @checkpoint.setter
@@ -185,7 +179,7 @@ class GPipe(Stepping):
     @property
     def last_schedule(self) -> Choice | None:
         """The schedule of the last :meth:`step`: its name, the stages whose backward was split, and the seconds that
-        ``"auto"`` expected of each schedule that it compared. None before the first step.
+        ``"auto"`` expected of each schedule. None before the first step.
         """
         return self._chooser.last
 
@@ -193,8 +187,8 @@ class GPipe(Stepping):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the wrapped module in a pipeline.
 
-        A flattened model that computes its own loss returns its whole output: the loss of all rows, in which padding
-        does not count, on the device of the inputs, and the outputs of the modules next to the loss.
+        A flattened model that computes its own loss returns its whole output, with the loss of all rows, on the device
+        of the inputs.
 
         Args:
             args, kwargs: the arguments of the first layer: tensors, or trees of tensors, whose rows can be cut into
@@ -246,7 +240,6 @@ class GPipe(Stepping):
         raise TypeError(f"layer {index} of a pipe cannot be replaced{_NEW_PIPE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module, except for layers and for attributes that describe the partitions."""
         if name in self.__dict__.get("_modules", {}):
             raise TypeError(f"layer {name!r} of a pipe cannot be replaced{_NEW_PIPE}")
         if name in ("balance", "devices", "partitions"):
@@ -254,7 +247,7 @@ class GPipe(Stepping):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """As for any module. What a pipe does not have, such as ``config``, the model that was flattened answers."""
+        """What a pipe does not have, such as ``config``, the model that was flattened answers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -311,7 +304,6 @@ class GPipe(Stepping):
         return f"balance={self._balance}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
     def __repr__(self) -> str:
-        """The tree of partitions, each with its device."""
         blocks = (
             f"  ({j}) on {device}: {_indented(repr(partition))}"
             for j, (device, partition) in enumerate(zip(self._devices, self._partitions, strict=True))
@@ -320,7 +312,7 @@ class GPipe(Stepping):
 
     @property
     def hf_device_map(self) -> dict[str, str]:
-        """The device of each layer and parameter. accelerate and transformers do not move a model that has this."""
+        """The device of each layer and parameter, so that accelerate and transformers do not move the model."""
         held = zip(self._partitions, self._devices, strict=True)
         layers = {name: device for partition, device in held for name in partition._modules if name in self._modules}
         return device_map(layers, self.named_parameters())
@@ -329,7 +321,7 @@ class GPipe(Stepping):
         raise replicating_denied()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the threads and streams, which belong to this process and are made anew."""
+        """All but the threads and streams, which belong to this process."""
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -355,7 +347,6 @@ class GPipe(Stepping):
             self._chooser.learn()
 
     def _prepare(self) -> None:
-        """Make what a pipe needs in this process."""
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self._lay_out(self._checkpoint)
@@ -375,10 +366,7 @@ class GPipe(Stepping):
         super()._follow_model(inputs)
 
     def _lay_out(self, checkpoint: Choices) -> None:
-        """Set what is checkpointed, and make the stages of the engine anew, without what runs have shown.
-
-        On any error nothing has changed.
-        """
+        """Set what is checkpointed, and make the stages of the engine anew. On any error nothing has changed."""
         stages, layout = laid_out(self._partitions, self._devices, checkpoint)
         pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
         laid_out_layers = [list(partition._modules.values()) for partition in self._partitions]

@@ -6,7 +6,6 @@ from torch import nn
 
 
 def hook_kinds(module: nn.Module) -> list[str]:
-    """The kinds of hooks that ``module`` has, such as ``"forward pre hooks"``."""
     own = vars(module)
     return [name.strip("_").replace("_", " ") for name in own if name.endswith("_hooks") and own[name]]
 

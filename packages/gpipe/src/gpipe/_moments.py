@@ -24,7 +24,7 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance, of shape (C,)."""
+        """The unbiased variance."""
         return self._deviation / max(self._count - 1, 1)
 
     def add(self, input: Tensor) -> None:  # noqa: A002
@@ -58,7 +58,6 @@ has k moments, and is updated k times, as in the plain model.
 
 
 def see(statistics: MiniBatchStatistics, layer: Tracks, microbatch: int, input: Tensor) -> None:  # noqa: A002
-    """Add the statistics of ``input``, of shape (N, C, ...), which ``layer`` normalises."""
     calls = statistics.setdefault(layer, [])
     moments = next((each for each in calls if microbatch not in each.microbatches), None)
     if moments is None:
@@ -69,7 +68,7 @@ def see(statistics: MiniBatchStatistics, layer: Tracks, microbatch: int, input: 
 
 
 def commit(statistics: MiniBatchStatistics) -> None:
-    """After the last forward of a mini-batch: update the running statistics of every layer that was called."""
+    """After the last forward of a mini-batch: update the running statistics."""
     with torch.no_grad():
         for layer, calls in statistics.items():
             for moments in calls:

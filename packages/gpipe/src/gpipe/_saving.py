@@ -8,14 +8,8 @@ from pathlib import Path
 
 
 def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
-    """Write the format that belongs to the ending of ``path``.
-
-    Args:
-        path: the file; an existing one is replaced.
-        forms: for each ending a function that returns the text, which is written as UTF-8.
-
-    Raises:
-        ValueError: ``path`` has another ending; nothing is written.
+    """Write the format that belongs to the ending of ``path``; ValueError if ``forms`` has none. An existing file is
+    replaced.
     """
     file = Path(fspath(path))
     if file.suffix not in forms:

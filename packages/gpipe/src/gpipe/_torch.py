@@ -1,7 +1,7 @@
 """The private names of torch that gpipe calls, each with its reason and with what happens without it.
 
-Tried with torch 2.13 (``tests/test_torch.py`` fails where torch changes one of them), and used by versions from 2.11
-on. Attributes of tensors and modules, such as ``_version`` and ``_modules``, are used where they are needed.
+``tests/test_torch.py`` fails where torch changes one of them. Attributes of tensors and modules, such as ``_version``
+and ``_modules``, are used where they are needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ set_intercepting: Callable[[bool], None] = partial(torch._C._dispatch_tls_set_di
 
 
 def is_intercepted_by_others() -> bool:
-    """Whether kernels are registered at the key."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(INTERCEPTING)
     return bool(registered) or torch._C._dispatch_has_backend_fallback(_KEY)
 
@@ -83,18 +82,15 @@ def is_faked() -> bool:
 
 
 def transform() -> str | None:
-    """The innermost transform of ``torch.func`` that this thread is in."""
     level = torch._C._functorch.peek_interpreter_stack()
     return None if level is None else f"torch.func.{level.key().name.lower()}"
 
 
 def is_forward_mode() -> bool:
-    """Whether a dual level of forward-mode AD is open."""
     return forward_ad._current_level >= 0
 
 
 def tracer() -> str | None:
-    """What traces the operations of this thread."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     if torch.compiler.is_exporting():
@@ -110,10 +106,7 @@ def watches_operations() -> bool:
 
 
 def not_compiled(function: Function, reason: str) -> Function:
-    """``function``, which ``torch.compile`` does not trace, for that reason.
-
-    As ``torch.compiler.disable``, which would import the compiler, and take seconds.
-    """
+    """``function``, which ``torch.compile`` does not trace; ``torch.compiler.disable`` would take seconds to import."""
     assert isinstance(function, FunctionType)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -29,11 +29,10 @@ class Pipeline:
         batches: the micro-batches, on the first device. :meth:`run` replaces them by the outputs.
         partitions: the stages, each on its own device.
         devices: the device of each partition; the CPU if not given.
-        copy_streams: ``copy_streams[j][0]`` is the stream for all copies to and from the device of partition j; if not
-            given, new streams, one for each direction.
+        copy_streams: ``copy_streams[j][0]`` is the stream for all copies to and from the device of partition j; by
+            default new streams, one for each direction.
         skip_layout: the skips between partitions; found by :func:`gpipe.skip.inspect_skip_layout` if not given.
-        checkpoint_stop: the number below which micro-batches are checkpointed (recomputed before their backward), or a
-            list with one for each partition.
+        checkpoint_stop: the number below which micro-batches are checkpointed, or a list with one for each partition.
 
     Raises:
         ValueError: the number of devices, or of copy streams, is not that of partitions.
@@ -75,8 +74,7 @@ class Pipeline:
 
         Raises:
             Exception: any error of a layer, with a note that names the place; of several, the earliest in the schedule.
-            Then
-            ``batches`` are unchanged.
+                Then ``batches`` are unchanged.
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
         self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]

@@ -16,11 +16,10 @@ class Batch:
     """A mini-batch or a micro-batch: a tensor (*atomic*), a tuple of tensors, or a tree of them.
 
     `.value` is the value as it was passed. Iteration, `len`, indexing and `.tensors` are over the tensors in it, in
-    tree order; leaves that are not tensors are in `.value` only. Nothing is copied or checked.
+    tree order. Nothing is copied or checked.
 
-    `.rows` is the number of rows that `scatter` put into this micro-batch: one number for each different number of rows
-    among the tensors that it cut, so usually one. `call` passes it on, and `gather` checks outputs with it. It is empty
-    if it is unknown.
+    `.rows` is the number of rows that `scatter` put into this micro-batch, by which `gather` checks outputs: one number
+    for each different number of rows among the tensors that it cut, so usually one; empty if unknown.
 
     >>> import torch
     >>> Batch(torch.ones(2)).tensor

@@ -13,11 +13,7 @@ Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 
 
 def counted(chunks: Any) -> int:
-    """`chunks` as an int.
-
-    Raises:
-        TypeError, ValueError: `chunks` is not an integer of at least 1.
-    """
+    """`chunks` as an int; TypeError or ValueError unless it is an integer of at least 1."""
     try:
         number = operator.index(chunks)
     except TypeError:
@@ -37,7 +33,6 @@ def dealt(rows: int, chunks: int) -> Sizes:
 
 
 def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
-    """Copies of the parts, through which gradients flow back."""
     if len(sizes) == 1:
         return (tensor,)
     # A copy each, and so a version counter each.

@@ -15,19 +15,17 @@ from ._tree import flatten, is_tensors, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
-    """Join the values of `batches`, as the inverse of `scatter`: rows are concatenated. Gradients flow back into each
-    batch.
+    """Join the values of `batches`, as the inverse of `scatter`: rows are concatenated, and gradients flow back.
 
     A tensor without a rule in the spec must have as many entries on dimension 0 as its micro-batch has rows, or k times
-    as many, if `Batch.rows` is known. Otherwise it does not have a row for each sample, and needs a rule in the spec.
-    (A size that equals the number of rows by chance is not noticed.)
+    as many, if `Batch.rows` is known. (A size that equals the number of rows by chance is not noticed.)
 
     Args:
         batches: the micro-batches, in order. A single one is returned as it is, not copied.
-        spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
-            along `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves
-            must be equal, and the first is returned; comparing tensors waits for their device, unless they are one
-            object. None must be None everywhere.
+        spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated along
+            `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves must be
+            equal, and the first is returned; comparing tensors waits for their device, unless they are one object. None
+            must be None everywhere.
 
     Returns:
         A value of the structure of the batches' values.
@@ -35,8 +33,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     Raises:
         TypeError: an entry is not a Batch; a leaf is neither a tensor nor None and is not replicated.
         ValueError: there are no micro-batches; they differ in structure, dtype, device, or shape beyond the rows; a
-            tensor does not follow the rows, or has no dimensions, such as a loss. The message names the path, as in
-            `output['logits']`.
+            tensor does not follow the rows, or has no dimensions. The message names the path, as in `output['logits']`.
 
     >>> import torch
     >>> gather([Batch(torch.tensor([0, 1])), Batch(torch.tensor([2]))])
@@ -67,7 +64,6 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
 
 
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
-    """The leaves of the value of micro-batch i, whose tree must be that of the first."""
     leaves, its = flatten(value)
     # Trees are equal if types, keys and constants are: leaves of an unlike one would be joined across places.
     if its != tree:

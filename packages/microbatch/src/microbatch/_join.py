@@ -14,7 +14,7 @@ from ._rules import ROWS, Mean, Rule, Split, Sum
 
 
 def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: LeafPath) -> Any:
-    """One leaf of all `batches`, by its rule. Gradients flow back into each part."""
+    """One leaf of all `batches`, by its rule."""
     if isinstance(rule, Split):
         return _rows_joined(parts, rule, batches, place)
     if isinstance(rule, Mean | Sum):
@@ -43,9 +43,7 @@ def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], pl
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, also for dtypes that it refuses under autocast.
-
-    Under autocast to bfloat16, `torch.cat` refuses float16 and float8, and under float16 it refuses bfloat16.
+    """`torch.cat`, also for dtypes that it refuses under autocast, such as float16 under autocast to bfloat16.
 
     Args:
         tensors: at least one, on one device.
@@ -66,7 +64,6 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: LeafPath) -> Any:
-    """The sum of `parts`, or their mean weighted by rows."""
     first = parts[0]
     if isinstance(first, Tensor):
         _expect_alike(parts, place)
@@ -82,7 +79,6 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
 
 
 def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
-    """The share of each micro-batch in all rows."""
     for i, batch in enumerate(batches):
         if not batch.rows:
             raise ValueError(
@@ -121,7 +117,6 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _equal(first: Any, other: Any) -> bool:
-    """Whether two leaves are the same, where NaN equals NaN."""
     if first is other:
         return True
     facts = ("__class__", "shape", "dtype", "device")

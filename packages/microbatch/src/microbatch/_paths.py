@@ -66,7 +66,6 @@ def _labels(tree: Any, count: int) -> list[str]:
 
 
 def describe(branches: list[tuple[str, Any]] | None) -> str:
-    """The description of the branches that `children` found, for messages."""
     if branches is None:
         return "no branches"
     return f"branches {', '.join(label for label, _ in branches)}" if branches else "zero branches"

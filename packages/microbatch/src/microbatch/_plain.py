@@ -11,7 +11,7 @@ from ._rules import Mean, Replicate, Split, Sum
 
 
 class _Opened:
-    """Such a value as a node of torch's pytrees: its branches are children, and unflattening makes the value again."""
+    """Such a value as a node of torch's pytrees, with its branches as children."""
 
     __slots__ = ("value",)
 
@@ -20,7 +20,6 @@ class _Opened:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf of torch's pytrees is a dataclass or a mapping."""
     if isinstance(leaf, Tensor) or leaf is None:  # the usual ones first: a value may have thousands of leaves
         return False
     return isinstance(leaf, Mapping) or (
@@ -29,7 +28,6 @@ def is_plain(leaf: Any) -> bool:
 
 
 def opened(value: Any) -> Any:
-    """`value` with every such leaf wrapped, so that torch flattens it completely."""
     return pytree.tree_map(lambda leaf: _Opened(leaf) if is_plain(leaf) else leaf, value)
 
 

@@ -11,8 +11,7 @@ from ._paths import LeafPath
 def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: LeafPath) -> None:
     """Raise ValueError if dimension 0 of the parts does not follow the rows of their micro-batches.
 
-    It may be k times the rows, with the same k for all parts: tokens that were flattened into one dimension are valid.
-    A single micro-batch is not checked, nor parts whose rows are unknown.
+    It may be k times the rows, with the same k for all parts. A single micro-batch is not checked, nor unknown rows.
     """
     if len(parts) == 1:
         return
@@ -46,6 +45,5 @@ def _are_tokens(parts: Sequence[Tensor], sizes: Sequence[int], rows: Sequence[in
 
 
 def _other_dimension(parts: Sequence[Tensor], rows: Sequence[int]) -> int | None:
-    """The first dimension but 0 whose sizes are the rows."""
     dims = range(1, min(part.dim() for part in parts))
     return next((dim for dim in dims if all(p.shape[dim] == n for p, n in zip(parts, rows, strict=True))), None)

@@ -14,11 +14,10 @@ def _is_constant(value: Any) -> bool:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Split:
-    """A rule: the tensor is cut and concatenated along `dim`. Or a value with this rule.
+    """A rule: the tensor is cut and concatenated along `dim`, 0 by default. Or a value with this rule.
 
     In a spec, `Split(1)` is the rule of the leaf or branch in its place. Around an argument, `Split(x, dim=1)` is the
-    rule of `x`; the micro-batches have a part of `x` there, without the rule. By default tensors are cut along
-    dimension 0.
+    rule of `x`; the micro-batches have a part of `x` there, without the rule.
 
     Raises:
         TypeError: neither a dimension nor a value is given.
@@ -93,5 +92,4 @@ ROWS = Split(0)
 
 
 def wraps(leaf: Any) -> bool:
-    """Whether `leaf` is a rule with a value in it."""
     return isinstance(leaf, Split | Replicate) and leaf.value is not NoValue

@@ -16,11 +16,10 @@ from ._versions import Versions
 
 
 def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
-    """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse.
+    """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
 
     Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
     `chunks` empty micro-batches. Tensors of one value may differ in rows if they give the same number of micro-batches.
-    Gradients flow back to `value`.
 
     The micro-batches are copies, so an in-place layer on one changes neither the others nor `value`. A single
     micro-batch is `value` itself, not copied. `scatter_views` does not copy.
@@ -48,21 +47,17 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
 def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch], Versions]:
     """Cut `value` into detached views of it, without a copy.
 
-    The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
-    layer on one changes `value` too, as without micro-batches. `Versions.sync` tells autograd about such changes, and
-    about changes that the caller makes to `value`: call it before the backward.
+    Each micro-batch has a version counter of its own. An in-place layer on one changes `value` too. `Versions.sync`
+    tells autograd about such changes, and about changes that the caller makes to `value`: call it before the backward.
 
     Args:
-        value: as for `scatter`.
-        chunks: as for `scatter`.
-        spec: as for `scatter`.
+        value, chunks, spec: as for `scatter`.
 
     Returns:
         The micro-batches in the order of the rows, and the object whose `sync` updates version counters.
 
     Raises:
-        TypeError: as for `scatter`.
-        ValueError: as for `scatter`.
+        TypeError, ValueError: as for `scatter`.
 
     >>> x = torch.zeros(4)
     >>> (a, b), versions = scatter_views(x, 2)
@@ -75,13 +70,10 @@ def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch
 
 
 def check(value: Any, spec: Any = None) -> None:
-    """Raise unless `value` can be a mini-batch: tensors, None, and trees of them.
-
-    Numbers, strings and other objects are allowed only inside `Replicate(...)`, or with this rule in `spec`. Reads no
-    data.
+    """Raise unless `value` can be a mini-batch: tensors, None, and trees of them. Reads no data.
 
     Args:
-        value: the value that is to be cut.
+        value: the value that is to be cut. Other objects are allowed only inside `Replicate(...)`.
         spec: rules, as for `scatter`.
 
     Raises:
@@ -139,7 +131,6 @@ def _story(value: Any, index: int, sizes: Sizes) -> str:
 
 
 def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
-    """One leaf of every micro-batch, and its number of rows in each."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
         raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it in the spec")

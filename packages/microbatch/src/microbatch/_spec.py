@@ -28,7 +28,7 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
         root: the name of the tree in messages.
 
     Returns:
-        `Split`, `Replicate`, `Mean`, `Sum` or None, as many as `flatten` finds leaves.
+        `Split`, `Replicate`, `Mean`, `Sum` or None for each leaf.
 
     Raises:
         TypeError: a leaf has no rule and cannot be cut.
@@ -81,8 +81,6 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
 
 
 class Ruled(NamedTuple):
-    """The leaves of a value, with the rule of each."""
-
     value: Any
     leaves: list[Any]
     rules: list[Rule]
@@ -90,7 +88,6 @@ class Ruled(NamedTuple):
 
 
 def cut_rules(value: Any, spec: Any) -> Ruled:
-    """An input without rules in it, and the rules by which it is cut."""
     found = ruled(*unwrap(value, spec), "input")
     for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
@@ -102,7 +99,6 @@ def cut_rules(value: Any, spec: Any) -> Ruled:
 
 
 def ruled(value: Any, spec: Any, root: str) -> Ruled:
-    """The leaves of a value without rules in it, and the rules that `spec` has for them."""
     leaves, tree = flatten(value)
     asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
     _refuse_packed(value, asked, root)

@@ -16,10 +16,10 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     every other dataclass (its fields) and mapping. None is a leaf.
 
     Args:
-        value: any object; what is not a branch is a leaf.
+        value: any object.
 
     Returns:
-        The leaves in order, and the tree for `unflatten`.
+        The leaves in order, and the tree.
 
     >>> leaves, tree = flatten({'x': 1, 'y': (2, None)})
     >>> leaves, unflatten([3, 4, 5], tree)
@@ -32,8 +32,8 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
     """The value whose `flatten` is `(leaves, tree)`.
 
-    A mapping that is not registered is made by calling its type with a dict; a dataclass by setting its fields, without
-    its constructor. Other attributes of both are lost.
+    A mapping that is not registered is made by calling its type with a dict; a dataclass by setting its fields. Other
+    attributes of both are lost.
 
     Args:
         leaves: as many as the tree has.
@@ -87,7 +87,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether `value` is one tensor or a plain tuple of tensors, which is usual and handled without pytrees.
+    """Whether `value` is one tensor or a plain tuple of tensors, which needs no pytrees.
 
     Args:
         value: any object.
@@ -103,7 +103,6 @@ def is_flat(value: Any) -> bool:
 
 
 def is_tensors(value: Any) -> bool:
-    """Whether `value` is a plain tuple of tensors."""
     if type(value) is not tuple:
         return False
     for each in value:  # noqa: SIM110 — a loop costs half of all(...)

@@ -9,9 +9,9 @@ from torch.autograd.graph import increment_version
 class Versions:
     """Tells autograd when a tensor that `scatter_views` cut, or a micro-batch of it, was changed in place.
 
-    Autograd detects a changed tensor by its version counter. Micro-batches have counters of their own, so that a change
-    of one does not count for the others. So changes of the source are not counted in micro-batches, nor theirs in the
-    source, until `sync` is called. Not thread-safe: no other thread may use the tensors meanwhile.
+    Autograd detects a changed tensor by its version counter. Micro-batches have counters of their own: changes of the
+    source are not counted in micro-batches, nor theirs in the source, until `sync` is called. Not thread-safe: no other
+    thread may use the tensors meanwhile.
 
     >>> import torch
     >>> from microbatch import scatter_views
@@ -30,8 +30,7 @@ class Versions:
     def add(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
         """Track `chunks`, which are new and share the memory of `source`.
 
-        This object refers to all of them. So pass a detached alias of the source: it shares the version counter, but
-        refers to no graph, and remains when the source itself is freed.
+        This object refers to all of them. So pass a detached alias of the source, which refers to no graph.
 
         Args:
             source: the tensor that was cut.
@@ -43,8 +42,7 @@ class Versions:
     def sync(self) -> None:
         """Count a change of a source as a change of its chunks, and a change of a chunk as one of its source.
 
-        Call it after work that may change tensors in place, and before the backward: that then raises exactly where
-        autograd has saved a tensor that was changed.
+        Call it before the backward, which then raises where autograd has saved a tensor that was changed.
         """
         for tie in self._ties:
             tie.sync()

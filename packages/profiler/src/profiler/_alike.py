@@ -18,12 +18,8 @@ from ._storages import storages
 def situation(layer: nn.Module, value: Batch) -> bytes | None:
     """A key of all that a count without data depends on; None if other things may matter too, such as skips.
 
-    Two layers have the same key if they are equal as pickle sees them, and if their tensors have the same shapes,
-    strides and dtypes and are shared in the same way. A layer that cannot be pickled is like no other.
-
-    Args:
-        layer: the layer of the model.
-        value: the input of the layer.
+    Two layers have the same key if they are equal as pickle sees them, and their tensors have the same shapes, strides
+    and dtypes and are shared in the same way.
     """
     if any(hasattr(child, "route_skips") for child in layer.modules()):
         return None

@@ -21,13 +21,12 @@ from ._workspace import workspace
 class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
 
-    It has weak references to storages: each is counted as long as Python or the autograd graph keeps it alive. Storages
-    that existed before (parameters, inputs, their views and in-place results) are not counted.
+    Each storage is counted as long as it is alive. Storages that existed before are not counted.
 
     Attributes:
         peak: the peak of these bytes, with the memory that CPU kernels of convolutions use while they run.
         flops: floating-point operations.
-        uncounted: names of operations that multiply matrices, or may do so, and that have no FLOP formula.
+        uncounted: names of operations that may multiply matrices, and have no FLOP formula.
         unsized: whether a storage was made with 0 bytes because its size is not known without data.
 
     >>> x = torch.ones(10, 10, requires_grad=True)
@@ -50,7 +49,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of the storages allocated so far and not freed yet, except those of the tensors in ``without``.
+        """Bytes of the storages allocated so far and not freed yet.
 
         Args:
             without: tensors that do not count.
@@ -94,7 +93,6 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._deaths.append(key)
 
     def _bury(self) -> None:
-        """Handle the storages that were freed since the last call."""
         while self._deaths:
             _, size = self._alive.pop(self._deaths.popleft())
             self._now -= size

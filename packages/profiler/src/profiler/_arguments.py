@@ -1,4 +1,4 @@
-"""Checks of arguments, for all entry points. Errors say what was expected, what arrived, and what to do."""
+"""Checks of arguments, for all entry points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def check_no_gradient(module: nn.Module) -> None:
 
 
 def check_number(name: str, value: float, *, positive: bool) -> None:
-    """Raises if `value` is no finite number of at least 0, or above it."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
     if not (0 <= value < math.inf) or (positive and not value):
@@ -36,7 +35,6 @@ def check_number(name: str, value: float, *, positive: bool) -> None:
 
 
 def first_part(value: Any, chunks: int, rows: int | None = None) -> Batch:
-    """The first micro-batch of ``value``: the first of ``chunks``, or of as many rows as ``rows``."""
     if rows is None:
         return scatter(value, chunks)[0]
     fewest = fewest_rows(value)
@@ -51,12 +49,11 @@ def first_part(value: Any, chunks: int, rows: int | None = None) -> Batch:
 
 
 def fewest_rows(value: Any) -> int:
-    """The rows of that tensor of ``value`` that has the fewest, of those that are cut."""
     return min(scatter(value, 1)[0].rows)
 
 
 def check_rows(rows: Sequence[int]) -> list[int]:
-    """``rows`` in ascending order; raises if it is not a list of different numbers of rows."""
+    """``rows`` in ascending order."""
     if isinstance(rows, SupportsIndex):
         raise TypeError(f"rows: expected a list of numbers, got {rows!r}; write rows=[{rows!r}]")
     numbers = sorted(operator.index(number) for number in rows)
@@ -78,7 +75,7 @@ def running_device(device: Device | None) -> torch.device:
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:
-    """Like `running_device`, but ``meta`` is allowed, and the default for a module on ``meta``."""
+    """Like `running_device`; ``meta`` is allowed, and the default for a module there."""
     if device is None and any(parameter.is_meta for parameter in module.parameters()):
         device = "meta"
     is_meta = device is not None and torch.device(device).type == "meta"

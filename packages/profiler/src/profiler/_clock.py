@@ -20,7 +20,6 @@ def marker(device: torch.device) -> Callable[[], Any]:
 
 
 def seconds(start: Any, end: Any) -> float:
-    """The time between two marks of one function."""
     if not isinstance(end, torch.Event):
         return float(end - start)
     end.synchronize()

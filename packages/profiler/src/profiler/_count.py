@@ -27,13 +27,8 @@ from ._walk import Visit, walk
 
 
 class _Count(NamedTuple):
-    """What was counted of a layer.
-
-    Attributes:
-        output: the output, copied.
-        figures: fields of a :class:`LayerProfile`, by name.
-        uncounted: operations whose FLOPs are missing.
-        unsized: whether a storage has an unknown size, so that the layer has to be counted with real tensors.
+    """What was counted of a layer: a copy of its output, fields of a :class:`LayerProfile`, and what could not be
+    counted.
     """
 
     output: Batch
@@ -47,11 +42,7 @@ def count_layers(
 ) -> list[LayerProfile]:
     """The bytes and FLOPs of every layer on `batch`, without seconds: with fake tensors if `device` is ``meta``.
 
-    Args:
-        chain: the layers.
-        batch: the input of the first.
-        device: where they run.
-        backward: whether to run backwards too, for peaks and FLOPs.
+    With `backward`, backwards run too, for peaks and FLOPs.
     """
     found: list[_Count] = []
     count: Callable[[Visit], _Count] = partial(_count, backward=backward)
@@ -95,14 +86,10 @@ def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: b
 
 
 def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManager[object]] = nullcontext) -> _Count:
-    """Runs the forward, and counts the storages that it creates and that stay alive: those of the output, and of what
-    the graph has saved. Then the backward, for the peak and FLOPs. Compiled layers are counted uncompiled.
+    """Runs the forward, and counts the storages that stay alive: of the output, and of what the graph has saved.
 
-    Args:
-        visit: the layer. It computes with a copy of its input, and the output is copied too; what is alive of the
-            originals afterwards is what the layer needs.
-        backward: whether to run the backward.
-        mode: makes a context for everything that runs.
+    Then runs the backward, for the peak and FLOPs. Compiled layers are counted uncompiled. The layer computes with a
+    copy of its input, and the output is copied too; what is alive of the originals afterwards is what the layer needs.
     """
     entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
     inputs = _watched(entered)
@@ -144,11 +131,9 @@ _Watched = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 
 def _watched(tensors: Iterable[torch.Tensor]) -> _Watched:
-    """Weak references to the storages of these tensors, each once, and their bytes."""
     found = {storage._cdata: storage for storage in storages(list(tensors))}
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
 def _gone(watched: _Watched) -> int:
-    """The bytes of those that were freed."""
     return sum(size for ref, size in watched if ref() is None)

@@ -16,14 +16,13 @@ class LayerProfile:
         that several layers share is counted for the first.
     buffer_bytes: bytes of the buffers.
     saved_bytes: bytes that the forward allocates and that stay alive, including the output.
-    output_bytes: bytes of the output, which are sent if a partition ends here.
-    peak_bytes: the peak of the bytes allocated in the forward and backward, including gradients, also that of the
-        output.
+    output_bytes: bytes of the output.
+    peak_bytes: the peak of the bytes allocated in forward and backward, including gradients, also that of the output.
     flops: floating-point operations of forward and backward: of matrix products, convolutions, attention and recurrent
         layers.
-    backward_input_seconds: seconds of the first part of a split backward, which computes the gradients of the inputs.
-        None unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all
-        gradients, as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole.
+    backward_input_seconds: seconds of the first part of a split backward, for the gradients of the inputs. None unless
+        ``split_backward`` was given, and if one operation computes all gradients, as in an LSTM, or a parameter is used
+        twice. Both parts together may take longer than the whole.
     passing_bytes: bytes of the output that its own backward does not need; they stay if a later layer saves them.
     freed_bytes: bytes of the input that its own backward does not need, and that are no part of its output.
     largest_parameter_bytes: bytes of its largest trainable parameter.
@@ -70,11 +69,8 @@ FIGURES = [field.name for field in fields(LayerProfile)[2:]]
 
 
 def between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfile:
-    """The costs on the line through those of one layer with fewer and with more rows; none is negative.
-
-    Args:
-        low, high: two points of the line.
-        share: where on the line: 0 is ``low``, 1 is ``high``.
+    """The costs on the line through those of one layer with fewer and with more rows; ``share`` 0 is ``low``, 1 is
+    ``high``.
     """
     return replace(high, **{name: _on_line(getattr(low, name), getattr(high, name), share) for name in FIGURES})
 

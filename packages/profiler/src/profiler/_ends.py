@@ -33,17 +33,16 @@ def enter(x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
 
 
 def is_entrance(node: torch.autograd.graph.Node) -> bool:
-    """Whether `node` is where a tensor enters the layer, so that its gradient leaves it."""
+    """Whether `node` is where a tensor enters the layer."""
     return isinstance(node, _Enter._backward_cls)
 
 
 def enter_batch(batch: Batch, *, copies: bool = False) -> Batch:
-    """The batch with each tensor entered."""
     return batch.call(lambda value: map_tensors(lambda x: enter(x, copies=copies), value))
 
 
 def copied(batch: Batch, device: torch.device | None = None) -> Batch:
-    """A copy of the values, without their graph, that a layer may overwrite."""
+    """A detached copy, which a layer may overwrite."""
 
     def clone(x: torch.Tensor) -> torch.Tensor:
         return x.detach().to(device or x.device, copy=True).requires_grad_(x.requires_grad)
@@ -52,7 +51,7 @@ def copied(batch: Batch, device: torch.device | None = None) -> Batch:
 
 
 def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients with which a backward from ``roots`` begins: ones, or the values of a sparse root."""
+    """Ones, or the values of a sparse root."""
     return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
 
 

@@ -27,7 +27,6 @@ _NO_MODE: Mode = nullcontext()
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which operations compute shapes only."""
     # Imported late: it takes a while, and few calls need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,8 +49,8 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
 class FusedAttention(TorchFunctionMode):
     """Counts attention as a fused kernel of an accelerator computes it, which keeps no scores.
 
-    The fake tensors are on a CPU, whose kernel keeps them if there is dropout, or if values and queries differ in
-    width. (Fake CUDA tensors that require a gradient abort a build of PyTorch without CUDA.)
+    A CPU's kernel keeps them if there is dropout, or if values and queries differ in width. (Fake CUDA tensors that
+    require a gradient abort a build of PyTorch without CUDA.)
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,10 +85,8 @@ def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 
 def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
-    """A copy of the layer in training mode with blank tensors, whatever device the layer is on."""
     return copy.deepcopy(layer, {id(x): blank(x, mode) for x in tensors_of(layer)}).train()
 
 
 def blank_batch(batch: Batch, mode: Mode = _NO_MODE) -> Batch:
-    """A batch of blank tensors."""
     return batch.call(lambda value: map_tensors(lambda x: blank(x, mode), value))

@@ -25,11 +25,8 @@ _POINTWISE = frozenset({"upsample", "cell", "flatten", "combination"})
 
 
 def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """The floating-point operations of ``func`` with these arguments.
-
-    Returns:
-        The number; 0 for operations that multiply no matrices; None if there is no formula for one that may do so: its
-        name says that it does, or it comes from a library of its own.
+    """The floating-point operations of ``func``: 0 if it multiplies no matrices; None if it may, and there is no
+    formula.
     """
     from torch.utils.flop_counter import flop_registry  # imported late: it takes a while
 
@@ -52,16 +49,13 @@ def _multiplies(packet: Any) -> bool:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
-    """The product of two matrices, of a matrix and a vector, or of two vectors."""
     return 2 * a.numel() * prod(b.shape[1:])
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
     """The products of groups, such as the rows of each expert with its matrix.
 
-    Args:
-        a: of shape (groups, m, k), or without groups if these are parts of m or, in a gradient of matrices, of k.
-        b: of shape (groups, k, n), or without groups if these are parts of n or k.
+    ``a`` has the shape (groups, m, k) and ``b`` (groups, k, n); without groups if these are parts of m, n or k.
     """
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
@@ -70,9 +64,7 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
 def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> int:
     """The products of each matrix with the values of each row at each time step.
 
-    Args:
-        values: of shape (times, rows, features), or without the padding (times of all rows, features).
-        weights: the matrices and biases of all layers; or the matrix for the input of one, before that for its state.
+    ``values`` have the shape (times, rows, features), or without the padding (times of all rows, features).
     """
     given = [weights, rest[0]] if isinstance(weights, torch.Tensor) else weights
     vectors = values.numel() // max(1, values.shape[-1])

@@ -1,6 +1,4 @@
-"""Protect the caller from a profile and the profile from the caller: random numbers, grad and inference mode,
-autocast's cache.
-"""
+"""Protect the caller from a profile and the profile from the caller: random numbers, grad mode, autocast's cache."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ import streams
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """A context that restores random generators at its end, and in which gradients are enabled.
-
-    The caller's autocast applies, since layers cost what they cost under it.
+    """A context that restores random generators at its end, and in which gradients are enabled. The caller's autocast
+    applies.
     """
     generators = torch.random.fork_rng([device] if streams.has_streams(device) else [])
     with generators, torch.inference_mode(False), torch.enable_grad(), streams.use_device(device):

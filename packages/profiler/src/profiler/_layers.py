@@ -12,12 +12,7 @@ from ._storages import tensor_bytes
 def layers_of(module: nn.Module) -> nn.Sequential:
     """The layers of ``module`` in the order in which they run, with their names.
 
-    Args:
-        module: an ``nn.Sequential``, or a module with a ``forward`` that iterates over its own children, as ``GPipe``.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: there are no layers, or a parameter is lazy.
+    ``module`` is an ``nn.Sequential``, or has a ``forward`` that iterates over its own children, as ``GPipe``.
     """
     if not isinstance(module, nn.Sequential) and not _is_chain(module):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
@@ -42,10 +37,7 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
-    """The bytes of the parameters and buffers of each layer, as fields of a :class:`LayerProfile`.
-
-    What several layers share belongs to the first, so that sums count it once.
-    """
+    """The bytes of the parameters and buffers of each layer. What several layers share belongs to the first."""
     seen: set[int] = set()
 
     def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -32,7 +32,6 @@ class LossLayer(nn.Module):
 
 
 def with_loss(chain: nn.Sequential, loss_fn: LossFunction, target: Any) -> nn.Sequential:
-    """``chain`` with the loss as its last layer."""
     longer = nn.Sequential()
     name = "loss" if "loss" not in chain._modules else f"loss of {len(chain)} layers"
     longer._modules.update({**chain._modules, name: LossLayer(loss_fn, target)})

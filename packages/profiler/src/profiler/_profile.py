@@ -48,14 +48,14 @@ def profile(
 
     Each layer runs alone, as a copy in training mode, on the detached output of the layer before. There is one round to
     warm up, as many rounds as fit in `timeout` seconds, but at least three, and one more in which bytes and FLOPs are
-    counted. Seconds are medians. `module`, `sample` and PyTorch's random generators do not change.
+    counted. Seconds are medians. `module`, `sample` and PyTorch's random generators do not change; layers that draw
+    from the generators of Python or NumPy change these.
 
     Args:
         module: an ``nn.Sequential``, or a module that iterates over its children, such as a ``GPipe``.
         sample: a mini-batch; tensors of shape (rows, ...), or a tree of them.
-        device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"`` nothing is computed
-            and no memory is allocated: the profile has no seconds, and the bytes and FLOPs of a CPU. It is the default
-            for a module on ``meta``.
+        device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"``, the default for a
+            module there, nothing is computed: the profile has no seconds, and the bytes and FLOPs of a CPU.
         chunks: the number of micro-batches that `sample` is cut into.
         rows: instead of `chunks`: numbers of rows, for each of which the first rows of `sample` are measured for
             `timeout` seconds. The result is that of the largest number; :meth:`Profile.at` returns it for any.
@@ -64,8 +64,6 @@ def profile(
         split_backward: also measure the first part of each backward alone, for the gradients of the inputs.
         timeout: how long to measure, in seconds.
         progress: show a progress bar, if the output is a terminal.
-
-    Layers that draw from the generators of Python or NumPy change these.
 
     Returns:
         The figures of each layer, by its name.
@@ -127,8 +125,7 @@ def _profile_once(
 def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[int]:
     """Microseconds of forward plus backward for each layer, summed over the rounds that fit in `timeout` seconds.
 
-    A round runs a copy of every layer once. There is one round to warm up, and then at least one. Only the ratios
-    between layers are meaningful, since the number of rounds is not returned (`profile_seconds` returns medians).
+    Only the ratios between layers are meaningful; `profile_seconds` returns medians.
 
     Args:
         module, sample, timeout, device: as for :func:`profile_seconds`.
@@ -192,17 +189,15 @@ def profile_sizes(
     """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
 
     Saved bytes are those that the forward allocates and that stay alive, for the backward or as the output. Parameters
-    and the input do not count; a tensor that several layers share counts for the first. They are measured on the first
-    micro-batch, which has the most rows.
-
-    On the device ``"meta"`` nothing is computed and no memory is allocated: models of any size take seconds.
+    and the input do not count; a tensor that several layers share counts for the first.
 
     Args:
         module: as for :func:`profile`.
-        input: a mini-batch; tensors of shape (rows, ...), or a tree of them.
+        input: a mini-batch; tensors of shape (rows, ...), or a tree of them. The first micro-batch is measured.
         chunks: the number of micro-batches that `input` is cut into.
         param_scale: the memory of a parameter with its gradient and optimizer state, as a multiple of its size.
-        device: the CPU, an accelerator or ``"meta"``; None for the accelerator if there is one, else the CPU.
+        device: the CPU, an accelerator or ``"meta"``, where nothing is computed; None for the accelerator if there is
+            one, else the CPU.
 
     Returns:
         The bytes of each layer, a list of int.

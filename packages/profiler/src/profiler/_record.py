@@ -86,8 +86,6 @@ class Profile:
         """The profile of a micro-batch of `rows` rows, by linear interpolation between the two nearest that were
         measured.
 
-        This is more accurate than costs in proportion to rows, since a part of the cost does not depend on rows.
-
         Args:
             rows: the rows of a micro-batch, at least 1.
 
@@ -152,7 +150,6 @@ class Profile:
 
 
 def _expect_whole(profiles: list[Profile]) -> None:
-    """Raises unless the layers are the same for all numbers of rows, and each occurs once."""
     for each in profiles:
         if not each.names or len(set(each.names)) < len(each.names):
             raise ValueError("layers: expected at least one, and no name that occurs twice")

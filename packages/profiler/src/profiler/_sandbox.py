@@ -12,10 +12,9 @@ from microbatch import Batch
 
 
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
-    """Deep copies of the layers on `device`, in training mode.
+    """Deep copies of the layers on `device`, in training mode, each made when the iterator reaches it.
 
-    A layer is copied when the iterator reaches it, so only one copy needs to exist at a time. Forward hooks are copied,
-    since they are part of what a layer does; hooks on parameters and gradients are not.
+    Forward hooks are copied, since they are part of what a layer does; hooks on parameters and gradients are not.
 
     Args:
         module: the layers, such as an ``nn.Sequential``, which do not change.
@@ -28,7 +27,6 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
 
 
 def copy_on(layer: nn.Module, device: torch.device | str | int) -> nn.Module:
-    """A deep copy of the layer on `device`, in training mode."""
     # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
     # every forward, and keeps in an attribute.
     detached = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}

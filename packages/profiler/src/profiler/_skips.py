@@ -1,8 +1,4 @@
-"""Pass tensors that skip layers to a layer that runs alone.
-
-A layer supports this by a method ``route_skips(store)`` that returns a context manager. Inside it, the layer stashes by
-``store[key] = tensor`` and pops by ``store.pop(key)``.
-"""
+"""Pass tensors that skip layers to a layer that runs alone, and has a method ``route_skips(store)``."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
 
 @contextmanager
 def routed(layer: nn.Module, store: SkipStore) -> Iterator[None]:
-    """A context in which every module in `layer` that supports it uses `store`."""
     with ExitStack() as stack:
         for child in layer.modules():
             route: Any = getattr(child, "route_skips", None)

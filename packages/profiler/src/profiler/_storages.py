@@ -19,7 +19,6 @@ _PARTS = {
 
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors in `tree`; one may occur several times."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             if is_traceable_wrapper_subclass(leaf):

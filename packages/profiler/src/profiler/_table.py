@@ -27,7 +27,6 @@ _NOT_SUMMED = ("peak_bytes", "output_bytes")
 
 
 def profile_table(profile: Profile) -> str:
-    """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     columns = [["layer", *(line.name for line in lines), "total"], ["type", *(line.kind for line in lines), ""]]
     for head, name in _COLUMNS.items():
@@ -47,7 +46,6 @@ def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
 
 
 def _heading(profile: Profile) -> str:
-    """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"

@@ -26,11 +26,7 @@ _SMALL = 256 * 2**20
 
 
 class Seconds(NamedTuple):
-    """The times of one layer in one round, named as in :class:`LayerProfile`.
-
-    Attributes:
-        backward_input_seconds: the time of the first part of a split backward; None if it was not measured.
-    """
+    """The times of one layer in one round, named as in :class:`LayerProfile`."""
 
     forward_seconds: float
     backward_seconds: float
@@ -42,7 +38,6 @@ Mark = Callable[[], Any]
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
-    """The median of each figure of each layer."""
     from statistics import median  # imported late: it takes as long as the rest of this package
 
     def middle(values: Sequence[Any]) -> Any:
@@ -61,10 +56,7 @@ def measure(
     split: bool = False,
     progress: bool = False,
 ) -> list[Round]:
-    """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
-
-    Layers take turns, so that a disturbance of the machine affects all of them alike.
-    """
+    """Rounds over all layers until `timeout`, at least `least`, after one to warm up; layers take turns."""
     mark = marker(device)
     copy: Callable[[nn.Module], nn.Module] = partial(copy_on, device=device)
     if tensor_bytes([*chain.parameters(), *chain.buffers()]) <= _SMALL:
@@ -97,7 +89,6 @@ def measure(
 
 
 def _run(visit: Visit, mark: Mark, split: bool) -> tuple[Batch, Seconds]:
-    """Measures forward and backward of a layer; with ``split`` also the first part of a split backward."""
     entered = enter_batch(visit.input)
     start = mark()
     output, roots = visit.forward(entered)
@@ -112,7 +103,6 @@ def _run(visit: Visit, mark: Mark, split: bool) -> tuple[Batch, Seconds]:
 
 
 def _first_part(roots: list[Tensor], gradients: list[Tensor], mark: Mark) -> float | None:
-    """The seconds of the backward for the inputs alone; None if the backward cannot be split."""
     graph = BackwardGraph([get_gradient_edge(root) for root in roots])
     # Found in the graph: a tensor that the layer overwrites is no longer an input of it.
     inputs: list[Any] = [node.next_functions[0][0].variable for node in graph.nodes if is_entrance(node)]  # type: ignore[union-attr]

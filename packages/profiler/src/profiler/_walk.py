@@ -44,10 +44,9 @@ Step = Callable[[Visit], Batch]
 
 
 def walk(chain: nn.Sequential, copied: Callable[[nn.Module], nn.Module], batch: Batch, step: Step) -> None:
-    """Does `step` for every layer of `chain`, with the copy that `copied` makes of it. `batch` is the first input.
+    """Does `step` for every layer of `chain`, with the copy that `copied` makes of it; `batch` is the first input.
 
-    Each layer gets the detached output of the one before. An error keeps its type, and gets a note that names the layer
-    and its input. No reference to a copy is kept when the next one is made.
+    Each layer gets the detached output of the one before. No reference to a copy is kept when the next one is made.
     """
     skips = SkipStore()
     for name, original in zip(chain._modules, chain, strict=True):
@@ -59,7 +58,6 @@ def walk(chain: nn.Sequential, copied: Callable[[nn.Module], nn.Module], batch: 
 
 @contextmanager
 def _blaming(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
-    """A context that adds a note to errors: the name and type of the layer, and the shapes of its input."""
     try:
         yield
     except Exception as error:

@@ -14,9 +14,9 @@ _KERNELS = frozenset({_aten.convolution, _aten.convolution_backward, _aten.nativ
 def workspace(func: Any, args: Any, result: Any) -> int:
     """Bytes that the kernel of ``func`` needs at its fullest moment, beside its arguments and results; 0 if few.
 
-    oneDNN computes with values in an order of its own: a convolution has copies of all that it reads, and later one of
-    its result; a backward has copies of the gradient and the input, or twice the gradient of the input. Values whose
-    channels are last are in a good order already. (Measured on x86 processors by the allocator's events.)
+    oneDNN uses a memory order of its own: a convolution has copies of all that it reads, and later one of its result; a
+    backward has copies of the gradient and the input, or twice the gradient of the input. Values whose channels are
+    last need none. (Measured on x86 processors by the allocator's events.)
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet not in _KERNELS:

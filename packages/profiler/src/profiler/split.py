@@ -1,8 +1,7 @@
 """Where a backward can be cut in two: the gradients of inputs first, those of parameters later.
 
-Between outputs and inputs there are nodes of the graph that also lead to parameters, such as that of a linear layer.
-A first part computes the paths to the inputs only, and keeps the gradients that arrive at these nodes; a second part
-starts from there. Each operation is that of an ordinary backward, so the values are the same.
+Some nodes on the paths from outputs to inputs also lead to parameters, such as that of a linear layer. A first part
+computes the paths to the inputs only, and keeps the gradients that arrive at these nodes; a second part starts there.
 
 Source: zero bubble (Qi et al., arXiv 2401.10241).
 """
@@ -32,8 +31,6 @@ class Branch(NamedTuple):
 
 class BackwardGraph:
     """The nodes of a backward.
-
-    Pipelines explore one for every micro-batch. The children of each node are read once, since that takes longest.
 
     Args:
         roots: the edges at which the backward begins.
@@ -91,7 +88,6 @@ class BackwardGraph:
                 yield Branch([GradientEdge(node, number) for number in numbers], list(self._ends(aside)))
 
     def _ends(self, nodes: Iterable[Node]) -> Iterator[Tensor]:
-        """The tensors to whose ``.grad`` the paths below ``nodes`` lead."""
         stack = list(nodes)
         seen = set(stack)
         while stack:
@@ -104,7 +100,6 @@ class BackwardGraph:
 
 
 def _variable(node: Node) -> Any:
-    """The tensor whose gradient ``node`` accumulates; None if it accumulates none."""
     return getattr(node, "variable", None)
 
 

@@ -123,7 +123,7 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def _printable(cell: str) -> str:
-    """``cell`` without what a terminal would not show, or would obey, such as lone surrogates and escapes."""
+    """``cell`` without lone surrogates and escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 

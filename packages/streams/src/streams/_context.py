@@ -20,12 +20,12 @@ class Context:
 
     It holds the grad mode, the inference mode, autocast for every device type (whether, to which dtype, and whether
     casts are cached), the saved-tensor hooks that act, the default device and the other torch function modes, and the
-    context variables. :meth:`applied` makes another thread, or the same one later, see the same.
+    context variables.
 
     It does not contain settings of the process (default dtype, deterministic flags); other switches of autograd
-    (multithreaded backwards, view replay) and ``DisableTorchFunctionSubclass``; torch dispatch modes and
-    profilers, which cannot be used by two threads; a ban of saved-tensor hooks; the current device and streams; the
-    number of intra-op threads; and the cores that a thread may run on.
+    (multithreaded backwards, view replay) and ``DisableTorchFunctionSubclass``; torch dispatch modes and profilers,
+    which two threads cannot use; a ban of saved-tensor hooks; the current device and streams; the number of intra-op
+    threads; and the cores that a thread may run on.
 
     >>> with torch.no_grad():
     ...     context = Context.capture()
@@ -69,8 +69,8 @@ class Context:
     def applied(self) -> Iterator[None]:
         """A context manager inside of which this thread has these settings; afterwards it has its own again.
 
-        Context variables that were not set in the captured context keep their values. Casts of weights that autocast
-        keeps are freed when the last of the threads that apply this context leaves it.
+        Context variables that the captured context lacks keep their values. Casts of weights that autocast keeps are
+        freed when the last of the threads that apply this context leaves it.
         """
         undos: list[_settings.Undo] = []
         try:
@@ -87,8 +87,7 @@ class Context:
     def casts_kept(self) -> AbstractContextManager[None]:
         """A context manager that keeps autocast's casts of weights while threads enter and leave this context.
 
-        For a thread that waits for the others: each weight is then cast once for all of them. The casts are freed at
-        the end of the block.
+        For a thread that waits for the others: each weight is then cast once for all of them.
         """
         return self._cast_users.kept() if self.autocast.nested else nullcontext()
 

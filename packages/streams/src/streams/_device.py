@@ -41,16 +41,12 @@ def has_streams(device: Device) -> bool:
 
 
 def on_accelerator(device: Device) -> torch.device:
-    """``device`` as a ``torch.device``; raises ValueError if the machine does not have it."""
     check(device)
     return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
 
 
 def normalise(device: Device) -> Device:
-    """A normal form of ``device``: ``cuda`` becomes the current GPU, and ``cpu:k`` becomes ``cpu``.
-
-    The same applies to any accelerator. Other devices do not change.
-    """
+    """A normal form of ``device``: an accelerator gets the current index, and ``cpu:k`` becomes ``cpu``."""
     if device.type == "cpu":
         return CPU
     if device.index is None and device.type == accelerator():
@@ -59,16 +55,7 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise unless ``device`` is a device that this machine has.
-
-    Args:
-        device: what was passed for one.
-        name: how messages call it.
-
-    Raises:
-        TypeError: it has no ``type`` and ``index``, or cannot be hashed.
-        ValueError: it is a device of an accelerator that this machine does not have.
-    """
+    """Raise TypeError or ValueError, with ``name``, unless ``device`` is a device that this machine has."""
     if not hasattr(device, "type") or not hasattr(device, "index"):
         raise TypeError(
             f"{name} must have a .type and an .index, as torch.device('cuda', 0) does; "
@@ -91,6 +78,5 @@ def check(device: object, name: str = "device") -> None:
 
 
 def accelerator() -> str | None:
-    """The device type of :mod:`torch.accelerator`; None if the machine has no accelerator."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A ``TorchDispatchMode`` that does not import ``torch._dynamo``, which takes seconds.
 
-    Torch hides what a mode does from ``torch.compile``, and imports the compiler at the mode's first operation. This
-    class hides it only if the compiler has been imported by other code: otherwise there is nothing to hide it from.
+    Torch hides what a mode does from ``torch.compile``, and so imports the compiler. This class hides it only if other
+    code has imported the compiler.
 
     >>> class Counter(DispatchMode):
     ...     operations = 0
@@ -35,10 +35,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pushed(self) -> Iterator[None]:
-        """A context in which the mode sees the operations of this thread.
+        """A context in which the mode sees the operations of this thread, for several threads with modes.
 
-        Use this if several threads have modes. ``with mode`` also sets a flag of the whole process, which remains wrong
-        if threads leave their modes in another order than they entered them.
+        ``with mode`` also sets a flag of the whole process, which remains wrong if threads leave their modes in another
+        order.
         """
         _push_mode(self)
         try:

@@ -1,8 +1,8 @@
 """The exit of the interpreter: workers that were not ended must neither delay it nor crash it.
 
-While the interpreter shuts down, a thread that returns from a torch operation is killed in the middle of C++. That
-aborts the process ("terminate called without an active exception") and hides its exit status. So workers are told to
-end before that: those that wait for a task end at once, those that compute one at their next line of Python.
+During the shutdown, a thread that returns from a torch operation is killed in the middle of C++. That aborts the
+process ("terminate called without an active exception") and hides its exit status. So workers are told to end before:
+those that wait for a task end at once, those that compute one at their next line of Python.
 """
 
 import atexit
@@ -25,12 +25,10 @@ of the parent are in it too, but ``is_alive`` is False for them.
 
 
 def watch(in_queue: SimpleQueue[Any]) -> None:
-    """End this thread, which takes its tasks from ``in_queue``, at exit if it still runs."""
     _workers[current_thread()] = in_queue
 
 
 def unwatch() -> None:
-    """Forget this thread, which ends."""
     _workers.pop(current_thread(), None)
 
 

@@ -1,7 +1,4 @@
-"""Keep freed memory of the CPU for the next allocation.
-
-This matters for workers: threads that get memory from the system at the same time wait for each other.
-"""
+"""Keep freed memory of the CPU for the next allocation."""
 
 import ctypes
 import sys
@@ -18,8 +15,8 @@ def keep_memory() -> bool:
     """Make the C library keep freed memory for later allocations.
 
     By default it returns much of it to the system after every step, and gets it again page by page, which the threads
-    of a process do one at a time. The cost: the process does not become smaller again. This applies to the whole
-    process; call it at its start. It works with the GNU C library only; elsewhere nothing happens.
+    of a process do one at a time. The cost: the process does not become smaller again. Call it at the start of the
+    process. It works with the GNU C library only; elsewhere nothing happens.
 
     Returns:
         True if the C library took all settings.

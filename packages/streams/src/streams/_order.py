@@ -37,8 +37,8 @@ def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEven
 def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
     """Make ``source`` wait for ``event``.
 
-    A stream of an accelerator waits on the device, and this call returns at once. If ``source`` is the CPU, this call
-    blocks. For ``None`` there is nothing to wait for.
+    A stream of an accelerator waits on the device. If ``source`` is the CPU, this call blocks. ``None`` is not waited
+    for.
 
     Args:
         source: the stream that waits.
@@ -57,8 +57,8 @@ def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Make ``source`` wait for everything queued on ``target`` so far.
 
-    Between two streams of accelerators the device waits, and this call returns at once. If ``source`` is the CPU, this
-    call blocks. If ``target`` is the CPU there is nothing to wait for: its work is done when a call returns.
+    Between two streams of accelerators the device waits. If ``source`` is the CPU, this call blocks. If ``target`` is
+    the CPU there is nothing to wait for.
 
     Args:
         source: the stream that waits.
@@ -77,7 +77,7 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
     """Keep the memory of ``tensor`` from being reused before ``stream`` has done its present work.
 
     Call this whenever a tensor that was made on one stream of an accelerator is used on another. For a view, the whole
-    storage is kept. Does nothing for :data:`CPUStream`, and for tensors that are not in the memory of an accelerator.
+    storage is kept. Does nothing for :data:`CPUStream`, and for tensors that are not on an accelerator.
 
     Args:
         tensor: a tensor on any device.

@@ -27,7 +27,6 @@ DEVICE_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
 
 
 def enter_grad_mode(mode: bool) -> Undo:
-    """Switch grad mode on or off."""
     # Return a way to restore it even if nothing is changed here: code inside may change it and not restore it.
     undo = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     torch.set_grad_enabled(mode)
@@ -35,7 +34,6 @@ def enter_grad_mode(mode: bool) -> Undo:
 
 
 def enter_inference_mode(mode: bool) -> Undo | None:
-    """Switch inference mode on or off."""
     if torch.is_inference_mode_enabled() == mode:
         return None
     guard = torch.inference_mode(mode)
@@ -44,7 +42,6 @@ def enter_inference_mode(mode: bool) -> Undo | None:
 
 
 def is_transformed() -> bool:
-    """Whether this thread is inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …)."""
     return _C._functorch.peek_interpreter_stack() is not None
 
 
@@ -58,7 +55,6 @@ class Autocast(NamedTuple):
 
 
 def read_autocast() -> Autocast:
-    """The device types that cast, to which dtype, whether casts of weights are cached, and whether a block is open."""
     # The depth of nesting can only be read by changing it.
     nested = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
@@ -70,10 +66,9 @@ def read_autocast() -> Autocast:
 class CastUsers:
     """Enters the autocast of one context in any number of threads, and counts those that are inside.
 
-    Torch has one cache of casts for all threads, and empties it when a thread leaves its outermost autocast block. If
-    each of several workers did that, those that still compute would cast their weights again, and their graphs would
-    hold every copy. But somebody has to: a kept cast would be used although its weight has changed. So the last one
-    does.
+    Torch has one cache of casts for all threads, and empties it when a thread leaves its outermost autocast block:
+    workers that still compute would cast their weights again. But a kept cast must not be used when its weight has
+    changed. So the last thread empties it.
     """
 
     __slots__ = ("_inside", "_lock")
@@ -83,7 +78,6 @@ class CastUsers:
         self._lock = RLock()  # reentrant, since the garbage collector may run anything while it is held
 
     def enter(self, wanted: Autocast) -> Undo | None:
-        """Set the autocast state of this thread."""
         found = read_autocast()
         if found == wanted:
             return None
@@ -126,12 +120,10 @@ def _write_autocast(found: Autocast, wanted: Autocast) -> None:
 
 
 def read_hooks() -> Hooks:
-    """The saved-tensor hooks of this thread that act."""
     return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def enter_hooks(hooks: Hooks) -> Undo | None:
-    """Make ``hooks`` the only saved-tensor hooks of this thread."""
     if read_hooks() == hooks:
         return None
     return partial(_replace_hooks, _replace_hooks([hooks]))
@@ -149,12 +141,10 @@ def _replace_hooks(wanted: Sequence[Hooks]) -> list[Hooks]:
 
 
 def read_modes() -> Modes:
-    """The torch function modes of this thread."""
     return tuple(map(_C._get_function_stack_at, range(_C._len_torch_function_stack())))
 
 
 def enter_modes(modes: Modes) -> Undo | None:
-    """Make ``modes`` the torch function modes of this thread."""
     found = read_modes()
     if found == modes:
         return None
@@ -171,10 +161,7 @@ def _replace_modes(modes: Modes) -> None:
 
 
 def enter_variables(variables: Variables) -> Undo | None:
-    """Set the context ``variables`` on this thread; others do not change.
-
-    They are set one by one, because a ``contextvars.Context`` cannot be entered by two threads at a time.
-    """
+    """Set the context ``variables`` one by one: two threads cannot enter a ``contextvars.Context`` at the same time."""
     tokens = [(var, var.set(value)) for var, value in variables.items() if var.get(_UNSET) is not value]
     return partial(_reset_variables, tokens) if tokens else None
 

@@ -44,11 +44,9 @@ def spawn_workers(
 
     It yields ``(in_queues, out_queues)``, with one queue of each kind for each of ``devices``. Workers have the
     settings of the thread that enters the block (:class:`Context`). When the block is left, also by an exception,
-    workers finish the tasks that are queued, and all of them are joined. A KeyboardInterrupt during that wait is raised
-    after it; a second one stops the wait. The interpreter's exit waits only for operations of torch that are running.
-
-    A process that is forked inside the block has no workers, and can leave the block only: then each out-queue says
-    that its worker has ended, after the answers that it had given.
+    workers finish the tasks that are queued, and all are joined. A KeyboardInterrupt during that wait is raised after
+    it; a second one stops the wait. A process that is forked inside the block has no workers, and can leave the block
+    only: then each out-queue says that its worker has ended.
 
     Args:
         devices: objects that are hashable and have ``type`` and ``index``. Equal devices share a worker and its queues;

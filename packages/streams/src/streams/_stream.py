@@ -38,8 +38,7 @@ AbstractStream: TypeAlias = CPUStreamType | torch.Stream
 def new_stream(device: Device) -> AbstractStream:
     """A new stream of ``device``; :data:`CPUStream` for a device without streams.
 
-    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a :class:`torch.Stream`. MPS has one stream only, which is
-    returned each time.
+    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a :class:`torch.Stream`. MPS has one stream only.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.

@@ -14,14 +14,12 @@ Result = TypeVar("Result")
 
 
 class Task(Generic[Result]):
-    """Work in two parts, both with ``stream`` as the current stream: ``compute`` on a worker, ``finalize`` on the
-    caller.
+    """Work in two parts, both under ``stream``: ``compute`` on a worker, ``finalize`` on the caller.
 
     Args:
         stream: the current stream while either part runs.
         compute: called by the worker without arguments; returns the result.
-        finalize: called with the result on the thread that takes the answer from the out-queue, for work that has to be
-            done there in order; optional.
+        finalize: called with the result on the thread that takes the answer from the out-queue; optional.
 
     >>> from streams import CPUStream
     >>> results = []

@@ -19,8 +19,7 @@ _SOFT = 1  # omp_pause_soft of OpenMP 5.0: thread-local data is kept
 def limit_threads(number: int) -> None:
     """Set the number of threads that CPU operations of the calling thread use, itself included.
 
-    A worker calls this at its start. Unlike ``torch.set_num_threads``, it has no effect on other threads, on threads
-    that begin later, and on ``torch.get_num_threads()`` elsewhere.
+    Unlike ``torch.set_num_threads``, it has no effect on other threads and on those that begin later.
 
     Args:
         number: the number of threads, at least 1.
@@ -57,9 +56,8 @@ def limit_threads(number: int) -> None:
 def pause_helpers() -> bool:
     """End the helper threads that intra-op parallelism has started for this thread.
 
-    After a parallel operation OpenMP's helpers spin for some milliseconds, in case the next operation follows soon.
-    That takes cores away from other threads that are about to compute. The next parallel operation of this thread
-    starts its helpers again, which takes tens of microseconds for each. Helpers of other threads are not affected. Does
+    After a parallel operation OpenMP's helpers spin for some milliseconds, which takes cores away from other threads.
+    The next parallel operation of this thread starts its helpers again, which takes tens of microseconds for each. Does
     nothing inside a parallel region, if torch uses another library than OpenMP, and in a forked process.
 
     Returns:

@@ -19,8 +19,7 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
     """Compute the tasks of ``in_queue`` until ``None``. Use it as the target of a thread.
 
     Each task is answered once, in order: by ``(True, (task, result))``, or by ``(False, exc_info)`` for any
-    BaseException. The last answer is ``(False, None)``. While it waits for the next task, the worker keeps no reference
-    to the last one.
+    BaseException. The last answer is ``(False, None)``. A waiting worker keeps no reference to its last task.
 
     Args:
         in_queue: the tasks.
@@ -44,7 +43,6 @@ def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
 
 
 def _failure(scope: ExitStack, blocks: tuple[Block, ...]) -> Answer | None:
-    """Enter ``blocks``. Returns the answer to every task if that raises, else None."""
     try:
         for block in blocks:
             scope.enter_context(block())

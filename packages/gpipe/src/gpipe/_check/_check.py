@@ -43,20 +43,18 @@ def check(
 ) -> Report:
     """Check whether ``model`` trains in micro-batches and stages as it does without, and find what differs.
 
-    First, the plain model runs once, in double precision. Then each layer is run alone on the input that it got there:
-    once more as a whole, and in micro-batches of uneven sizes. So a fault shows in its own layer and in no other.
-    Outputs, gradients and buffers are compared; where they differ, the cause is looked for. Layers that draw random
-    numbers are compared in evaluation mode, and in training mode with other rows exchanged. At last a pipe of the whole
-    model makes a step, with recomputations, and is compared with a step of the plain model. All of it takes as long as
-    about five steps of the plain model in double precision.
+    The plain model runs once, in double precision. Then each layer runs alone on the input that it got there, whole and
+    in uneven micro-batches. Outputs, gradients and buffers are compared; layers that draw random numbers, in evaluation
+    mode, and in training mode with other rows exchanged. At last a pipe of the whole model makes a step, with
+    recomputations. All of it takes about five steps of the plain model in double precision.
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
         sample: an input of the model with at least two rows, which should differ; :class:`microbatch.Arguments` for
             several arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
         target: what ``loss_fn`` compares with, cut like ``sample``.
-        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it
-            returns one, else the mean square of its outputs.
+        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it returns one, else
+            the mean square of its outputs.
         balance: layers of each stage; by default four even stages, or one for each layer if there are fewer layers.
         chunks: how many micro-batches.
 
@@ -86,7 +84,7 @@ def check(
 
 
 def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> Record:
-    """The forward of a copy in double precision; in the model's own precision if that fails."""
+    """In the model's own precision if double fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
@@ -106,7 +104,6 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
 
 
 def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
-    """The layers of ``model``, and what the first of them is called with."""
     if isinstance(model, GPipe):
         model = nn.Sequential(OrderedDict(model.named_children()))
     if not isinstance(model, nn.Sequential):
@@ -149,7 +146,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
 
 
 def _double(value: Any) -> Any:
-    """The same tree with all real floating-point tensors in double precision, without their graph."""
+    """The same tree, detached, with all real floating-point tensors in double precision."""
 
     def double(tensor: Tensor) -> Tensor:
         return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor

@@ -22,21 +22,18 @@ class LayerExam:
 
     Attributes:
         name, given, gave: the layer's name, its input in the plain model, and what it did there.
-        layer: in its state before the forward; it is copied.
-        again: the layer in a second copy of the model, which computes the mini-batch.
-        apart: the layer in a third copy of the model, which computes micro-batches. All micro-batches pass one layer
-            before the first passes the next, so a layer that reads what another one keeps finds the last micro-batch's.
+        layer: in its state before the forward.
+        again, apart: the layer in two more copies of the model, which compute the mini-batch and micro-batches. In the
+            last all micro-batches pass one layer before the first passes the next: state of another layer is the last
+            one's.
         dims: where the tensors of ``given`` have their rows.
-        cut: uneven micro-batches.
-        parts: ``given`` for each of these.
+        cut, parts: uneven micro-batches, and ``given`` for each of these.
         real: the micro-batches of the pipe.
         tolerance: relative differences up to this are rounding.
         is_last: whether nothing but the loss comes after the layer.
-        findings: what was found so far.
-        norms: the names of its modules that normalise by statistics of the batch; set by :meth:`examine`.
-        ran: the micro-batches that it has computed, ``cut`` or ``real``; none before. Then ``inputs`` are the
-            micro-batches, ``whole`` and ``trials`` the runs on the mini-batch and on these, ``copies`` the layers that
-            did them, and ``rows`` says where the tensors of the outputs have their rows.
+        norms: the names of its modules that normalise by statistics of the batch.
+        ran: the micro-batches that it has computed: ``inputs`` are these, ``whole`` and ``trials`` the runs on the
+            mini-batch and on them, ``copies`` the layers that did them, ``rows`` the dimensions of rows of the outputs.
     """
 
     name: str
@@ -57,9 +54,8 @@ class LayerExam:
     def examine(self) -> tuple[Dims, Sequence[Any]]:
         """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
 
-        Returns:
-            Where the tensors of the output have their rows; and the outputs for the micro-batches, of which the next
-            layer gets all but the tensors.
+        Returns where the tensors of the output have their rows; and the outputs for the micro-batches, of which the
+        next layer gets all but the tensors.
         """
         self._remark()
         failing = "impure", "fails when other copies of the model have run"
@@ -91,7 +87,6 @@ class LayerExam:
             self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(self.norms))
 
     def _expect_repeated(self, again: LayerTrial) -> None:
-        """The layer must give the same again in another copy of the model."""
         apart = difference(self.gave.tensors(), again.tensors())
         # An impure layer may happen to repeat itself, as a clock does within its resolution.
         if self.gave.used.impure:
@@ -120,7 +115,7 @@ class LayerExam:
         self.ran, self.inputs = cut, inputs
 
     def _compare(self) -> None:
-        """Find what differs: outputs, random numbers in training, gradients or state. The first of these is found."""
+        """Find the first that differs: outputs, random numbers in training, gradients or state."""
         if not self.whole.used.drew:
             apart = max([difference(*pair) for pair in self._outputs()], default=0.0)
             # Equal micro-batches may hide groups of rows; exchanging rows finds them.
@@ -158,7 +153,7 @@ class LayerExam:
         return None
 
     def _find_cause(self, apart: float, *, masks: bool = False) -> None:
-        """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
+        """Why outputs of micro-batches differ by ``apart`` from that of the mini-batch."""
         differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
         by, again = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.given)
         if difference(self.whole.tensors(), again.tensors()) > self.tolerance:
@@ -172,11 +167,7 @@ class LayerExam:
             self._find("rows", "depends on how many rows there are, or on which of them a row is", differs)
 
     def _mixed(self, *, masks: bool = False) -> float:
-        """How far rows of the output change when other rows of the input do, for the same random numbers.
-
-        Args:
-            masks: whether the layer draws as in training.
-        """
+        """How far rows of the output change when other rows of the input do, for the same random numbers."""
         before, dims = self.whole, self.rows
         if masks:
             before = attempt(self._calmed(masks=True), self.given) if self.norms else self.gave
@@ -197,7 +188,7 @@ class LayerExam:
         return max(found)
 
     def _compare_gradients_and_state(self) -> None:
-        """Outputs agree: do gradients, and what the layer remembers? Sums over rows, in another order, round more."""
+        """Outputs agree: do gradients, and what the layer remembers?"""
         try:
             self._backward()
         except Exception as error:
@@ -215,7 +206,6 @@ class LayerExam:
         return None
 
     def _backward(self) -> None:
-        """The backward of the whole, and those of the micro-batches, from the same gradients."""
         for layer in self.copies:
             layer.zero_grad()  # of other layers, with which it shares parameters
         roots = enumerate(self.whole.roots)
@@ -240,22 +230,20 @@ class LayerExam:
         return max(apart)
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
-        """A copy of the layer without batch norm, and without masks unless ``masks`` says so."""
+        """A copy of the layer without batch norm, and without masks unless ``masks``."""
         return calm(copy.deepcopy(self.layer), self.given, self.gave.used.drew and not masks)
 
 
 def broken(findings: Sequence[Finding]) -> bool:
-    """Whether there are errors."""
     return any(finding.level == "error" for finding in findings)
 
 
 def normalises(module: nn.Module) -> bool:
-    """Whether ``module`` uses statistics of the batch, as batch norm does."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
 def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
-    """``layer``, changed: batch norm uses running statistics; all of it is in evaluation mode if it ``drew``."""
+    """``layer`` where batch norm uses running statistics; in evaluation mode if it ``drew``."""
     like = next((tensor for tensor in given.tensors() if tensor.is_floating_point()), torch.zeros(()))
     for module in layer.modules():
         if isinstance(module, _BatchNorm) and normalises(module):
@@ -268,6 +256,6 @@ def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
 
 
 def _gradient(tensor: Tensor, k: int) -> Tensor:
-    """A gradient with a value of its own for every element, so that none can make up for another."""
+    """A gradient with a value of its own for every element."""
     values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
     return values.to(tensor.device, tensor.dtype)

@@ -25,13 +25,7 @@ LossPart = tuple[Any, Any, int]
 class Loss:
     """Calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
 
-    Args:
-        loss_fn: without one, the loss in the model's output if there is one, else :func:`mean_square`. A module is
-            copied.
-        target: what ``loss_fn`` takes beside the output, or None.
-
-    Raises:
-        TypeError: ``loss_fn`` is not callable, or there is a target that it does not take.
+    Without a ``loss_fn``, this is the loss in the model's output if there is one, else :func:`mean_square`.
     """
 
     def __init__(self, loss_fn: LossFunction | None, target: Any) -> None:
@@ -44,12 +38,11 @@ class Loss:
         return self._loss_fn(output) if self._alone else self._loss_fn(output, target)
 
     def to(self, dtype: torch.dtype) -> None:
-        """Convert what the loss function contains, such as weights of classes."""
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.to(dtype)
 
     def is_own(self, output: Any) -> bool:
-        """Whether the model has computed the loss, so that a pipe takes it from its output."""
+        """Whether the model has computed the loss."""
         with suppress(TypeError):
             return self._loss_fn is None and own_loss(output) is not None
         return False
@@ -68,13 +61,13 @@ class Loss:
 
 
 def mean_square(output: Any) -> Tensor:
-    """The sum of the mean squares of all floating-point outputs: a loss where the caller has given none."""
+    """The sum of the mean squares of all floating-point outputs."""
     squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
     return sum(squares, torch.zeros(()))
 
 
 def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], tolerance: float) -> Iterator[Finding]:
-    """Check that the loss of the mini-batch requires grad, and is the mean of the losses of its micro-batches."""
+    """Check that the loss requires grad, and is the mean of those of its micro-batches."""
     with seeded(nn.Module()) as used:
         total = loss.of([whole])
     if not total.requires_grad:

@@ -27,11 +27,7 @@ class LayerRun(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The plain model, and its forward.
-
-    Attributes:
-        inputs: what the first layer is called with, perhaps with rules for its parts.
-    """
+    """The plain model, and its forward."""
 
     layers: nn.Sequential
     inputs: Any
@@ -41,12 +37,10 @@ class Record(NamedTuple):
 
     @property
     def output(self) -> Signal:
-        """What the last layer gave."""
         return self.steps[-1].gave.output
 
 
 def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
-    """The forward of a copy of ``layers``."""
     signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
     for name, layer in copy.deepcopy(layers).named_children():
         waiting.update(signal.skips)  # until a layer pops them, which need not be the next
@@ -60,14 +54,8 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
 def examine_all(
     layers: nn.Sequential, steps: Sequence[LayerRun], dims: Dims, real: Cut, tolerance: float
 ) -> tuple[list[Finding], Dims]:
-    """The findings for all layers, and where the last output has its rows.
-
-    Args:
-        layers: in their state before the forward.
-        steps: of all layers.
-        dims: where the first input has its rows.
-        real: the micro-batches of the pipe.
-        tolerance: the largest relative difference that counts as rounding.
+    """The findings for all layers, and where the last output has its rows; ``dims`` says where the first input has
+    them.
     """
     # Three copies of the model in all: state that layers share is then that of their own run.
     cut, findings = finest(steps[0].given, dims, real), list[Finding]()
@@ -97,7 +85,6 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
 
 
 def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
-    """A copy of the layers without masks and batch norm."""
     copied = copy.deepcopy(layers)
     for layer, step in zip(copied.children(), steps, strict=True):
         calm(layer, step.given, step.gave.used.drew)

@@ -37,10 +37,6 @@ def examine_pipe(
     """What was found, and the settings under which a pipe of the whole model agreed with the plain model.
 
     Args:
-        model: the model, and what it is called with.
-        loss: of the model.
-        balance: layers of each stage.
-        chunks: how many micro-batches.
         tolerance: the largest relative difference that counts as rounding.
         draws: whether a layer or the loss draws random numbers.
     """
@@ -64,7 +60,6 @@ def examine_pipe(
 
 
 def _plain(model: Record, layers: nn.Sequential, loss: Loss) -> tuple[Results, bool]:
-    """Loss and gradients of a plain step, and whether it drew random numbers all the same."""
     layers = copy.deepcopy(layers)
     value = as_nonleaf(clone_leaves(Activation(unwrap(model.inputs)[0]))).value
     with seeded(layers) as used:
@@ -87,7 +82,7 @@ def _piped(
 
 
 def _problem(tolerance: float, expected: Results, run: Callable[[], Results]) -> str:
-    """How what ``run`` gives differs from what is ``expected``, or why it fails; empty if it agrees."""
+    """How what ``run`` gives differs from what is ``expected``; empty if it agrees."""
     try:
         found = run()
     except Exception as error:

@@ -31,28 +31,24 @@ class Cut(NamedTuple):
     rows: tuple[int, ...]
 
     def pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
-        """``tensor`` for each micro-batch."""
         return (
             [tensor] * len(self.rows) if dim is None else list(torch.split(tensor, self._sizes(tensor.shape[dim]), dim))
         )
 
     def signals(self, whole: Signal, dims: Dims) -> list[Signal]:
-        """``whole`` for each micro-batch."""
         columns = [self.pieces(tensor, dim) for tensor, dim in zip(whole.tensors(), dims, strict=True)]
         return [whole.replaced(row) for row in zip(*columns, strict=True)] or [whole] * len(self.rows)
 
     def dims(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Dims:
-        """The dimensions along which the tensors of micro-batches make up those of the whole.
-
-        Raises:
-            NoRowsError: there is none, or the number of tensors differs.
+        """The dimensions along which the tensors of micro-batches make up those of the whole; NoRowsError if there are
+        none.
         """
         if {len(part) for part in parts} != {len(whole)}:
             raise NoRowsError("micro-batches give another number of tensors than the whole")
         return [self._dim(tensor.shape, [part[k].shape for part in parts]) for k, tensor in enumerate(whole)]
 
     def guessed(self, tensors: Sequence[Tensor], dims: Dims) -> Dims:
-        """The dimensions of rows of ``tensors`` if rows stay in those that they have in other tensors, ``dims``."""
+        """The dimensions of rows of ``tensors``, if they are those of other tensors, ``dims``."""
         known = sorted({dim for dim in dims if dim is not None})
         return [next((dim for dim in known if _entries(t, dim, sum(self.rows))), None) for t in tensors]
 
@@ -87,7 +83,7 @@ def uneven(real: Cut) -> Cut:
 
 
 def exchanged(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
-    """``whole`` with copies of other rows in place of the ``chosen`` ones: values that the layer surely takes."""
+    """``whole`` with copies of other rows in place of the ``chosen`` ones."""
     rows = torch.arange(len(chosen))
     others = (rows + torch.randint(1, len(chosen), rows.shape, generator=torch.Generator().manual_seed(1))) % len(rows)
     changed = _selected(whole.tensors(), dims, len(rows), torch.where(chosen, others, rows))
@@ -98,12 +94,10 @@ def exchanged(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
 
 
 def kept(tensors: Sequence[Tensor], dims: Dims, chosen: Tensor) -> list[Tensor | None]:
-    """The rows of ``tensors`` that are not ``chosen``."""
     return _selected(tensors, dims, len(chosen), (~chosen).nonzero().flatten())
 
 
 def _selected(tensors: Sequence[Tensor], dims: Dims, count: int, rows: Tensor) -> list[Tensor | None]:
-    """Some ``rows`` of tensors; None for those without rows."""
     found: list[Tensor | None] = []
     for tensor, dim in zip(tensors, dims, strict=True):
         entries = _entries(tensor, dim, count)
@@ -122,9 +116,8 @@ def _entries(tensor: Tensor, dim: int | None, rows: int) -> int:
 def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None], *, alike: bool = False) -> float:
     """The largest difference, relative to the largest expected value of its tensor; inf if shapes or types differ.
 
-    Args:
-        alike: relative to the largest value of all tensors. A gradient that is nothing but rounding, as that of a bias
-            before a norm, has no scale of its own.
+    With ``alike`` it is relative to the largest value of all tensors: a gradient that is nothing but rounding has no
+    scale.
     """
     if len(expected) != len(found):
         return math.inf

@@ -27,14 +27,12 @@ class Signal(NamedTuple):
     skips: dict[Key, Tensor | None]
 
     def activation(self) -> Activation:
-        """All of it as one value."""
         return Activation((self.value, *self.skips.values()))
 
     def tensors(self) -> list[Tensor]:
         return list(self.activation().tensors)
 
     def replaced(self, tensors: Sequence[Tensor]) -> Signal:
-        """The same with other tensors, in the order of :meth:`tensors`."""
         value, *skips = self.activation().with_tensors(tensors).value
         return Signal(value, dict(zip(self.skips, skips, strict=True)))
 
@@ -58,14 +56,13 @@ class LayerTrial(NamedTuple):
         return self.output.tensors()
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Accumulate gradients in the parameters and in ``leaves``, from those of ``roots``."""
         pairs = [(y, g) for y, g in zip(self.roots, gradients, strict=True) if y.requires_grad and g is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
 
 
 def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
-    """Run the forward of ``layer``, with PyTorch's generators in the same state as for every other attempt."""
+    """Run the forward of ``layer``, with the same state of the generators each time."""
     leaves = clone_leaves(signal.activation())
     value, *skips = as_nonleaf(leaves).value
     store = dict(zip(signal.skips, skips, strict=True))
@@ -78,12 +75,11 @@ def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
 
 
 def call(layer: nn.Module, value: Any) -> Any:
-    """What ``layer`` makes of ``value``, which may stand for several arguments."""
     return layer(*value.args, **value.kwargs) if isinstance(value, Arguments) else layer(value)
 
 
 def call_all(layers: nn.Sequential, value: Any) -> Any:
-    """What ``layers`` make of ``value``, one after the other; unlike their container, the first takes several."""
+    """What ``layers`` make of ``value``; unlike their container, the first takes several arguments."""
     for layer in layers.children():
         value = call(layer, value)
     return value
@@ -131,7 +127,6 @@ def seeded(layer: nn.Module) -> Iterator[Used]:
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether states of generators are equal."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

@@ -20,11 +20,10 @@ for command in (plan, check, profile, simulate, timeline):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line.
+    """Run the command line; return the exit status.
 
-    Returns:
-        The exit status: 0 if all is well, 1 if a check found something or no plan fits, 2 if what was asked for cannot
-        be used, 130 after an interrupt.
+    It is 0 if all is well, 1 if a check found something or no plan fits, 2 if the input cannot be used, 130 after an
+    interrupt.
     """
     # cyclopts would print a box and exit by itself; here every error is one line, and the status is ours.
     try:

@@ -10,12 +10,7 @@ from rich.console import Console
 
 
 def expect_writable(path: str | None, *endings: str) -> None:
-    """Raise ValueError unless a file can be made at ``path``, before anything is computed for it.
-
-    Args:
-        path: of the file; None if there is to be none.
-        endings: those that its name may have.
-    """
+    """Raise ValueError unless a file can be made at ``path``, before anything is computed for it."""
     if path is None:
         return
     if Path(path).suffix not in endings:
@@ -27,14 +22,7 @@ def expect_writable(path: str | None, *endings: str) -> None:
 def finish(
     found: object, json: Callable[[], str] | None, path: str | None = None, save: Callable[[str], object] | None = None
 ) -> None:
-    """Print what a command has found, and save it.
-
-    Args:
-        found: printed as text, which is wrapped at words where a terminal is narrower.
-        json: the text to print instead, if there is one.
-        path: of the file; None if there is to be none.
-        save: makes the file.
-    """
+    """Print what a command has found, as text or ``json``, and ``save`` it at ``path``, if there is one."""
     console = Console()
     wide = json is not None or not console.is_terminal
     console.print(json() if json else str(found), markup=False, highlight=False, emoji=False, soft_wrap=wide)

@@ -1,8 +1,8 @@
 """Models and samples by name, as command lines take them.
 
-A model is ``package.module:build``: a module of PyTorch, or a function without arguments that makes one. A sample is a
-shape, ``64,3,224,224``, with a dtype and a bound if it needs them, ``8,128:int64:50257``, and the name of the argument
-if it has one, ``input_ids=8,128:int64:50257``; or ``package.module:function``, which makes it.
+A model is ``package.module:build``: a module of PyTorch, or a function that makes one. A sample is a shape,
+``64,3,224,224``, with a dtype and a bound if it needs them, ``8,128:int64:50257``, and the name of the argument if it
+has one, ``input_ids=8,128:int64:50257``; or ``package.module:function``, which makes it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,8 @@ _SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>\w
 def load(path: str, what: str) -> Any:
     """The object that ``package.module:name`` names. Modules in the working directory are found too.
 
-    Args:
-        path: the module, a colon, and a name in it, which may have dots.
-        what: the name of the argument, for errors.
-
-    Raises:
-        ValueError: ``path`` is no such text.
-        Exception: what the import raises; AttributeError if there is no such name.
+    ``what`` names the argument in errors: ValueError if ``path`` is no such text, AttributeError if there is no such
+    name.
     """
     module, _, name = path.partition(":")
     if not (module and name):
@@ -41,7 +36,7 @@ def load(path: str, what: str) -> Any:
 
 
 def model_of(path: str) -> nn.Module:
-    """The model that ``package.module:build`` names or returns; errors as of :func:`load`, or of the function."""
+    """The model that ``package.module:build`` names or returns."""
     found = load(path, "target")
     model = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not isinstance(model, nn.Module):
@@ -50,15 +45,7 @@ def model_of(path: str) -> nn.Module:
 
 
 def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
-    """The sample that ``texts`` describe: a random tensor, a dict of tensors if they have names, a tuple if there are
-    several.
-
-    Args:
-        texts: one text for each argument of the model, or a function that makes all of them.
-        what: the name of the argument, for errors.
-
-    Raises:
-        ValueError: a text cannot be parsed, or only some have names.
+    """The sample that ``texts`` describe: a random tensor, a dict of tensors if they have names, a tuple if several.
 
     >>> sample_of(["4,3"]).shape
     torch.Size([4, 3])

@@ -34,7 +34,6 @@ _INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` makes no cache."""
     found: list[Any] = [vars(module).get("config") for module in model.modules()]
     configs = list(filter(_caches, found))
     try:
@@ -47,11 +46,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def expect_followed(model: nn.Module, inputs: Inputs, parts: Iterable[nn.Module] = ()) -> None:
-    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself.
-
-    Args:
-        parts: modules of the model, which may have configurations of their own.
-    """
+    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself."""
     given, config = inputs.named(model.forward), vars(model).get("config")
     configs = [config, *(vars(part).get("config") for part in parts)]
     for name in _INSIDE:

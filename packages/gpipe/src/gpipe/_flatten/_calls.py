@@ -24,7 +24,6 @@ class Like(NamedTuple):
 
 
 def like(leaf: Any) -> Any:
-    """The :class:`Like` of a tensor; other objects are returned as they are."""
     return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
@@ -33,7 +32,7 @@ class Observed(NamedTuple):
 
     Attributes:
         outputs: the leaves, tensors as :class:`Like`.
-        result: what puts these together.
+        result: the tree of these.
         given: the dtype of the first tensor among its arguments.
     """
 
@@ -72,7 +71,6 @@ class Origin(NamedTuple):
         call: how often it had been called before.
         place: among the leaves of what it returned.
         segment: where it was called; of a block, that before its trunk.
-        is_block: whether the module is a block.
     """
 
     name: str
@@ -113,12 +111,11 @@ class Calls:
         }
 
     def segments_of(self, unit: nn.Module) -> set[int]:
-        """The segments that call ``unit``, or read what it has."""
         parts = (unit, *unit.parameters(), *unit.buffers())
         return set[int]().union(*(self.segments.get(id(part), ()) for part in parts))
 
     def add(self, other: Calls) -> None:
-        """Add what another run needs besides."""
+        """Add what another run needs."""
         for key, segments in other.segments.items():
             self.segments.setdefault(key, set()).update(segments)
         for segment, sources in other.needs.items():
@@ -143,7 +140,7 @@ def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> 
 
 
 class _Watcher(Sources):  # type: ignore[no-untyped-call]
-    """Knows in which segment the run is, and follows what modules return, and parameters and buffers by identity."""
+    """Knows the segment of the run, and follows what modules return, and parameters and buffers by identity."""
 
     def __init__(self, model: nn.Module, trunks: Sequence[Sequence[str]]) -> None:
         super().__init__()
@@ -187,7 +184,6 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         self._segment += name in self._last
 
     def _use(self, value: Any) -> None:
-        """Note that this segment uses the tensors in ``value``, and what they are made of."""
         for source in self.of(value):
             if not isinstance(source, Origin):
                 self._note(source)

@@ -1,8 +1,8 @@
 """The output of a model that computes its own loss, from what its modules returned for each micro-batch.
 
-A loss may be a mean over a part of the mini-batch, such as all tokens without padding, and cannot be computed from the
-losses of micro-batches. So a pipe concatenates what the modules next to the loss returned, and runs the model's own
-``forward`` once more with these values in place of the modules. What it then computes is the loss.
+A loss may be a mean over a part of the mini-batch, such as all tokens without padding. So a pipe concatenates what the
+modules next to the loss returned, and runs the model's own ``forward`` once more with these values in place of the
+modules. It then computes the loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Ending:
         rows: of the sample.
 
     Attributes:
-        calls: as given.
         fields: the fields of the output that it can compute.
     """
 
@@ -49,7 +48,6 @@ class Ending:
         self.fields: frozenset[str] = frozenset()
 
     def recorded(self, segment: Segment, tape: Tape) -> Returned:
-        """What the modules returned in a run of the last segment."""
         for name in self.calls:
             module = segment.net.get_submodule(name)
             if module._backward_hooks or module._backward_pre_hooks:  # which look at what no forward hook sees
@@ -73,7 +71,6 @@ class Ending:
         return found
 
     def net(self, segment: Segment) -> nn.Module:
-        """The net of the last segment, with stand-ins for the modules next to the loss."""
         modules = {name: segment.net.get_submodule(name) for name in self.calls}
         replaced = {module: StandIn(module, name, self.calls[name]) for name, module in modules.items()}
         return skeleton(segment.net, replaced, lambda tensor: True, {})
@@ -82,10 +79,6 @@ class Ending:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
 
         The loss is on the device of the inputs, where trainers add losses up.
-
-        Args:
-            segment: the last one.
-            net: its net, as :meth:`net` returns it.
         """
         device = next(iter(found.values())).device
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
@@ -106,7 +99,6 @@ class Ending:
 
 
 def _differ(leaves: list[Any], known: list[Any]) -> bool:
-    """Whether a constant is another one than in the sample."""
     return any(
         isinstance(leaf, Tensor) != isinstance(then, Like)
         or not (isinstance(leaf, Tensor) or leaf is then or leaf == then)
@@ -115,12 +107,10 @@ def _differ(leaves: list[Any], known: list[Any]) -> bool:
 
 
 def without_loss_only(inputs: Any) -> Any:
-    """``inputs`` for the layers, without arguments that only the loss takes."""
     return split_loss_only(inputs)[1]
 
 
 def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
-    """The arguments in ``inputs`` that only the loss takes, and ``inputs`` without them."""
     if isinstance(inputs, Arguments):
         found, kwargs = split_loss_only(inputs.kwargs)
         return found, Arguments(inputs.args, kwargs) if found else inputs
@@ -152,9 +142,7 @@ def _around(
     rows: int,
     path: str = "",
 ) -> Iterator[tuple[str, list[Observed]]]:
-    """The largest modules that are called and return a value for rows, and maybe others after it, but for blocks; the
-    rest is the loss.
-    """
+    """The largest modules but blocks that return a value for rows; the rest of the forward is the loss."""
     for name, child in module.named_children():
         called = calls.get(child, [])
         if child in blocks:

@@ -37,7 +37,7 @@ def flatten(
     blocks: str | Sequence[str] | None = None,
     pick: str | Callable[[Any], Any] | None = None,
 ) -> nn.Sequential:
-    """Make an ``nn.Sequential`` that computes what ``model`` computes: its begin, its blocks, and its end.
+    """Make an ``nn.Sequential`` that computes what ``model`` computes: its start, its blocks, and its end.
 
     The layers contain the modules of ``model``, and have its names in ``state_dict()``. The model remains usable, and
     is trained with the layers. These make no cache of keys and values, whatever its configuration says.
@@ -47,12 +47,12 @@ def flatten(
             of a list must be done inside the layers.
         sample: an input of the model: a mapping for named arguments, a tuple for positional ones,
             :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. Later inputs of the pipe may
-            have other numbers of rows and lengths. If the model has no data, because it was built on ``meta``, only
-            shapes are computed and compared; the sample may be on ``meta`` too.
+            have other numbers of rows and lengths. For a model on ``meta`` only shapes are computed and compared; the
+            sample may be on ``meta`` too.
         blocks: the names of the lists of layers; found by default.
         pick: what the last layer returns of the model's output: the name of a field, or a function. By default the
-            field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``,
-            else the first field; a tensor or a tuple is returned as it is.
+            field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``, else
+            the first field; a tensor or a tuple is returned as it is.
 
     Returns:
         The layers. The first one takes the arguments of the model.
@@ -90,12 +90,6 @@ def flatten(
 def _flattened(
     model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _Settings, *, whole: bool
 ) -> Flattened:
-    """The layers.
-
-    Args:
-        state: of the model, before the runs on the sample.
-        whole: whether the pipe may return the whole output.
-    """
     name = type(model).__name__
     with _in_mode(False, model), shapes_only(model):
         called, output = observe(model, inputs)
@@ -145,7 +139,6 @@ def _title(segment: int, trunks: int) -> str:
 
 
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:
-    """The copy of the model for ``segment``."""
     names, last = [name for trunk in trunks for name in trunk], len(trunks)
     blocks = {model.get_submodule(name): (name, j) for j, name in enumerate(names)}
     replaced = {block: StandIn(block, name, [calls.blocks[j]], j) for block, (name, j) in blocks.items()}
@@ -165,9 +158,8 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
 
 
 def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> None:
-    """Raise ValueError, with the model's ``name``, for what runs change and several layers have, or read of another.
-
-    It may be of any micro-batch, and have the graph of another stage.
+    """Raise ValueError for what runs change and several layers have: it may be of another micro-batch, with another's
+    graph.
     """
     nets = [layer.net for layer in layers if isinstance(layer, Segment)]
     held = Counter(buffer for net in nets for buffer in set(net.buffers()))
@@ -190,12 +182,7 @@ def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> No
 
 
 class _Changed(NamedTuple):
-    """What runs of a model have changed.
-
-    Attributes:
-        buffers: in place, with their names.
-        attributes: set anew: the name in the model, the module, the name there, and whether it is a number or a buffer.
-    """
+    """What runs of a model have changed: buffers in place, and attributes that were set."""
 
     buffers: list[tuple[str, Tensor]]
     attributes: list[tuple[str, nn.Module, str, bool]]
@@ -210,7 +197,6 @@ class _Settings:
         self._values = [(name, each, each.clone()) for name, each in model.named_buffers() if not each.is_meta]
 
     def changed(self) -> _Changed:
-        """What is another one since then."""
         attributes = []
         for path, module in self._model.named_modules():
             if module not in self._entries:
@@ -227,7 +213,6 @@ class _Settings:
         return _Changed([(name, each) for name, each, then in self._values if not torch.equal(each, then)], attributes)
 
     def restore(self) -> None:
-        """Set what it was."""
         for module, (attributes, buffers) in self._entries.items():
             if HOOKED in vars(module):
                 attributes = {**attributes, HOOKED: True}
@@ -255,7 +240,6 @@ def _unchanged(model: nn.Module) -> Iterator[_Settings]:
 
 @contextmanager
 def _in_mode(training: bool, *models: nn.Module) -> Iterator[None]:
-    """A context in which ``models`` are in training or evaluation mode, as a whole."""
     before = {module: module.training for model in models for module in model.modules()}
     try:
         for model in models:
@@ -279,7 +263,6 @@ def _field(name: str, output: Any) -> Any:
 
 
 def _main_field(output: Any) -> Any:
-    """The field that a pipe returns by default."""
     if not isinstance(output, dict):
         return output
     found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)

@@ -15,14 +15,10 @@ from ._segment import ModelBlock
 
 
 def generate(model: Any, layers: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """What ``model.generate(*args, **kwargs)`` returns.
+    """What ``model.generate(*args, **kwargs)`` returns; stages take turns, with all rows.
 
-    Stages take turns, with all rows. Groups of rows in threads would let stages overlap, but read every weight, and
-    start every kernel, once for each group and token, which is what most of the time is spent on.
-
-    Args:
-        model: the model that was flattened, on the devices of the stages.
-        layers: of the pipe.
+    Groups of rows in threads would let stages overlap, but read every weight, and start every kernel, once for each
+    group.
     """
     first = next(model.parameters(), None)
     if first is not None:
@@ -35,8 +31,8 @@ def generate(model: Any, layers: Collection[nn.Module], *args: Any, **kwargs: An
 def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
     """A context in which modules of ``model`` take inputs from any device.
 
-    Modules beside ``blocks`` return their output to the device of their input. So what the model itself computes with
-    outputs of two of them is on one device, although tied weights may be on another one.
+    Modules beside ``blocks`` return their output to the device of their input, so that what the model computes with
+    outputs of two of them is on one device.
     """
     with ExitStack() as scope:
         for module, device in _placed(model):

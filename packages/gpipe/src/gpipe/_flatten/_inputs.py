@@ -15,7 +15,6 @@ from ._tree import Tree, flattened
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the positional arguments of ``function``."""
     if inspect.ismethod(function):  # without its object: a model would live as long as the cache
         return _names_of_method(function.__func__)[1:]
     try:
@@ -59,5 +58,4 @@ class Inputs(NamedTuple):
         return [leaf for leaf in self.leaves()[0] if isinstance(leaf, Tensor)]
 
     def rows(self) -> int:
-        """Of the first tensor that has any; 0 if there is none."""
         return next((tensor.shape[0] for tensor in self.tensors() if tensor.dim()), 0)

@@ -14,8 +14,7 @@ class Part(nn.Module):
     """A layer of a flattened model. In state dicts its module ``net`` has the name that it has in the model.
 
     Args:
-        net: a part of the model.
-        path: its name in the model; empty if it is the model itself, without what belongs to other layers.
+        path: this name; empty if ``net`` is the model itself, without what belongs to other layers.
     """
 
     def __init__(self, net: nn.Module, path: str) -> None:
@@ -24,7 +23,7 @@ class Part(nn.Module):
         self.path = path
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """As of any module, under the model's own names: ``prefix`` is that of this layer, and is left out."""
+        """As of any module, under the model's own names; ``prefix``, that of this layer, is left out."""
         around = prefix[:-1].rpartition(".")[0]
         names = [name for name in (around, self.path) if name]
         prefix = "".join(f"{name}." for name in names)
@@ -57,10 +56,8 @@ def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 class Flattened(nn.Sequential):
-    """The layers of a flattened model; its state dict has the model's names.
-
-    Attributes:
-        model: the model that has the modules of these layers; None if these are not all layers of it.
+    """The layers of a flattened model; its state dict has the model's names. ``model`` is None if some layers are
+    missing.
     """
 
     model: nn.Module | None = None
@@ -70,13 +67,11 @@ class Flattened(nn.Sequential):
         return {"model": self.model, **vars(self)}
 
     def __getitem__(self, index: Any) -> Any:
-        """As of any sequence; all layers are those of the model."""
         found: Any = super().__getitem__(index)
         is_all = isinstance(found, Flattened) and [*found] == [*self]
         return found.of(self.model) if is_all else found
 
     def of(self, model: nn.Module | None) -> Flattened:
-        """These layers as all those of ``model``, which is no submodule of them."""
         self.__dict__["model"] = model
         return self
 
@@ -88,8 +83,7 @@ class Flattened(nn.Sequential):
 def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | None:
     """The model that ``layers`` were made of, with the modules of these ``partitions`` alone, in the model's order.
 
-    Returns:
-        The model itself if it has no others; None if there is none, or it has not all parameters.
+    It is the model itself if it has no others, and None if there is none, or it has not all parameters.
     """
     model = layers.model if isinstance(layers, Flattened) else None
     partitions = list(partitions)

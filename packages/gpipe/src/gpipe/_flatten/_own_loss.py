@@ -1,8 +1,7 @@
 """The loss of a mini-batch, from what a model that computes its own loss gives for each micro-batch.
 
-The loss of a model may be a mean over its rows, a mean over what counts in them, such as all labels but those of -100,
-or a sum that is divided by a number that the caller gives. Which one it is was tried when the model was flattened
-(:mod:`gpipe._flatten._probe`). Micro-batches are combined by that, so that their loss is the model's own for all rows.
+The loss may be a mean over rows, a mean over what counts in them, such as all labels but those of -100, or a sum that
+is divided by a number that the caller gives. :mod:`gpipe._flatten._probe` has tried which one it is.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class OwnLoss:
 
     Args:
         model: the name of the model's class, for errors.
-        kinds: how the losses are combined.
         has_ending: whether the pipe itself returns the loss of all rows.
     """
 
@@ -65,9 +63,7 @@ class OwnLoss:
     def part(self, output: Callable[[], Any], *, counted: bool) -> Any:
         """The loss of a micro-batch, for :class:`MiniBatchLoss`; the whole output if that has none.
 
-        Args:
-            output: computes the output of the model.
-            counted: whether a number of items is among the inputs.
+        ``counted`` says whether a number of items is among the inputs.
         """
         kind = self._kinds[counted]
         if kind is None:
@@ -85,7 +81,6 @@ class OwnLoss:
         return {"loss": own_loss(found), "counts": counts, "adds": kind.name == "sum" or (by_counts and seen.sums > 0)}
 
     def whole(self) -> MiniBatchLoss:
-        """The loss function of a run; CombineError if no micro-batches can be combined."""
         if not any(self._kinds.values()):
             raise self._refused(_NEITHER)
         return MiniBatchLoss(self._refused)
@@ -103,10 +98,7 @@ class MiniBatchLoss:
     """Weighs the losses of micro-batches, as a loss function that returns a loss, or ``(sum, count)``.
 
     Counts stay on their device. They are divided by the number that the first micro-batch makes expect of all, so that
-    gradients in half precision are as large as those of a mean.
-
-    Args:
-        refused: makes the error for a loss that cannot be combined.
+    gradients in half precision are as large as those of a mean. ``refused`` makes the error for other losses.
     """
 
     def __init__(self, refused: Callable[[str], ValueError]) -> None:
@@ -116,11 +108,7 @@ class MiniBatchLoss:
         self._sums: Any = 0.0
 
     def __call__(self, output: Any, share: float) -> Any:
-        """The loss of a micro-batch that has this ``share`` of all rows.
-
-        Args:
-            output: what :meth:`OwnLoss.part` returned.
-        """
+        """The loss of a micro-batch that has this ``share`` of all rows, of an output of :meth:`OwnLoss.part`."""
         loss = own_loss(output)
         counts, adds = output["counts"], output["adds"]
         form = adds, 0 if counts is None else len(counts)
@@ -150,7 +138,7 @@ class MiniBatchLoss:
 
 
 def with_whole_count(inputs: Any) -> Any:
-    """``inputs`` with a number of items as a tensor that every micro-batch gets as a whole."""
+    """``inputs`` with a number of items that every micro-batch gets as a whole."""
     found, others = split_loss_only(inputs)
     if not found:
         return inputs

@@ -46,10 +46,8 @@ class Values(NamedTuple):
         return self.mapped(taken)
 
     def variants(self, constants: set[int]) -> Iterator[Values]:
-        """These values, and others in which a part of the first row does not count, if it is a label or a mask.
-
-        Args:
-            constants: what a loss may leave out, such as the number of a padding token.
+        """These values, and others in which a part of the first row does not count: labels, masks, or ``constants``
+        such as padding.
         """
         yield self
         yield self._replace(returned={key: tensor / 16 for key, tensor in self.returned.items()})
@@ -65,18 +63,12 @@ class Values(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Computes the loss of a model for rows that are made from its sample.
-
-    Args:
-        model: the name of its class.
-        output: what the last layer returns for these values.
-    """
+    """Computes the loss of a model for rows that are made from its sample; ``output`` is that of the last layer."""
 
     model: str
     output: Callable[[Values], Any]
 
     def kinds(self, values: Values) -> Kinds:
-        """How the losses of ``values``, which have :data:`ROWS` rows, are combined."""
         plain, counted = self._loss(values), self._loss(values.with_items())
         without = self._kind(values)
         # Many models ignore the number, or do not take it.
@@ -104,7 +96,7 @@ class Trial(NamedTuple):
         return None
 
     def _loss(self, values: Values) -> Tensor | None:
-        """The loss of all rows; None if there is none for these values."""
+        """The loss of all rows; None if there is none."""
         try:
             loss = own_loss(self.output(values))
         except Exception:  # a model may raise anything for labels that it does not know
@@ -135,11 +127,6 @@ def kinds_of(
     """How losses of ``model`` are combined, tried on random numbers in place of what modules returned, on the CPU.
 
     Both modes of a model must agree, unless it draws random numbers in training.
-
-    Args:
-        model: the name of its class.
-        segment: the last one.
-        returned: what modules returned for ``inputs``.
     """
     rows, generator = inputs.rows(), torch.Generator().manual_seed(0)
     values = Values(

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 class Reductions(TorchFunctionMode):
     """While it is on, it observes the loss functions of ``torch.nn.functional``.
 
-    They compute what they always do, but a mean over nothing is 0 and not nan: a micro-batch in which no label counts
-    adds nothing to the loss of the mini-batch.
+    A mean over nothing is 0 and not nan: a micro-batch in which no label counts adds nothing to the loss.
 
     Attributes:
         counts: for each mean what it divides by, on the device of the loss.
@@ -32,11 +31,9 @@ class Reductions(TorchFunctionMode):
         self._compared = []
 
     def any(self) -> bool:
-        """Whether there was a mean or a sum."""
         return bool(self.counts) or self.sums > 0
 
     def constants(self) -> set[int]:
-        """The whole numbers that the loss compares with."""
         numbers = [each.item() if isinstance(each, Tensor) else each for each in self._compared]
         return {int(each) for each in numbers if abs(each) < 2**31}
 

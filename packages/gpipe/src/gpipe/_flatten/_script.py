@@ -12,7 +12,7 @@ from ._tree import Tree
 
 
 class Value(NamedTuple):
-    """A tensor among the arguments of a block: the name under which it travels."""
+    """A tensor among the arguments of a block, by its name."""
 
     name: str
 
@@ -59,9 +59,6 @@ def recipe_of(
         fakes: for what stands for an output of a block, by identity: the number of the block and the place.
         names: of the blocks, for errors.
         first: the number of the first of them.
-
-    Raises:
-        TypeError: an argument is an object that is no constant.
     """
     values: dict[str, Tensor] = {}
     known: dict[int, str] = {key: output_name(j, m) for key, (j, m) in fakes.items()}
@@ -83,12 +80,10 @@ def recipe_of(
 
 
 def output_name(j: int, m: int) -> str:
-    """The name of tensor number ``m`` among what block ``j`` returns."""
     return f"output {j}.{m}"
 
 
 def constant(leaf: Any, called: str) -> Constant:
-    """``leaf`` as a constant; TypeError, saying what was ``called`` with it, if it is none."""
     if not is_constant(leaf):
         raise TypeError(
             f"{called} is called with an object of type {type(leaf).__qualname__}, which cannot go from stage to "
@@ -103,7 +98,6 @@ def structure_of(leaves: Sequence[Any], tree: Tree, called: str) -> Structure:
 
 
 def restored(structure: Structure, tensors: Iterable[Tensor | None]) -> Any:
-    """A value of this structure."""
     tree, leaves = structure
     given = iter(tensors)
     return tree.value([next(given) if isinstance(leaf, Value) else leaf.value for leaf in leaves])

@@ -32,20 +32,16 @@ class Segment(Part):
     It runs the model's own forward with stand-ins for all that belongs elsewhere.
 
     Args:
-        net: the model with these stand-ins.
         calls: what the model did with the sample.
         inputs: the sample; its tensors skip from segment to segment.
-        names: of the blocks that follow.
-        first: the number of the first of them; in the last segment, how many blocks there are.
+        names, first: of the blocks that follow, and the number of the first of them.
         number: of this segment.
-        namespace: of the skips.
         pick: what the last segment makes of what the model returns; None in others.
 
     Attributes:
-        first: as given.
         done: the leaves of what the block before returned in the sample.
-        ending: how the whole output is made where this is the last segment of a model that computes a loss.
-        own_loss: how the losses of micro-batches are combined in such a segment.
+        ending, own_loss: in the last segment of a model that computes a loss: how the whole output is made, and how
+            losses of micro-batches are combined.
     """
 
     ending: Ending | None = None
@@ -80,7 +76,7 @@ class Segment(Part):
         Skippable.isolate(self, namespace)
 
     def forward(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        """Inputs of the model, or what the block before handed on; what the next block needs, or the result."""
+        """From inputs of the model, or the block before, to what the next block needs, or the result."""
         carried: dict[str, Any] = {}
         if self._number:
             (carried,) = args
@@ -133,7 +129,6 @@ class Segment(Part):
         return with_settings(wanted=self.ending)
 
     def whole(self, inputs: Inputs, found: Returned) -> Any:
-        """The whole output of the model for all rows."""
         assert self.ending is not None
         return self.ending(self, inputs, found)
 
@@ -151,7 +146,6 @@ class Segment(Part):
         return Tape(near.device, carried.get("shapes", {}), self.first, self._names, done, given)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
-        """What the model's forward returns in this segment, or by a copy of its ``net``."""
         with running(tape), suppress(Stop):
             found = inputs.call(self.net if net is None else net)
             tape.expect_all()
@@ -171,14 +165,9 @@ class Segment(Part):
 
 @skippable()
 class ModelBlock(Part):
-    """One block of a model.
+    """One block of a model, the ``number``-th of all, at ``place`` in its trunk.
 
-    Args:
-        calls: what the model did with the sample.
-        place: its place in its trunk.
-        number: among all blocks.
-        last: whether it is the last of its trunk, whose whole result the next segment needs.
-        namespace: of the skips.
+    If it is the ``last`` of its trunk, the next segment needs its whole result.
     """
 
     def __init__(

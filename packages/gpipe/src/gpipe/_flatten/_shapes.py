@@ -18,12 +18,10 @@ from ._sources import Sources, tensors_of
 
 
 def has_data(model: nn.Module) -> bool:
-    """Whether no parameter or buffer of ``model`` is on ``meta``."""
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def expect_data(model: nn.Module, what: str) -> None:
-    """Raise ValueError, saying ``what`` runs it, if ``model`` has no data."""
     if not has_data(model):
         raise ValueError(
             f"{what} runs the model, which is on 'meta' and has no data; give it one with data, such as a few of its "
@@ -34,8 +32,8 @@ def expect_data(model: nn.Module, what: str) -> None:
 class Shapes(Sources):  # type: ignore[no-untyped-call]
     """While it is on, an operation with a tensor on ``meta`` gives one on ``meta``, and any other is computed.
 
-    So the values of masks and positions, which a forward may look at, are there, though the parameters have none.
-    The only source is what a stand-in returns: nothing that a model returns may be made of it.
+    So the values of masks and positions are there, though the parameters have none. The only source is what a stand-in
+    returns: nothing that a model returns may be made of it.
     """
 
     def _of(self, tensor: Tensor) -> frozenset[Any]:
@@ -73,7 +71,6 @@ def shapes_only(model: nn.Module) -> Iterator[Shapes | None]:
 
 
 def with_values(inputs: Inputs) -> Inputs:
-    """``inputs`` with ones in the place of tensors that have no values."""
     leaves, tree = inputs.leaves()
     found = [torch.ones_like(t, device="cpu") if isinstance(t, Tensor) and t.is_meta else t for t in leaves]
     return Inputs(*tree.value(found))

@@ -29,19 +29,14 @@ def skeleton(
     observed: Mapping[nn.Module, Callable[..., None]],
     path: str = "",
 ) -> nn.Module:
-    """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
+    """``module``, or a shallow copy of it with a :class:`Follower`, if modules in it are ``replaced`` or ``observed``.
 
     Args:
-        module: the model, or a part of it.
         replaced: the modules to replace, with their replacements.
         keeps: whether a parameter or buffer of a module around replaced ones is kept. The others become placeholders:
             buffers of the same shape, filled with NaN (integers: 0).
         observed: modules whose copies have a forward hook.
         path: the name of ``module`` in the model, with a dot at the end.
-
-    Returns:
-        ``module`` itself, or a shallow copy of it, which has a :class:`Follower`, if modules inside it are replaced or
-        observed.
     """
     if module in replaced:
         return replaced[module]
@@ -58,7 +53,7 @@ def skeleton(
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A shallow copy with the same parameters, buffers, children and hooks, in dicts of its own."""
+    """A shallow copy with the same tensors, children and hooks, in dicts of its own."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict) and name.startswith("_"):
@@ -68,7 +63,7 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 class Follower:
-    """What lets a copy of a module of the model follow it: its mode, hooks, attributes, parameters and buffers.
+    """Lets a copy of a module of the model follow it: its mode, hooks, attributes, parameters and buffers.
 
     Args:
         module: the copy.
@@ -110,11 +105,7 @@ class Follower:
         return found
 
     def follow(self) -> None:
-        """Take over what has changed in the model.
-
-        Raises:
-            RuntimeError: a module in it was replaced, so that the layers would compute with the one before.
-        """
+        """Take over what has changed in the model; RuntimeError if a module in it was replaced."""
         children, before = self.source._modules, self._children
         if children != before:
             names = [name for name in {**before, **children} if children.get(name) != before.get(name)]
@@ -159,7 +150,6 @@ class Follower:
 
 
 def followers(layers: nn.Module) -> list[Follower]:
-    """What lets the copies of modules in ``layers`` follow the model."""
     return [vars(module)["_follower"] for module in layers.modules() if "_follower" in vars(module)]
 
 
@@ -170,13 +160,12 @@ def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """Mark ``tensor`` as the placeholder of a tensor that belongs to another segment, and return it."""
+    """Mark ``tensor`` as the placeholder of a tensor that belongs to another segment."""
     tensor.stands_in = True  # type: ignore[attr-defined]  # copies of it have this too
     return tensor
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a :func:`placeholder`, or a copy of one."""
     return hasattr(tensor, "stands_in")
 
 

@@ -26,14 +26,12 @@ class Sources(DispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Tensor, frozenset[Any]]] = {}
 
     def of(self, value: Any) -> frozenset[Any]:
-        """The sources of the tensors in ``value``."""
         return frozenset().union(*(self._of(tensor) for tensor in tensors_of(value)))
 
     def _of(self, tensor: Tensor) -> frozenset[Any]:
         return self._known.get(storage_id(tensor), (tensor, frozenset()))[1]
 
     def add(self, value: Any, sources: frozenset[Any]) -> None:
-        """From here on these are ``sources`` of the tensors in ``value`` too."""
         for tensor in tensors_of(value):
             held, known = self._known.get(storage_id(tensor), (tensor, frozenset()))
             self._known[storage_id(tensor)] = held, known | sources

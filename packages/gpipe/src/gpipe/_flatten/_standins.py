@@ -22,17 +22,15 @@ ShapesByName = dict[str, tuple[tuple[Any, ...], ...]]
 
 
 class Stop(BaseException):
-    """The blocks of a segment are all called. No ``except Exception`` of a model shall hold it up."""
+    """The blocks of a segment are all called. No ``except Exception`` of a model catches it."""
 
 
 class Tape:
     """One forward of a segment.
 
     Args:
-        device: where stand-ins make tensors.
         shapes: what modules of earlier segments returned.
-        first: the number of the first block that the segment calls; those before are done.
-        names: of these blocks; none in the segment that ends the model.
+        first, names: the number of the first block that the segment calls, and the names of these blocks.
         done: the leaves of what block ``first - 1`` returned.
         given: tensors that other modules of earlier segments returned, and this one uses.
 
@@ -40,7 +38,6 @@ class Tape:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
-        done: as given.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class Tape:
         self._held: list[Any] = []
 
     def shapes(self) -> ShapesByName:
-        """What modules have returned up to the end of this segment."""
         found = dict(self._shapes)
         for name, calls in self.returned.items():
             known = found.get(name, ())
@@ -102,7 +98,6 @@ class Tape:
         return unknown(Like(shape, dtype), self.device, writable=False)
 
     def expect_all(self) -> None:
-        """Raise RuntimeError if the forward has ended before all blocks were called."""
         if self._names:
             self._expect_turn(None)
 
@@ -145,8 +140,7 @@ class Tape:
 def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
     """A placeholder for a tensor, filled with NaN; any other object is returned as it is.
 
-    Args:
-        writable: whether it may be written to; else it takes no memory.
+    It takes no memory unless it is ``writable``.
     """
     if not isinstance(leaf, Like):
         return leaf
@@ -174,13 +168,11 @@ _thread = _Thread()
 
 
 def current_tape() -> Tape | None:
-    """The tape of the segment whose forward is going on in this thread."""
     return _thread.tape
 
 
 @contextmanager
 def running(tape: Tape) -> Iterator[None]:
-    """A context for the forward of a segment: its stand-ins find the ``tape``."""
     before, _thread.tape = _thread.tape, tape
     try:
         yield
@@ -196,7 +188,7 @@ class Real:
     Attributes:
         module: as it is in the model; a copy on ``meta`` where that is in another process.
         is_copy: whether it is such a copy.
-        asked: the attributes that a forward has asked for, with the modules that have them.
+        asked: the attributes that a forward has read, with the modules that have them.
     """
 
     __slots__ = ("asked", "is_copy", "module")
@@ -210,9 +202,8 @@ class Real:
 
 
 class Likeness:
-    """Answers as a module inside of another one does that has a stand-in, without data.
-
-    Forwards ask for such things: ``self.embeddings.projection.weight.dtype``.
+    """Answers, without data, for a module inside of one that has a stand-in, as in
+    ``self.embeddings.projection.weight.dtype``.
     """
 
     def __init__(self, module: nn.Module, stand_in: StandIn) -> None:
@@ -244,7 +235,7 @@ class Likeness:
 
 
 class StandIn(nn.Module):
-    """Answers for another module, like which it looks, and returns what has the shape of what that returned.
+    """Answers for another module, and returns tensors of the shapes that it returned.
 
     Args:
         calls: of the module with the sample.
@@ -276,10 +267,7 @@ class StandIn(nn.Module):
         return getattr(Likeness(self.real.module, self), name)
 
     def expect_settable(self, name: str) -> None:
-        """Raise RuntimeError if the forward sets an attribute of a block, which runs by itself, and would not see it.
-
-        Of another module it may: what runs that has the same forward.
-        """
+        """Raise RuntimeError if the forward sets an attribute of a block, which would not see it."""
         if current_tape() is not None and self._number is not None:
             raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
@@ -294,13 +282,13 @@ class StandIn(nn.Module):
 
 
 def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook that takes down what the module of this name returns."""
+    """A forward hook that records what the module of this name returns."""
     if (tape := current_tape()) is not None:
         tape.returned.setdefault(name, []).append(flattened(output))
 
 
 def let_go(layers: nn.Module) -> None:
-    """Let ``layers`` keep no data of a model whose other layers are elsewhere, and follow it no longer."""
+    """Let ``layers`` keep no data of a model whose other layers are elsewhere, nor follow it."""
     for module in layers.modules():
         vars(module).pop("_follower", None)
         if isinstance(module, StandIn):

@@ -9,14 +9,11 @@ from torch.utils import _pytree
 
 
 class Tree:
-    """What puts leaves together again. It can be compared, copied and pickled, which torch's own specs no longer like.
+    """The structure of a value. It can be compared, copied and pickled, unlike torch's own specs.
 
     >>> leaves, tree = flattened({"x": 1, "y": (2, None)})
     >>> leaves, tree.value(["a", "b", "c"])
     ([1, 2, None], {'x': 'a', 'y': ('b', 'c')})
-
-    Attributes:
-        spec: torch's own.
     """
 
     __slots__ = ("spec",)
@@ -25,7 +22,6 @@ class Tree:
         self.spec = spec
 
     def value(self, leaves: Iterable[Any]) -> Any:
-        """A value of this structure."""
         return _pytree.tree_unflatten(leaves, self.spec)
 
     def __eq__(self, other: object) -> bool:
@@ -37,7 +33,6 @@ class Tree:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a value of this structure, which knows its types."""
         return _tree_of, (self.value([0] * self.spec.num_leaves),)
 
 

@@ -13,15 +13,13 @@ Trunk = list[str]
 
 
 def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None) -> list[Trunk]:
-    """The trunks of ``model`` in the order in which they are called.
+    """The trunks of ``model`` in the order in which they are called; ValueError if there is none, or it is called
+    otherwise.
 
     Args:
         called: the modules that the model calls, in order, each as often as it is called.
         blocks: the names of the lists to take; None takes the outermost ones whose elements are of one class, or where
             there are none the outermost ``nn.Sequential``s.
-
-    Raises:
-        ValueError: there is no such list, or its elements are not called once each and in order.
     """
     lists = [blocks] if isinstance(blocks, str) else list(blocks or [])
     candidates = [_named(model, name) for name in lists] or list(_outermost(model, _alike))
@@ -44,7 +42,7 @@ def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Seq
 
 
 def _called_again(model: nn.Module, called: Sequence[nn.Module]) -> str:
-    """Which element of a list is called several times, as layers are that share all parameters."""
+    """The element of a list that is called several times."""
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, _LISTS)]
     counts = Counter(called)
     for path, each in lists:

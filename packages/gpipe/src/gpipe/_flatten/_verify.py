@@ -18,10 +18,7 @@ from ._shapes import Shapes
 def expect_equal(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
     """Raise ValueError unless the layers give what is ``expected`` for ``inputs``, without gradients.
 
-    Args:
-        name: of the model's class.
-        expected: the output of the model.
-        shapes: given if only shapes are to be compared, and no output may be computed from values of placeholders.
+    With ``shapes``, only these are compared, and no output may be computed from values of placeholders.
     """
     try:
         value = _in_a_row(layers, inputs)
@@ -50,7 +47,7 @@ def _in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
 
 
 def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
-    """The difference between two values, as text; None if there is none. On ``meta``, shapes are compared."""
+    """The difference between two values, as text; None if there is none."""
     pairs = _pytree.tree_leaves(expected), _pytree.tree_leaves(found)
     if len(pairs[0]) != len(pairs[1]):
         return f"{len(pairs[1])} values instead of {len(pairs[0])}"
@@ -78,10 +75,7 @@ def add_own_loss(
 ) -> None:
     """Give the last layer what combines the losses of micro-batches, tried on the sample.
 
-    Args:
-        name: of the model's class.
-        expected: the whole output of the model.
-        whole: whether the pipe may return the whole output, with the loss of all rows.
+    ``whole`` says whether the pipe may return the whole output, with the loss of all rows.
     """
     last = layers[-1]
     assert isinstance(last, Segment)

@@ -38,11 +38,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kKMGTP]?)(i?)B)?\s*")
 
 
 def expect_rows(sample: Any) -> None:
-    """Raise unless ``sample`` is a mini-batch: tensors with at least one row.
-
-    Raises:
-        TypeError, ValueError: it is something else; names ``sample``.
-    """
+    """Raise TypeError or ValueError unless ``sample`` is a mini-batch: tensors with at least one row."""
     try:
         check(sample)
     except TypeError as error:
@@ -54,11 +50,7 @@ def expect_rows(sample: Any) -> None:
 
 
 def expect_target(target: Any, sample: Any) -> None:
-    """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``.
-
-    Raises:
-        TypeError, ValueError: it cannot; names ``target``.
-    """
+    """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``."""
     if target is not None:
         value = checked(target, None, "target")
         expect_same_rows(scatter(value.bare, 1, value.spec), scatter(sample, 1))
@@ -66,10 +58,6 @@ def expect_target(target: Any, sample: Any) -> None:
 
 def read_bytes(size: int | float | str, name: str = "memory") -> int:
     """A number of bytes, given as one or as text.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: text that is no size, or a size that is not positive.
 
     >>> read_bytes("80GB"), read_bytes("1.5 GiB"), read_bytes(4096)
     (80000000000, 1610612736, 4096)
@@ -88,7 +76,7 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
 
 
 def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None]:
-    """The memory limit of each device: as given, or all memory of an accelerator; None for a CPU."""
+    """The limit of each device: as given, or all memory of an accelerator; None for a CPU."""
     if memory is None:
         return [_all_of(device) for device in devices]
     if isinstance(memory, (str, int, float)):
@@ -104,12 +92,8 @@ def _all_of(device: torch.device) -> int | None:
 
 
 def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
-    """The numbers of micro-batches to look at: those given, or some that divide ``rows`` nearly evenly.
-
-    Args:
-        chunks: a number, several, or None.
-        rows: of the mini-batch.
-        least: rows that the largest micro-batch has, unless numbers are given.
+    """The numbers of micro-batches to search: those given, or some that divide ``rows`` evenly with ``least`` rows at
+    least.
     """
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
@@ -131,18 +115,13 @@ def _number(number: Any) -> int:
 
 
 def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
-    """``loss_fn`` as a function of an output and a target, if there is one.
-
-    Raises:
-        TypeError: it is no function, or takes no ``target``, but there is one.
-    """
+    """``loss_fn`` as a function of an output and a target; TypeError if it does not take the ``target``."""
     if not takes_output_alone(loss_fn, target) or loss_fn is None:
         return loss_fn
     return lambda output, _: loss_fn(output)
 
 
 def read_schedules(schedule: str | None) -> Sequence[str]:
-    """The schedules to look at."""
     if schedule is None:
         return SCHEDULES
     if not isinstance(schedule, str):
@@ -152,12 +131,7 @@ def read_schedules(schedule: str | None) -> Sequence[str]:
 
 
 def placed(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
-    """The devices of stages that are searched, and the schedules that go with each; one stage a device comes last.
-
-    Args:
-        schedules: the names to look at.
-        devices: how many there are.
-        layers: how many there are.
+    """The placements of stages that are searched, and the schedules that go with each; one stage a device comes last.
 
     >>> placed(["1f1b", "zbv"], devices=2, layers=4)
     {(0, 1, 1, 0): ['zbv'], (0, 1): ['1f1b']}
@@ -175,17 +149,11 @@ def _placement(name: str, devices: int) -> tuple[int, ...]:
 
 
 def read_modes(checkpoint: str | None) -> Sequence[str]:
-    """The modes of checkpointing that a stage may have."""
     return MODES if checkpoint is None else (checked_mode(checkpoint),)
 
 
 def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:
-    """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer.
-
-    Raises:
-        TypeError: it is neither a name nor a number of bytes.
-        ValueError: another name, or a negative number.
-    """
+    """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer."""
     state = _state_of(optimizer)
     seen, found = set[nn.Parameter](), list[int]()
     for layer in layers:

@@ -1,7 +1,7 @@
 """The account of bytes: how many micro-batches a stage holds at once, times the bytes of its layers.
 
-It tells ways to train from each other. It leaves out what only the engine knows: which memory is shared, when a
-gradient is dropped. :mod:`gpipe._plan._rehearse` runs the chosen plan.
+It compares ways to train. It leaves out what only the engine knows: which memory is shared, when a gradient is dropped.
+:mod:`gpipe._plan._rehearse` runs the chosen plan.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class DeviceBytes:
         gradients: gradients of the trainable parameters.
         optimizer: the state of the optimizer.
         activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed.
-        transient: the micro-batch that is in its backward: what it saved, and temporary memory; and the mini-batch
-            where it was moved to the device.
+        transient: the micro-batch in its backward, saved and temporary; and the mini-batch where it was moved there.
     """
 
     parameters: int
@@ -45,7 +44,7 @@ class DeviceBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
 
     def __add__(self, other: DeviceBytes) -> DeviceBytes:
-        """Of two stages on a device, at most: their peaks may come at different times."""
+        """An upper bound for two stages on a device, whose peaks may come at different times."""
         return DeviceBytes(*map(add, astuple(self), astuple(other)))
 
     @property
@@ -68,7 +67,7 @@ class Held(NamedTuple):
     bare: int
 
     def covers(self, other: Held) -> bool:
-        """Whether this is at least as much: what is held as a whole holds its input too."""
+        """Whether this is at least as much; what is held as a whole holds its input too."""
         return (
             self.whole >= other.whole and self.late >= other.late and self.whole + self.bare >= other.whole + other.bare
         )
@@ -79,14 +78,6 @@ def held(
     schedule: str, mode: str, microbatches: int, placement: tuple[int, ...], stage: int, splits: bool
 ) -> list[Held]:
     """What a stage holds at its fullest moments: every other moment has at most as much of everything.
-
-    Args:
-        schedule: its name.
-        mode: how the stage is checkpointed.
-        microbatches: how many there are.
-        placement: the device of each stage.
-        stage: its number.
-        splits: whether its backward is split.
 
     >>> held("1f1b", "never", 8, (0, 1, 2, 3), 1, False)
     [Held(whole=3, late=0, bare=0)]
@@ -136,12 +127,8 @@ class StageBytes(NamedTuple):
 
 
 def kept_and_peak(layers: Sequence[LayerProfile], flags: Sequence[bool], loss: LayerProfile | None) -> tuple[int, int]:
-    """What a micro-batch keeps after its forward, and the most that it takes in forward and backward.
-
-    Args:
-        layers: of a stage.
-        flags: of layers, whether its backward computes them again.
-        loss: of the loss behind the stage, if it is the last one.
+    """What a micro-batch keeps after its forward, and the most that it takes; ``flags`` mark layers that are
+    recomputed.
     """
     kept = most = 0
     for again, first, end in runs_of(flags):

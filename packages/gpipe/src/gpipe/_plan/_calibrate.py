@@ -1,4 +1,4 @@
-"""Train the best candidates for a few steps, in turns: what is taken was measured beside the others."""
+"""Train the best candidates for a few steps, in turns, so that what is taken was measured beside the others."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ def calibrated(
     try_out: Callable[[Candidate], list[float]],
     rehearse: Callable[[Candidate], Candidate],
 ) -> tuple[list[Candidate], Expected, str]:
-    """What some steps tell of the best ways to train.
+    """The candidates, the best first, with the seconds that they took if they were tried.
+
+    Also the factors on those seconds for the quickest, the median and the slowest step; and a note for the plan.
 
     Args:
         memory: the limits of devices.
-        found: in the search, the best first, which fits by a rehearsal.
-        try_out: trains a way for :data:`STEPS` steps; returns their seconds.
-        rehearse: returns a way with the bytes of a rehearsal.
-
-    Returns:
-        The ways, the best first, where those that were tried have the seconds that they took; the factors on those
-        seconds for the quickest, the median and the slowest step; and a note for the reader of the plan.
+        found: by the search, the best first, which fits by a rehearsal.
+        try_out: trains a candidate for :data:`STEPS` steps; returns their seconds.
+        rehearse: returns a candidate with the bytes of a rehearsal.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
     ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if way.fits(memory))]
@@ -78,7 +76,7 @@ def calibrated(
 
 
 def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:
-    """The seconds of steps of each way, in turns: what slows the machine down for a while slows all of them."""
+    """The seconds of steps of each candidate, in turns: a slow while of the machine slows all of them."""
     trials: list[list[float]] = [[] for _ in ways]
     for _ in range(_TURNS):
         for way, trial in zip(ways, trials, strict=True):
@@ -96,15 +94,7 @@ def train(
     loss_fn: Callable[[Any, Any], Any] | None,
     way: Candidate,
 ) -> list[float]:
-    """The seconds of some steps of training, after one to warm up.
-
-    Args:
-        layers: are trained.
-        devices: all of them.
-        x, y: a mini-batch.
-        loss_fn: None for the sum of the outputs.
-        way: how.
-    """
+    """The seconds of some steps of training, after one to warm up. Without a ``loss_fn`` the outputs are summed."""
     own = [devices[place] for place in way.costs.measured.placement]
     pipe = GPipe(layers, way.sizes, devices=own, chunks=way.chunks, checkpoint=way.modes)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.

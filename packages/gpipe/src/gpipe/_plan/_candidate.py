@@ -24,7 +24,7 @@ class Space:
         chunks: numbers of micro-batches.
         schedules: names of those that go with these devices of stages.
         modes: those that a stage may have; if there are several, only some of its layers may be computed again too.
-        memory: what each device may hold; None is any amount. Each of its stages may have an equal part of it.
+        memory: the limit of each device, shared equally by its stages; None for no limit.
         scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
     """
 
@@ -37,13 +37,13 @@ class Space:
 
     @cached_property
     def rooms(self) -> list[float | None]:
-        """What each stage may hold by the account of bytes."""
+        """The limit of each stage by the account of bytes."""
         placement, scale = self.measured.placement, self.scale or (1.0,) * len(self.memory)
         parts = [None if size is None else size / more for size, more in zip(self.memory, scale, strict=True)]
         return [None if (whole := parts[place]) is None else whole / placement.count(place) for place in placement]
 
     def share(self, j: int, size: int) -> float:
-        """The bytes of stage j as a share of what it may hold."""
+        """The bytes of stage j as a share of its limit."""
         room = self.rooms[j]
         return 0.0 if room is None else size / max(room, 1)
 
@@ -54,7 +54,6 @@ class Candidate:
 
     Attributes:
         costs: of its micro-batches.
-        schedule: its name.
         sizes: layers of each stage.
         modes: of checkpointing, for each stage, or flags of its layers.
         seconds: of a step.
@@ -78,12 +77,10 @@ class Candidate:
 
     @cached_property
     def account(self) -> tuple[DeviceBytes, ...]:
-        """What each device holds by the account of bytes."""
         return self.costs.device_bytes(self.sizes, self.modes, self.schedule, self.split)
 
     @property
     def bytes(self) -> tuple[DeviceBytes, ...]:
-        """What each device holds."""
         return self.rehearsed or self.account
 
     def fits(self, memory: Sequence[int | None]) -> bool:
@@ -93,12 +90,11 @@ class Candidate:
 
     @property
     def fullest(self) -> int:
-        """The bytes of the device that holds the most."""
         return max(each.total for each in self.bytes)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells one way to train from another."""
+        """What identifies a way to train."""
         return self.chunks, self.schedule, self.split, self.sizes, self.modes
 
     @property
@@ -107,19 +103,11 @@ class Candidate:
         return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
-        """Its schedule, for so many micro-batches."""
         return schedule_of(self.schedule, microbatches, self.costs.measured.placement, self.modes, self.split)
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
-    """The candidate with this balance and these modes, with the seconds of a replay of its schedule.
-
-    Args:
-        costs: of micro-batches of one size.
-        schedule: its name.
-        sizes: the layers of each stage.
-        modes: of checkpointing.
-    """
+    """The candidate with this balance and these modes, with the seconds of a replay of its schedule."""
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
     each = enumerate(zip(bounds(sizes), stages, strict=True))
     split = tuple(j for j, (own, stage) in each if costs.splits(schedule, *own, stage))
@@ -130,17 +118,15 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
 
 
 def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest first."""
     return sorted(found, key=lambda each: each.seconds)
 
 
 def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
-    """The micro-batches that each stage checkpoints: those below."""
+    """For each stage, the number below which micro-batches are checkpointed."""
     return checkpoint_stops([*map(scheduled, modes)], microbatches, len(modes))
 
 
 def schedule_of(
     name: str, microbatches: int, placement: Sequence[int], modes: Sequence[StageMode], split: Sequence[int]
 ) -> Schedule:
-    """The schedule, for stages on the devices of ``placement``."""
     return named(name, microbatches, placement, stops_of(modes, microbatches), split)

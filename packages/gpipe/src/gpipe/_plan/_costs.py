@@ -31,12 +31,8 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several layers have. A profile counts it for the first of them.
-
-    Attributes:
-        layers: their numbers, in order.
-        bytes: of the parameter.
-        gradient: bytes of its gradient.
+    """A parameter that several layers have, with their numbers and its bytes. A profile counts it for the first of
+    them.
     """
 
     layers: tuple[int, ...]
@@ -51,17 +47,12 @@ class Measured:
     Attributes:
         profile: of the layers, on such a device.
         optimizer: bytes of its state, for each layer.
-        rows: of the mini-batch.
-        input_bytes: of the mini-batch.
         needs_gradient: whether the mini-batch requires a gradient.
         apart: whether each device has memory of its own, so that it gets a copy of its input.
-        placement: the device of each stage.
-        links: for each stage, how long its input takes from the stage before.
-        action: seconds that the engine adds to each action.
-        step: seconds that it adds to each step.
+        placement, links: the device of each stage, and the link to it from the stage before.
+        action, step: seconds that the engine adds to each action and each step.
         crowding: by how much stages slow each other down, because there are fewer cores than stages.
-        replicas: pipes that train the same model on other rows.
-        ring: bytes a second from a device to the one of the next replica.
+        replicas, ring: pipes that train the model on other rows, and bytes a second from one to the next.
         ties: parameters that several layers have.
     """
 
@@ -93,19 +84,12 @@ class Measured:
         return len(self.profile)
 
     def cut(self, chunks: int) -> Costs:
-        """What holds for a mini-batch in so many micro-batches."""
         return Costs(self, chunks, self.profile.at(-(-self.rows // chunks)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What layers cost in micro-batches of one size. A stage is given by its first layer and the end of its layers.
-
-    Attributes:
-        measured: where that comes from.
-        chunks: how many micro-batches there are.
-        profile: of the layers, on one of them.
-    """
+    """What layers cost in micro-batches of one size. A stage is given by its first layer and the end of its layers."""
 
     measured: Measured
     chunks: int
@@ -115,7 +99,6 @@ class Costs:
 
     @cached_property
     def incoming(self) -> list[int]:
-        """Bytes that enter each layer."""
         return [
             -(-self.measured.input_bytes // self.chunks),
             *(layer.output_bytes for layer in self.profile.layers[:-1]),
@@ -134,26 +117,18 @@ class Costs:
         return self.measured.crowding * sum(layer.backward_seconds or 0.0 for layer in layers)
 
     def _backward_input(self, layers: Sequence[LayerProfile]) -> float | None:
-        """The first part of a split backward; None if a layer cannot split it."""
         known = [each.backward_input_seconds for each in layers if each.backward_input_seconds is not None]
         return self.measured.crowding * sum(known) if len(known) == len(layers) else None
 
     def _loss(self, end: int) -> float:
-        """Seconds of the loss behind the last layer."""
         loss = self.profile.loss if end == self.measured.layers else None
         return self._forward([loss]) + self._backward([loss]) if loss else 0.0
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
-        """The cost of each stage, for a replay.
-
-        Args:
-            sizes: the layers of each stage.
-            modes: how each is checkpointed.
-        """
+        """The cost of each stage, for a replay."""
         return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
 
     def stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
-        """The cost of a stage. Layers that have flags are recomputed in the backward."""
         key = first, end, mode
         if key not in self._costs:
             self._costs[key] = self._stage_cost(*key)
@@ -193,9 +168,8 @@ class Costs:
         )
 
     def reduction(self, sizes: Sequence[int]) -> float:
-        """Seconds until the replicas have the average of their gradients: of the fullest device, on a ring.
-
-        Devices reduce at the same time (Patarasu and Yuan, 2009).
+        """Seconds until the replicas have averaged their gradients, of the fullest device, on a ring (Patarasu and
+        Yuan, 2009).
         """
         r, own = self.measured.replicas, [0] * self.measured.devices
         for place, (first, end) in zip(self.measured.placement, bounds(sizes), strict=True):
@@ -210,21 +184,14 @@ class Costs:
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
-        """What each device holds at its fullest moment; with several stages, at most.
-
-        Args:
-            sizes: the layers of each stage.
-            modes: how each is checkpointed.
-            schedule: its name.
-            split: the stages whose backward is split.
-        """
+        """What each device holds at its fullest moment; with several stages, at most."""
         found = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices
         for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, self.measured.placement, strict=True)):
             found[place] += self.stage_bytes(j, *own, mode, schedule, j in split)
         return tuple(found)
 
     def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
-        """The same for one stage, the one of number j, however the others are checkpointed."""
+        """The same for stage j alone, however the others are checkpointed."""
         moments = held(schedule, scheduled(mode), self.chunks, self.measured.placement, j, splits)
         return self._stage_bytes(first, end, mode).at_peak(moments)
 

@@ -26,7 +26,6 @@ class LayerKey:
 
 
 def layer_keys(model: nn.Sequential) -> tuple[LayerKey, ...]:
-    """The keys of the layers of ``model``."""
     return tuple(
         LayerKey(name, type(layer).__name__, sum(parameter.numel() for parameter in layer.parameters()))
         for name, layer in model.named_children()
@@ -39,8 +38,7 @@ class Expected:
 
     Attributes:
         low, mid, high: ``mid`` is the prediction; a step on an idle machine is expected between ``low`` and ``high``.
-            After a calibration these are the fastest and the slowest step that was measured, with 5 % added on each
-            side.
+            After a calibration these are the fastest and the slowest measured step, with 5 % added on each side.
     """
 
     low: float
@@ -87,13 +85,7 @@ class Alternative:
 
 @dataclass
 class Remembered:
-    """What a plan knows in this process only, and what is not in its file.
-
-    Attributes:
-        pipe: the last that was built, while it is alive.
-        loss_fn: of the plan.
-        sample: of the plan.
-    """
+    """What a plan knows in this process only: the last pipe that it built, its loss function and its sample."""
 
     pipe: Callable[[], GPipe | None] = lambda: None
     loss_fn: Callable[[Any, Any], Any] | None = None

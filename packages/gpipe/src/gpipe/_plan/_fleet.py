@@ -1,7 +1,4 @@
-"""Devices that are not there: bytes are counted on fake tensors, and seconds estimated by a roofline.
-
-Many of them may have replicas of a pipe; then a :class:`Layout` says how many, of how many stages.
-"""
+"""Devices that are not there: bytes are counted on fake tensors, and seconds estimated by a roofline."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class Fleet:
     Attributes:
         nodes: how many nodes; None where the devices are the stages of one pipe.
         count: how many devices, in each node.
-        name: as it was given.
         memory: bytes of each.
         flops, bandwidth: operations and bytes a second, by the data sheet.
         inside, between: links between two devices of a node, and of two nodes.
@@ -62,9 +58,7 @@ class Fleet:
     between: Link = BETWEEN
 
     def link(self, devices: int, before: int, own: int) -> Link:
-        """The link from one of the devices of a replica to another one. Replicas are on devices in a row, so that some
-        of them begin in the middle of a node: a hop counts as one between nodes if it is that in any replica.
-        """
+        """The link from one of the devices of a replica to another one; between nodes if it is that in any replica."""
         aligned = gcd(devices, self.count)
         alone = self.nodes is None or self.nodes == 1
         return self.inside if alone or before // aligned == own // aligned else self.between
@@ -76,14 +70,13 @@ class Fleet:
 
 
 class Layout(NamedTuple):
-    """How devices are shared out among replicas of a pipe, and what is searched of each.
+    """How devices are divided into replicas of a pipe.
 
     Attributes:
         replicas: pipes that train the same model, each on other rows.
         rows: of the mini-batch, for each replica.
-        chunks: numbers of micro-batches to look at.
+        chunks, schedules: those to search.
         placement: the device of each stage of a replica.
-        schedules: those to look at, by their names.
     """
 
     replicas: int
@@ -94,19 +87,11 @@ class Layout(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Of each replica."""
         return max(self.placement) + 1
 
 
 def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Fleet | None:
     """The devices that text such as ``"8x80GB"`` or ``"64x8xH100"`` describes; None for other values.
-
-    Args:
-        devices: the text.
-        bandwidth, latency: of links, as of :func:`gpipe.plan`.
-
-    Raises:
-        TypeError, ValueError: text that describes no devices, or links that are none, or links of other devices.
 
     >>> read_fleet("8x80GB").memory, read_fleet("64x8x80GB").nodes
     (80000000000, 64)
@@ -124,7 +109,7 @@ def read_fleet(devices: Any, bandwidth: Any = None, latency: Any = None) -> Flee
 
 
 def _described(name: str, devices: str) -> tuple[str, int, float, float]:
-    """Of devices that have this name or this memory: name, memory, operations and bytes a second."""
+    """Name, memory, operations and bytes a second of devices with this name or memory."""
     if name.upper() in _KINDS:
         return name.upper(), *_KINDS[name.upper()]
     _, flops, bandwidth = _KINDS[_GENERIC]
@@ -139,7 +124,6 @@ def _described(name: str, devices: str) -> tuple[str, int, float, float]:
 
 
 def _links(bandwidth: Any, latency: Any) -> Iterator[Link]:
-    """The links inside a node and between nodes."""
     for k, usual in enumerate((INSIDE, BETWEEN)):
         speed, delay = _of_link("bandwidth", bandwidth, k), _of_link("latency", latency, k)
         if isinstance(delay, (str, bool)):
@@ -160,18 +144,10 @@ def _of_link(name: str, given: Any, k: int) -> Any:
 def layouts_of(
     fleet: Fleet, layers: int, rows: int, chunks: Any, schedules: Sequence[str], least: int = 1
 ) -> list[Layout]:
-    """The layouts to look at, by their devices: all that use every device and give replicas the same number of rows.
+    """The layouts to search: all that use every device and give replicas the same number of rows; ValueError if none
+    does.
 
-    Args:
-        fleet: the devices.
-        layers: how many there are.
-        rows: of the mini-batch.
-        chunks: as of :func:`gpipe.plan`.
-        schedules: names of those to look at.
-        least: rows of a micro-batch.
-
-    Raises:
-        ValueError: there is none.
+    ``least`` is the number of rows that a micro-batch has at least.
     """
     if fleet.nodes is None:
         own, count = read_chunks(chunks, rows, least), min(fleet.count, layers)
@@ -195,8 +171,8 @@ def layouts_of(
 
 
 def estimated(profile: Profile, fleet: Fleet) -> Profile:
-    """A profile that was counted and not run, with the seconds that a device would need at least for its operations
-    and for reading and writing what it keeps.
+    """A profile that was counted and not run, with the seconds that a device needs at least for its operations and
+    bytes.
     """
     return replace(
         profile,

@@ -35,12 +35,7 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
 
 
 def explain(space: Space, devices: Sequence[str]) -> Infeasible:
-    """The error for a search that found nothing.
-
-    Args:
-        space: what was searched.
-        devices: their names.
-    """
+    """The error for a search that found nothing."""
     share, nearest = _nearest(space)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     scale = space.scale or (1.0,) * len(space.memory)
@@ -77,7 +72,7 @@ def _fits(space: Space, changes: Sequence[Callable[[Space], Space]]) -> bool:
 
 
 def _nearest(space: Space) -> tuple[float, Candidate]:
-    """The least share of their memory that devices need, and the way to train that needs it."""
+    """The least share of their memory that devices need, and the candidate that needs it."""
     # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
     chunks = sorted({space.chunks[0], space.chunks[-1]})
     ways = [Options(space, space.measured.cut(m), name) for m in chunks for name in space.schedules]
@@ -107,7 +102,7 @@ def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
 
 
 def _on_more(space: Space, stages: int) -> Space:
-    """The same for more devices, which are like the last one; a single device has no link, so theirs take no time."""
+    """The same for more devices, which are like the last one. Links of a single device are taken as free."""
 
     def longer(each: Sequence[Any]) -> Any:
         return (*each, *[each[-1]] * (stages - len(each))) if each else ()

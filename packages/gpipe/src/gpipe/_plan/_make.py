@@ -56,12 +56,10 @@ def plan(
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
-    Layers are profiled one by one at a few sizes of micro-batches. For each number of chunks and each schedule, the
-    balance and the modes that fit are chosen together, by replays of the schedule and an account of bytes. Among those
-    within 1 % of the fastest, the one with the fewest chunks is preferred, then 1F1B, then the fastest. One step of it
-    is run by the engine on tensors without data, which tells its bytes; if they do not fit, the search goes on with
-    bytes corrected by that. Then up to five candidates that are expected to be about as fast, with a copy of the model,
-    are trained in turns for a few steps, and the plan is the simplest of those within 2 % of the fastest.
+    Layers are profiled at a few sizes of micro-batches. For each number of chunks and each schedule, balance and modes
+    that fit are chosen together. One step of the best is run by the engine on tensors without data, which tells its
+    bytes. Then up to five candidates are trained in turns for a few steps, with a copy of the model, and the plan is
+    the simplest of those within 2 % of the fastest.
 
     Two stages on each device (interleaved, V-shaped) are searched too, except on a plain ``"cpu"``, which is a worker
     for each stage; ``"cpu:0"`` and ``"cpu:1"`` can have several. Not searched: more of them, and devices in another
@@ -71,20 +69,18 @@ def plan(
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
         sample: a mini-batch, with as many rows as in training.
         devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
-            not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate
-            by the operations and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also
-            chooses the number of replicas, with equal shares of the rows, and the number of stages of each replica.
-        target: the target of the loss, for ``sample``.
-        loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
+            not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
+            ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of replicas, with equal
+            shares of the rows, and the number of stages of each replica.
+        target, loss_fn: as for :meth:`gpipe.GPipe.step`. Without ``loss_fn`` the loss counts as free.
         optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
-        memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default
-            the memory of a GPU, and no limit on a CPU.
+        memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default the
+            memory of a GPU, and no limit on a CPU.
         chunks, checkpoint, schedule: to search less: a number or several; the mode of all stages; a name.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
-            ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
-        calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer. It
-            needs the memory that training takes. ``plan.predicted.seconds`` is then measured from steps; without, it
-            is computed from the times of single layers.
+            ``chunks`` is what it was made with. One without seconds gets estimated ones.
+        calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer, and
+            the memory of training. Without, ``plan.predicted.seconds`` is computed from the times of single layers.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
             such as ``"50GB"``; or two, inside a node and between nodes. By default 25 and 12.5 GB/s.
         latency: of the same links, in seconds; by default 10 µs.
@@ -136,7 +132,6 @@ def plan(
 
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
-    """Measure, search, and try the best candidates."""
     found = _search(request, measure(request))
     spread = GUESSED if request.fleet else UNSURE
     notes = [_source(request, found[0].costs.measured)]
@@ -156,11 +151,7 @@ REHEARSALS = 6
 
 
 def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
-    """The ways found, of which the first fits by a rehearsal.
-
-    Raises:
-        Infeasible: nothing fits.
-    """
+    """The candidates found, of which the first fits by a rehearsal; Infeasible if there is none."""
     for _ in range(REHEARSALS):
         found = search(spaces)
         if not found:
@@ -175,7 +166,7 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
 
 
 def _rehearsed(request: Request, way: Candidate) -> Candidate:
-    """The way with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
+    """The candidate with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
         return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
     replicas = way.costs.measured.replicas
@@ -187,7 +178,6 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
 
 
 def _source(request: Request, measured: Measured) -> str:
-    """How the seconds were found, for the reader of a plan."""
     fleet, profile, link = request.fleet, measured.profile, f"links are taken to send {INSIDE.bandwidth / 1e9:.4g} GB/s"
     if fleet:
         return (
@@ -208,11 +198,7 @@ SHOWN = 8
 def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
     """The first of those ``found`` as a plan, and the others as alternatives.
 
-    Args:
-        found: the best first.
-        request: what was asked for.
-        spread: how steps are around a replayed one, as factors.
-        notes: how the figures came about.
+    ``spread`` are factors on the replayed seconds of a step, and ``notes`` say how the figures came about.
     """
     best, others = found[0], found[1:]
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
@@ -248,7 +234,6 @@ def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternativ
 
 
 def _reason(best: Candidate, other: Candidate) -> str:
-    """Why ``other`` was not taken."""
     slower = other.seconds / best.seconds - 1
     if slower > NEAR:
         return f"{slower:.0%} slower"

@@ -27,9 +27,7 @@ ACTION, STEP = 60e-6, 5e-4
 
 
 def measure(request: Request) -> list[Space]:
-    """What to search for each layout: measured on devices like those of the plan; for others bytes are counted, seconds
-    estimated.
-    """
+    """What to search for each layout. For devices that are not there, bytes are counted and seconds estimated."""
     found, ties = _profile(request), ties_of(request.layers)
     tensors, fleet, place = list(Batch(request.sample)), request.fleet, request.places[0]
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
@@ -67,7 +65,6 @@ def _cores() -> int:
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
-    """The parameters that several layers have."""
     holders: dict[nn.Parameter, list[int]] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
@@ -80,7 +77,7 @@ def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
 
 
 def _profile(request: Request) -> Profile:
-    """The profile of the layers that was given, or else made: with the share of the threads that a stage will have."""
+    """The profile that was given, or else one measured with the share of the threads that a stage will have."""
     place, one = request.places[0], request.layouts[0]
     found = request.profile
     if found is None:
@@ -107,7 +104,7 @@ def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until these devices are through with what is queued on them."""
+    """Wait until these devices have done what is queued on them."""
     for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""The options of a stage: how it may be checkpointed so that it fits, and what it takes then."""
+"""The options of a stage: how it may be checkpointed so that it fits, and what it then costs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class StageOption(NamedTuple):
     Attributes:
         mode: how it is checkpointed.
         splits: whether its backward is split.
-        cost: what it takes.
         busy: seconds in a step.
-        share: what it holds, as a share of what its device may hold.
+        share: its bytes, as a share of its limit.
     """
 
     mode: StageMode
@@ -43,11 +42,6 @@ class Options:
     """The options of all stages, for one number of chunks and one schedule.
 
     A stage's memory and seconds depend on its own layers and mode alone, so each range of layers is looked at once.
-
-    Args:
-        space: what is searched.
-        costs: of micro-batches of one size.
-        schedule: its name.
     """
 
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
@@ -56,15 +50,15 @@ class Options:
         self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
     def of(self, j: int, first: int, end: int) -> list[StageOption]:
-        """The fastest of those with which stage j fits with these layers; those with the least to do first."""
+        """The fastest of those with which stage j fits with these layers; those with the least work first."""
         return self._fitting(j, first, end, few=False)
 
     def some(self, j: int, first: int, end: int) -> list[StageOption]:
-        """The same of a few patterns of layers to compute again, for many ranges of layers."""
+        """The same for a few patterns of recomputed layers only, for many ranges of layers."""
         return self._fitting(j, first, end, few=True)
 
     def least(self, j: int, first: int, end: int) -> StageOption:
-        """The one of :meth:`some` that takes the least memory, fits or not."""
+        """The one of :meth:`some` that takes the least memory, whether it fits or not."""
         return min(self._every(j, first, end, few=True), key=lambda each: each.share)
 
     def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[StageOption]:
@@ -75,7 +69,7 @@ class Options:
         return self._found[key]
 
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
-        """All of them; where nothing need be computed again, that alone."""
+        """All of them; only the mode without recomputation if that fits."""
         for mode in self._modes(j, first, end, few):
             key = j, first, end, mode
             if key not in self._known:

@@ -47,12 +47,11 @@ class Plan:
         layers: what identifies each layer of the model.
         placement: the number of the device of each stage.
         sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
-            split. A stage with flags in ``modes`` recomputes inside its backwards, so ``stages`` includes that time in
-            the backward.
-        stages: the cost of each stage, for :attr:`timeline`.
+            split.
+        stages: the cost of each stage; that of flags in ``modes`` is in the backward.
         hops: for each stage the seconds of a transfer from the stage before.
-        replicas: the number of pipes that train the same model, each on a part of the rows; 1 without data parallelism.
-        reduction: the seconds of a step in which the replicas average their gradients; 0.0 for one replica.
+        replicas: the number of pipes that train the same model, each on a part of the rows.
+        reduction: the seconds of a step in which the replicas average their gradients.
     """
 
     layers: tuple[LayerKey, ...]
@@ -112,8 +111,8 @@ class Plan:
             The pipe.
 
         Raises:
-            ValueError: ``model`` is not the planned one (the message names the first layer that differs); or this
-                machine does not have the planned devices, or another number of ``devices`` is given.
+            ValueError: ``model`` is not the planned one (the message names the first layer that differs); this machine
+                does not have the planned devices; the number of ``devices`` differs.
             TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
         """
         if devices is None and self.is_estimate:
@@ -188,7 +187,7 @@ class Plan:
     def rank_arguments(self) -> dict[str, Any]:
         """The arguments of :class:`gpipe.distributed.Rank` besides the model and the groups: ``**plan.rank_arguments``.
 
-        Each rank of a replica has the stages of a device, and each replica an equal share of the rows.
+        Each rank of a replica has the stages of a device.
         """
         ranks = list(self.placement)
         return {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}

@@ -1,7 +1,4 @@
-"""Run one step of a plan by the engine itself, on tensors without data, and count the bytes of each device.
-
-That figure is printed, and limits are held against it: the account of bytes that a search goes by is not exact.
-"""
+"""Run one step of a plan by the engine itself, on tensors without data, and count the bytes of each device."""
 
 from __future__ import annotations
 
@@ -32,12 +29,9 @@ MOST = 4096
 def rehearsed(
     layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate
 ) -> Candidate:
-    """The way with the bytes of a rehearsal, and a note; those of the account where no step can be run.
+    """The candidate with the bytes of a rehearsal, and a note; those of the account where no step can be run.
 
-    Args:
-        layers: the model; it stays as it is, and may be on ``meta``.
-        x, y, loss_fn: a mini-batch, its target, and the loss; None for the sum of the outputs.
-        way: how it is trained.
+    ``layers`` stay as they are, and may be on ``meta``. Without a ``loss_fn`` the outputs are summed.
     """
     # Twice as many as there are ever in flight, except under fill-drain, which has all of them in flight.
     few = way.chunks if way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
@@ -63,19 +57,15 @@ def peaks_of(
 ) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
-    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So it matters
-    which stage is ahead. Of two steps, in which the first stages and the last ones are as early as they can be, the
-    larger peak of each device counts.
-
-    Raises:
-        Exception: a layer needs the values of tensors.
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the larger
+    peak of two steps counts, in which the first stages, and the last ones, are as early as they can be. An error means
+    that a layer needs the values of tensors.
     """
     sizes, chunks = way.sizes, way.chunks
     mode = fake_mode()
     own = _faked(layers, mode)
 
     def first(value: Any) -> Any:
-        """The first micro-batches of a mini-batch, as one."""
         return gather(scatter(map_tensors(lambda tensor: blank(tensor, mode), value), chunks)[:few])
 
     inputs, targets = first(x), None if y is None else first(y)
@@ -99,7 +89,7 @@ def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[floa
 
 
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:
-    """The same kinds with another total, as long as there is something left for them."""
+    """The same kinds with ``found`` in all: what is left is transient."""
     left = found - need.parameters - need.optimizer
     gradients = min(need.gradients, left)
     activations = min(need.activations, left - gradients)
@@ -107,11 +97,7 @@ def _with(need: DeviceBytes, found: int) -> DeviceBytes:
 
 
 def total(output: Any, _: Any) -> Tensor:
-    """A loss for a model whose own is not known.
-
-    Raises:
-        ValueError: nothing of the output requires a gradient.
-    """
+    """A loss for a model whose own is not known; ValueError if no output requires a gradient."""
     parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
     if not parts:
         raise ValueError(
@@ -122,7 +108,7 @@ def total(output: Any, _: Any) -> Tensor:
 
 
 def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:
-    """A copy without data, which shares what the layers share, and stays where it is."""
+    """A copy without data, which shares what the layers share."""
     copied = blank_layer(layers, mode)
     for layer in copied:
         # torch moves parameters of subclasses by swapping, which fails while anything has a weak reference to them.

@@ -22,12 +22,10 @@ class Request:
     """The parsed arguments of :func:`gpipe.plan`.
 
     Attributes:
-        layers: of the model.
-        sample, target, loss_fn: as of :func:`gpipe.plan`.
         fleet: the devices, if they are not there.
-        layouts: how they may be shared out among replicas and stages.
+        layouts: the replicas and stages that are searched.
         places: as many devices as a replica has at most; ``meta`` for those that are not there.
-        memory: what each of these may hold; None is any amount.
+        memory: the limit of each of these; None for no limit.
         modes: of checkpointing.
         optimizer: bytes of its state, for each layer.
         profile: of the layers, if one was given.
@@ -47,12 +45,10 @@ class Request:
 
     @property
     def names(self) -> list[str]:
-        """Those of the devices."""
         return [f"{FAKE}{self.fleet.name}" if self.fleet else str(place) for place in self.places]
 
     @property
     def rows(self) -> int:
-        """The rows of the mini-batch."""
         return rows_of(self.sample)
 
 
@@ -64,12 +60,7 @@ def rows_of(sample: Any) -> int:
 def read_layouts(
     devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
 ) -> tuple[list[Layout], list[torch.device]]:
-    """The layouts to look at, and as many devices as a replica has at most: ``meta`` for those that are not there.
-
-    Raises:
-        TypeError, ValueError: there is no device, or one that nothing can run on, one twice, or several types of them,
-            or no layout.
-    """
+    """The layouts to search, and as many devices as a replica has at most: ``meta`` for those that are not there."""
     rows = rows_of(sample)
     # In training, batch norm may refuse a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
@@ -105,10 +96,8 @@ def _read_places(devices: Any, layers: int) -> list[torch.device]:
 
 
 def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:
-    """``profile``, if it is one of these layers, or None.
-
-    Raises:
-        TypeError, ValueError: it is anything else, or has no seconds where ``timed``.
+    """``profile``, if it is one of these layers, or None; an error if it is anything else, or has no seconds where
+    ``timed``.
     """
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")

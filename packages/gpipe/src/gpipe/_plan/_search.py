@@ -1,15 +1,13 @@
 """Find the fastest way to train that fits: chunks, schedule, balance, and the mode of each stage.
 
-In three parts: the options of a stage are data (:mod:`gpipe._plan._options`); a way to train has one cost, a replay of
-its schedule and the account of its bytes (:mod:`gpipe._plan._candidate`); and this module chooses. For each number of
-chunks and each schedule it begins with the balance of the least slowest stage, which dynamic programming finds. From
-there a layer goes from a stage to another one nearby, or a stage takes another option, as long as a replay is faster.
+For each number of chunks and each schedule this begins with the balance of the least slowest stage, which dynamic
+programming finds. From there a layer goes to another stage nearby, or a stage takes another option, as long as a replay
+is faster.
 
-What is not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal
-parts of its memory, more than one device for a stage, stages on other devices than in the order given, and, of stages
-with many layers, patterns of recomputed layers other than runs of one length. Dynamic programming tries only a few of
-these for a stage of more than five layers, so where memory is barely enough it may find nothing although something
-fits.
+Not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal parts of
+its memory, more than one device for a stage, devices in another order and, of stages with many layers, patterns of
+recomputed layers other than runs of one length. Dynamic programming tries only a few of these for a stage of more than
+five layers, so where memory is barely enough it may find nothing although something fits.
 """
 
 from __future__ import annotations
@@ -48,10 +46,11 @@ Sizes = tuple[int, ...]
 
 
 def search(spaces: Sequence[Space]) -> list[Candidate]:
-    """The best way for each number of chunks and each schedule that fits: the best of all, then all by their time.
+    """The best candidate for each number of chunks and each schedule that fits: the best of all, then all by their
+    time.
 
-    The best is the one with the fewest stages, then the fewest chunks, then the simplest schedule, of those within
-    :data:`NEAR` of the fastest.
+    The best has the fewest stages, then the fewest chunks, then the simplest schedule, within :data:`NEAR` of the
+    fastest.
     """
     found = by_seconds(candidates(spaces))
     if not found:
@@ -84,7 +83,7 @@ def _options(space: Space, chunks: int) -> Iterator[Options]:
 
 
 def _least(options: Options) -> float:
-    """Seconds of a step: the fastest way is faster by a little at most."""
+    """A lower bound of the seconds of a step, nearly."""
     # As if there were no limit of memory.
     costs, stages = options.costs, options.costs.measured.stages
     sizes, modes = partition(costs.work(), stages).sizes, [options.space.modes[0]] * stages
@@ -92,7 +91,6 @@ def _least(options: Options) -> float:
 
 
 def best_of(options: Options) -> Candidate | None:
-    """The fastest balance and options that fit; None if none was found."""
     sizes = _placed(options)
     return None if sizes is None else _Way.of(options, sizes).improved().candidate
 
@@ -107,7 +105,7 @@ class _Way:
 
     @classmethod
     def of(cls, options: Options, sizes: Sizes) -> _Way:
-        """With the option of each stage that has the least to do; a stage that fits with none is left out."""
+        """With the option of each stage that has the least work; a stage that fits with none is left out."""
         return cls(options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.of(j, *each)[:1]])
 
     @cached_property
@@ -120,7 +118,7 @@ class _Way:
         return self.candidate.seconds
 
     def improved(self) -> _Way:
-        """The fastest that steps from one balance or option to the next lead to."""
+        """The fastest that is reached from here by single changes."""
         best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
         while left > 0:
             near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
@@ -132,7 +130,7 @@ class _Way:
         return best
 
     def near(self) -> Iterator[_Way]:
-        """Those that differ by a layer on another stage, or by the option of a stage."""
+        """Those with a layer on another stage, or another option of a stage."""
         for sizes in shifted(self._sizes):
             yield _Way.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
@@ -191,9 +189,7 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
 
     Args:
         behind: for each layer, and the end, what stages of it and all later ones weigh at least, together.
-        stages: how many there are.
         weight: of a stage, which grows with its layers.
-        most: the limit.
     """
     layers = len(behind) - 1
     best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
@@ -213,7 +209,7 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
 
 
 def least_share(options: Options) -> tuple[float, Candidate]:
-    """The least share of memory that all devices need, above 1 if nothing fits, and a way to train with that."""
+    """The least share of memory that all devices need, above 1 if nothing fits, and a candidate with that."""
     layers, stages = options.costs.measured.layers, options.costs.measured.stages
 
     def share(j: int, first: int, end: int) -> float:

@@ -19,7 +19,6 @@ _MANY = 8
 
 
 def report(plan: Plan) -> str:
-    """The report: a summary, a line for each stage, alternatives, and notes."""
     parts = [_heading(plan), align([*_stages(plan)], left=4)]
     parts += [align(_alternatives(plan), left=7)] if plan.alternatives else []
     parts += ["\n".join(f"- {note}" for note in plan.notes)]
@@ -27,7 +26,6 @@ def report(plan: Plan) -> str:
 
 
 def _heading(plan: Plan) -> str:
-    """The gist, in two lines."""
     found, seconds, devices = plan.predicted, plan.predicted.seconds, len(plan.devices)
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     marked = ", an estimate that was not measured" if plan.is_estimate else ""
@@ -45,7 +43,6 @@ def _heading(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Iterable[list[str]]:
-    """The head and a line for each stage, with what its device holds."""
     yield ["stage", "device", "layers", "checkpoint", "forward", "backward", "activations", "memory", "of"]
     for j, (stage, (begin, end), place) in enumerate(zip(plan.stages, bounds(plan.sizes), plan.placement, strict=True)):
         need, size = plan.predicted.bytes[place], plan.memory[place]
@@ -77,7 +74,6 @@ def shown(mode: StageMode) -> str:
 
 
 def _alternatives(plan: Plan) -> list[list[str]]:
-    """The head and a line for each way to train that was not taken."""
     rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
     return rows + [_alternative(each) for each in plan.alternatives]
 

@@ -68,20 +68,7 @@ class Verification:
 
 
 def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
-    """Train some steps, and compare measured with predicted time and memory; see :meth:`gpipe.Plan.verify`.
-
-    Gradients and buffers are afterwards as they were.
-
-    Args:
-        plan: what was predicted.
-        pipe: one that was built by it.
-        x: a mini-batch, of the rows that were planned for.
-        y: the target.
-        loss_fn: of the output and the target.
-
-    Returns:
-        Seconds and bytes, predicted and measured, and the timeline of one step.
-    """
+    """Train some steps, and compare measured with predicted time and memory; see :meth:`gpipe.Plan.verify`."""
     with as_before(pipe):
         seconds = timed(pipe, x, y, loss_fn, plan.schedule)
         with record() as timeline:
@@ -95,16 +82,7 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any]
 def timed(
     pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, steps: int = _STEPS
 ) -> list[float]:
-    """Train some steps after others to warm up.
-
-    Args:
-        pipe: what is trained.
-        x, y, loss_fn, schedule: as of :meth:`gpipe.GPipe.step`.
-        steps: how many are timed.
-
-    Returns:
-        The seconds of each step that was timed.
-    """
+    """The seconds of each of ``steps`` steps of training, after others to warm up."""
 
     def step() -> float:
         pipe.zero_grad()
@@ -128,11 +106,6 @@ def peak_bytes(
     """The peak of each device in a step, in bytes, without the state of an optimizer.
 
     Counted are the parameters and buffers of its stages, and all storages that their actions make.
-
-    Args:
-        pipe: what is trained.
-        x, y, loss_fn, schedule: as of :meth:`gpipe.GPipe.step`.
-        placement: the device of each stage.
     """
     peaks = _Peaks(placement)
     pipe.zero_grad()

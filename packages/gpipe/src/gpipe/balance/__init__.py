@@ -1,12 +1,7 @@
 """Compute the number of layers of each partition, so that all partitions cost about the same.
 
-All functions return a list for `GPipe`'s ``balance``. It is optimal for the costs that they find: in no other balance
-is the most expensive partition cheaper. All take
-
-pin: layers at which a partition has to begin,
-forbid: layers at which none may begin, so that they stay together with the layer before,
-
-each a list of names or positions.
+All functions return a list for `GPipe`'s ``balance`` that is optimal for the costs that they find: in no other balance
+is the most expensive partition cheaper.
 """
 
 from ._balance import balance_by_flops as balance_by_flops

@@ -30,8 +30,7 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the seconds of forward and backward, measured on copies of the layers for about `timeout` seconds.
 
-    `sample` should have the rows of one micro-batch. Layers are measured on `device`, one at a time; on the CPU with
-    the share of the intra-op threads that each partition will have.
+    Layers are measured one at a time; on the CPU with the share of the intra-op threads that each partition will have.
 
     Args:
         partitions: the number of partitions, at most that of layers.
@@ -72,12 +71,7 @@ def balance_by_size(
 ) -> list[int]:
     """Balances the bytes of training: the saved activations of a micro-batch, plus the parameters times `param_scale`.
 
-    What a stage holds under a schedule is a question for :func:`gpipe.plan`.
-
-    `input` is a whole mini-batch; a micro-batch has one of `chunks` parts of its rows. With ``device="meta"`` the bytes
-    are counted without running anything.
-
-    `param_scale` is the memory of a parameter with its gradient and optimizer state, as a multiple of its size:
+    What a stage holds under a schedule is a question for :func:`gpipe.plan`. With ``device="meta"`` nothing runs.
 
     ===========================  ===========
     optimizer                    param_scale
@@ -98,11 +92,10 @@ def balance_by_size(
     ===========================  ===========
 
     Args:
-        partitions, module, pin, forbid: as for :func:`balance_by_time`.
-        input: tensors of shape (rows, ...), or a tree of them.
+        partitions, module, device, pin, forbid: as for :func:`balance_by_time`.
+        input: a whole mini-batch; tensors of shape (rows, ...), or a tree of them.
         chunks: the number of micro-batches that `input` is cut into.
-        param_scale: the memory of a parameter with gradient and optimizer state, as a multiple of its size; see above.
-        device: the device to measure on; by default the accelerator if there is one, else the CPU.
+        param_scale: the memory of a parameter with gradient and optimizer state, as a multiple of its size.
 
     Returns:
         The number of layers of each partition.
@@ -176,17 +169,14 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
     Args:
         cost: the cost of each layer, in any unit.
-        partitions: the number of partitions, at most that of layers.
-        pin: positions at which a partition has to begin.
-        forbid: positions at which none may begin.
+        partitions, pin, forbid: as for :func:`balance_by_time`.
 
     Returns:
         The number of layers of each partition.
 
     Raises:
         TypeError: a cost is not a number.
-        ValueError: a cost is negative or not finite, there are fewer layers than partitions, or no balance satisfies
-            `pin` and `forbid`.
+        ValueError: as :func:`balance_by_time`; or a cost is negative or not finite.
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
@@ -198,7 +188,6 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """A context in which CPU operations use ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

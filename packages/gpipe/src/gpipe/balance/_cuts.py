@@ -15,7 +15,7 @@ Layers = Iterable[str | int]
 def balanced(
     cost: Sequence[float], partitions: int, names: Sequence[str], pin: Layers = (), forbid: Layers = ()
 ) -> list[int]:
-    """The layers of each partition, so that the most expensive one costs the least; ``names`` are those of layers."""
+    """The layers of each partition, so that the most expensive one costs the least."""
     pinned, forbidden = _positions(pin, names, "pin"), _positions(forbid, names, "forbid")
     if not pinned and not forbidden:  # then the more even one of the optima is known too
         return list(partition(cost, partitions).sizes)
@@ -23,7 +23,7 @@ def balanced(
 
 
 def checked_names(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> list[str]:
-    """The names of the layers, after a check that there is a balance, before anything is measured."""
+    """The names of the layers, after a check that there is a balance."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
     # Positions are those of children, also of one that stands in two places.

@@ -1,14 +1,11 @@
 """Compare the outputs of a recomputation with those of its forward.
 
-Layers may have state that cannot be restored: in a closure, a list, a library. Then the recomputation computes another
-function, its gradients are wrong, and its outputs differ.
+They differ if layers have state that cannot be restored: in a closure, a list, a library.
 
-The number, shapes, dtypes and ``requires_grad`` of the outputs are always compared. Their values are compared as a
-whole on the first checkpointed micro-batch of a pipe, and always if the environment variable ``GPIPE_CHECK`` is 1;
-otherwise in up to 64 elements of each tensor on the CPU, and not elsewhere, where the host would have to wait.
-
-Kernels may round differently each time: floating-point values may differ by the square root of the precision of their
-type, relative to the largest of them; by that of bfloat16 under autocast.
+The number, shapes, dtypes and ``requires_grad`` are always compared; all values on the first checkpointed micro-batch
+of a pipe, and always if the environment variable ``GPIPE_CHECK`` is 1; otherwise up to 64 elements of each tensor on
+the CPU, and none elsewhere, where the host would have to wait. Floating-point values may differ by the square root of
+the precision of their type, relative to the largest of them; by that of bfloat16 under autocast.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from torch import Tensor
 
 
 def checks_all() -> bool:
-    """Whether ``GPIPE_CHECK`` asks to compare the values of every recomputation."""
     text = os.environ.get("GPIPE_CHECK", "0")
     if text not in {"", "0", "1"}:
         raise ValueError(f"GPIPE_CHECK must be 0 or 1; got {text!r}")
@@ -41,7 +37,7 @@ class Sample:
         self._values = [_picked(tensor, whole) for tensor in outputs]
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if ``outputs``, those of the recomputation, are others."""
+        """Raise RuntimeError if ``outputs``, those of the recomputation, differ."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
             raise _different(f"{', '.join(self._kinds)}; now {', '.join(kinds)}")
@@ -78,7 +74,6 @@ def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _spread(elements: int) -> Tensor:
-    """Indices all over so many elements."""
     # In double precision, since in single the last index of a large tensor would be rounded to one past the end.
     return torch.linspace(0, elements - 1, min(elements, 64), dtype=torch.float64, device="cpu").long()
 

@@ -25,7 +25,7 @@ class DeviceGenerator:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """A context in which the generator starts from that state; afterwards its state is as before."""
+        """A context in which the generator starts from that state."""
         if self._state is None:
             yield
             return
@@ -38,7 +38,7 @@ class DeviceGenerator:
             self._module.set_rng_state(now, self._device)
 
     def expect_repeats(self, device: torch.device) -> None:
-        """Before a draw on ``device`` that a recomputation has to repeat: raise RuntimeError if it cannot."""
+        """Raise RuntimeError if a recomputation cannot repeat a draw on ``device``."""
         # Without values nothing is drawn.
         if device.type == "meta" or (self._state is not None and _is_same(device, self._device)):
             return
@@ -55,6 +55,6 @@ def _is_same(device: torch.device, own: torch.device) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """The module with ``get_rng_state`` and ``set_rng_state`` of an accelerator, such as ``torch.cuda``, or None."""
+    """The module with ``get_rng_state`` and ``set_rng_state``, such as ``torch.cuda``, or None."""
     module = getattr(torch, device.type, None) if has_streams(device) else None
     return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None

@@ -1,9 +1,9 @@
 """Intercept the operations that draw random numbers, on some threads, at no cost for other operations and threads.
 
-A ``TorchDispatchMode`` would pass every operation of a layer through Python; a step of a small GPT-2 then took 1.25
-times as long. Here only the operations that draw have a kernel in Python, at a dispatch key of torch that nothing else
-uses. Other operations skip the key, and threads for which it is not set do not use it at all. The key comes before
-autograd and modes; operations inside a kernel pass through these.
+A ``TorchDispatchMode`` passes every operation through Python; a step of a small GPT-2 then takes 1.25 times as long.
+Here only operations that draw have a kernel in Python, at a dispatch key of torch that nothing else uses. Other
+operations skip the key, and threads for which it is not set do not use it. The key comes before autograd and modes;
+operations inside a kernel pass through these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Interception:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """A context in which operations of this thread that draw are intercepted."""
         before = _torch.is_intercepting()
         _torch.set_intercepting(True)
         try:
@@ -46,10 +45,7 @@ class Interception:
     def prepare(self) -> None:
         """Find the operations that draw, also those of other libraries, and register kernels for them.
 
-        This changes the tables of torch's dispatcher. Operations that are registered later are not intercepted.
-
-        Raises:
-            RuntimeError: other code uses the dispatch key.
+        Operations that are registered later are not intercepted. RuntimeError if other code uses the dispatch key.
         """
         with self._lock:
             if not self._libraries:
@@ -86,7 +82,7 @@ class Interception:
 
 
 def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
-    """The operations among ``names`` that draw. There are thousands; those that do not draw are skipped by name."""
+    """The operations among ``names`` that draw."""
     for name in names:
         if _torch.has_tag(name, _DRAWS):
             packet, _, overload = name.partition(".")

@@ -17,8 +17,8 @@ from .._fsdp import fsdp_modules
 class LayersThen:
     """The layers below ``root`` when all forwards are done.
 
-    Stages may share a module, and one may add hooks to it for as long as it computes. So this is made, and compared,
-    while no stage computes.
+    Stages may share a module, to which one may add hooks while it computes; so this is made, and compared, while none
+    does.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -26,7 +26,6 @@ class LayersThen:
         self._then = _seen(root)
 
     def expect_same(self) -> None:
-        """Raise RuntimeError that says what has changed since then, and where."""
         now = _seen(self._root)
         for kind, then in self._then.items():  # only the first kind: a layer that was replaced has other hooks too
             names = [name for name in {**then, **now[kind]} if now[kind].get(name) != then.get(name)]
@@ -40,7 +39,7 @@ class LayersThen:
 
 
 def _seen(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """What is compared: the kinds of changes, and for each what there is by name."""
+    """What is compared: by kind of change, what there is by name."""
     modules = dict(root.named_modules())
     # FSDP's hooks give parameters other memory.
     sharded = {module for each in fsdp_modules(root) for module in each.modules()}

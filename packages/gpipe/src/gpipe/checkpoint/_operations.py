@@ -15,7 +15,6 @@ _CPU: Final = torch.device("cpu")
 
 
 def drops_nothing(operation: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this is a dropout in evaluation, or of no elements."""
     return operation is torch.ops.aten.native_dropout.default and (args[2] is False or not args[0].numel())
 
 
@@ -35,7 +34,7 @@ def _native_dropout(
 
 @cache
 def with_generator(operation: OpOverload) -> Callable[..., Any] | None:
-    """What takes the same arguments and a generator: ``operation`` itself if it does, or another overload."""
+    """``operation``, or its overload, that takes the same arguments and a generator."""
     if operation is torch.ops.aten.native_dropout.default:
         return _native_dropout
     if _takes_generator(operation):
@@ -57,7 +56,6 @@ def _takes_generator(operation: OpOverload) -> bool:
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The device on which an operation draws."""
     # The usual case, without a loop: the tensor that is filled, or whose shape and device are taken.
     if args and isinstance(args[0], Tensor) and "device" not in kwargs:
         return _CPU if args[0].is_cpu else args[0].device

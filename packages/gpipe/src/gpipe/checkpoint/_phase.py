@@ -1,7 +1,7 @@
 """Whether the calling layer runs in a checkpointed forward, or in its recomputation.
 
-The first forward of a checkpointed cell runs like any other, and then frees its graph. It does not run under
-``no_grad``: there torch chooses other kernels, and the recomputation would build the graph of another computation.
+A checkpointed cell's first forward frees its graph afterwards. It does not run under ``no_grad``, where torch chooses
+other kernels.
 """
 
 from __future__ import annotations

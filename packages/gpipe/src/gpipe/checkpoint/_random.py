@@ -1,16 +1,13 @@
 """Random numbers that depend on the seed only, although stages draw at the same time and forwards are repeated.
 
-The CPU has one generator for the whole process. If stages drew from it, their numbers would depend on timing, and a
-recomputation could not get the same numbers without changing those of others. So every layer draws from a generator of
-its own for each micro-batch: operations that draw are intercepted. The generator's seed is made of one number, which a
+If stages drew from the one generator of the CPU, their numbers would depend on timing. So operations that draw are
+intercepted: every layer draws from a generator of its own for each micro-batch. Its seed is made of one number, which a
 run takes from the process's generator when the first of its layers draws, and of the positions of the layer in the
-model and of the micro-batch in the mini-batch; it does not depend on the partition. The state of a layer's own
-generators is restored for a recomputation.
+model and of the micro-batch in the mini-batch, whatever the partition. The state of a layer's own generators is
+restored for a recomputation, as is that of an accelerator's generator, which one worker uses.
 
-An accelerator has a generator of its own, used by one worker: there it is enough to restore its state.
-
-Layers must not expect to draw from the process's generator, such as after ``torch.manual_seed``, nor draw again in a
-backward what they drew in a forward, as ``torch.utils.checkpoint`` does. On the CPU they are refused when they draw.
+On the CPU, layers that draw from the process's generator, such as after ``torch.manual_seed``, or draw again in a
+backward, as in ``torch.utils.checkpoint``, are refused when they draw.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class RunRNG:
     """The random numbers of one run.
 
     Args:
-        agreed: the one number of :attr:`seed`, if several processes have agreed on it.
+        agreed: the number :attr:`seed`, if several processes have agreed on it.
 
     Attributes:
         drew: whether a layer has drawn any.
@@ -78,8 +75,8 @@ class RunRNG:
     def settle(self) -> None:
         """After forwards or backwards, while no layer computes: give the process's generator the state it should have.
 
-        Layers may set its state for a moment and put it back, as ``torch.utils.checkpoint`` does. If two do so at the
-        same time, or one while the run takes its seed, an earlier state is left.
+        Two layers that set its state for a moment at the same time, as ``torch.utils.checkpoint`` does, leave an
+        earlier one.
         """
         *earlier, last = self._states
         if not earlier:
@@ -92,7 +89,6 @@ class RunRNG:
 
     @property
     def seed(self) -> int:
-        """The one number that the run takes."""
         self.drew = True
         if self._agreed is not None:
             return self._agreed
@@ -115,7 +111,7 @@ class RunRNG:
         return seed
 
     def is_seeded_again(self) -> bool:
-        """Whether the process's generator has been seeded since the run began, be it with the seed that it had."""
+        """Whether the process's generator has been seeded since the run began, be it with the same seed."""
         # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
         now = PROCESS.get_state()
         if any(torch.equal(now, state) for state in reversed(self._states)):
@@ -128,15 +124,12 @@ class CellRNG:
     """The random numbers of the layers of one cell. They are the same in every forward of the cell.
 
     Args:
-        run: the run, which has the seed.
-        microbatch: the number of the micro-batch.
         first: the number of layers of the model before those of the cell.
         device: the device of the stage if the cell may be recomputed, else None.
         module: the partition, which sets :attr:`at`; None for a loss.
 
     Attributes:
         at: the layer that computes now, counted from ``first``, or :data:`OUTSIDE`.
-        module: the same.
     """
 
     __slots__ = ("_device", "_first", "_generators", "_microbatch", "_others", "_run", "at", "module")
@@ -176,7 +169,6 @@ class CellRNG:
         return self._microbatch << 16 | 2 * k + (self.at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
-        """The generator for an operation that draws on the CPU."""
         # Asked for each draw, since it is cheap.
         if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
@@ -197,12 +189,11 @@ class CellRNG:
         return CellRNG(self._run, self._microbatch, self._first, device, self.module)
 
     def forget(self) -> None:
-        """After a forward: free the generators."""
         self._generators.clear()
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """A context for a recomputation, in which this thread draws the numbers of the forward, on every device."""
+        """A context for a recomputation, in which this thread draws the numbers of the forward."""
         self.forget()
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
@@ -227,7 +218,6 @@ class CellRNG:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward that a cell, a loss or a layer has begun."""
     # The backward of a whole pipe may compute in a backward of the caller; that one has begun before.
     return backward_id() != current.graph_task
 

@@ -1,10 +1,8 @@
 """The state of layers before a forward, which its recomputation needs again.
 
 State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
-and its recomputation computes with the copies: it finds what the forward found, and statistics move once. Nothing else
-is copied. A forward that changes a parameter, a large buffer or an attribute cannot be repeated, and keeps its graph.
-
-Changes are found by identity and by torch's count of changes in place. What leaves no trace there (a list in an
+and its recomputation computes with the copies. A forward that changes anything else cannot be repeated, and keeps its
+graph. Changes are found by identity and by torch's count of changes in place. What leaves no trace there (a list in an
 attribute, a closure, ``.numpy()`` of a large buffer) shows only in the outputs (:mod:`gpipe.checkpoint._compare`).
 """
 
@@ -33,12 +31,9 @@ _ABSENT: Final = _Absent()
 
 
 class State:
-    """The places in which the layers below ``root`` keep state.
+    """The places in which the layers below ``root`` keep state; RuntimeError if a module is scripted or traced.
 
     A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
-
-    Raises:
-        RuntimeError: a module is scripted or traced, so that its state is not in Python.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -71,11 +66,10 @@ class State:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no place was added since."""
         return self._sizes == [*map(len, self._dicts)]
 
     def look(self) -> tuple[list[Any], list[int]]:
-        """The current values, and the number of changes in place that torch has counted of each."""
+        """The current values, and the version of each."""
         # By reference: the values stay alive until the recomputation, so that no other object can get their identity.
         values = [own.get(name, _ABSENT) for own, name in self._places]
         try:
@@ -88,7 +82,7 @@ class State:
         return {at: _copied(values[at]) for at in self._buffers if _is_small(values[at])}
 
     def put(self, values: dict[int, Any]) -> dict[int, Any]:
-        """Put ``values`` in their places; returns those that were there."""
+        """Put ``values`` in their places; return those that were there."""
         before = {at: self._places[at][0].get(self._places[at][1], _ABSENT) for at in values}
         for at, value in values.items():
             own, name = self._places[at]
@@ -99,7 +93,7 @@ class State:
         return before
 
     def names(self, numbers: Sequence[int]) -> str:
-        """The names of places with these numbers, and of those that were added, for messages."""
+        """The names of places with these numbers, and of those that were added."""
         added = [] if self.is_complete else [name for name in State(self._root)._names if name not in self._names]
         return ", ".join(repr(name) for name in [*(self._names[at] for at in numbers), *added])
 
@@ -115,7 +109,7 @@ class Snapshot:
         self._copies = state.small_buffers(self._values)
 
     def changed(self) -> str:
-        """The names of what has changed since and cannot be restored; empty if nothing has."""
+        """The names of what has changed since and cannot be restored."""
         values, versions = self._state.look()
         # Nearly always. Comparing one by one, and making names, takes several times as long.
         if versions == self._versions and all(map(is_, values, self._values)) and self._state.is_complete:
@@ -126,7 +120,7 @@ class Snapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context for a recomputation, with the buffers as they were. Afterwards they are as before the context."""
+        """A context for a recomputation, with the buffers as they were."""
         # Copies, and not the buffers themselves, since the recomputation changes them again.
         now = self._state.put(self._copies)
         try:
@@ -164,7 +158,6 @@ def _is_small(buffer: Any) -> bool:
 
 
 def _is_counted(value: Any) -> bool:
-    """Whether torch counts changes in place."""
     return isinstance(value, Tensor) and (is_lazy(value) or not value.is_inference())
 
 

@@ -18,7 +18,7 @@ class Agreement:
     """What ranks compare, and what they tell each other, in one meeting.
 
     Attributes:
-        alike: values that must be equal on all ranks, by names that a user knows; filled by each rank.
+        alike: values that must be equal on all ranks, by names that a user knows.
         told: what this rank tells the others.
         heard: what each rank has told, in order; filled by the meeting.
     """
@@ -33,9 +33,7 @@ class Agreement:
 def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
     """A context for work that each rank does by itself. All ranks meet at its end: if it raises in one, it does in all.
 
-    Raises:
-        RemoteError: another rank raised an error in the context, and this one did not.
-        ValueError: values differ that must be equal; on all ranks.
+    RemoteError if only another rank raised an error, ValueError on all ranks if values of ``alike`` differ.
     """
     found, error = Agreement(), None
     try:
@@ -51,17 +49,14 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
 
 
 def expect_begun(reports: Sequence[Report], ranks: Sequence[int], first: int, alike: dict[str, Any]) -> None:
-    """Raise the error that keeps all ranks from beginning, if there is any.
+    """Raise the error that keeps all ranks from beginning, if there is any: one that a rank reports, or values that
+    differ.
 
     Args:
         reports: of each rank its ``error``, or what it has ``alike``.
         ranks: the number of each member, for errors.
         first: the member to whose values those of others must be equal.
         alike: these values.
-
-    Raises:
-        RemoteError: a rank has reported an error.
-        ValueError: values differ.
     """
     for k, each in enumerate(reports):
         if "error" in each:
@@ -97,7 +92,7 @@ def described(module: nn.Sequential) -> dict[str, Any]:
 
 
 def checksums(module: nn.Module) -> dict[str, int]:
-    """What replicas compare of their parameters and buffers: for each, by its name, the sum of its bytes."""
+    """For each parameter and buffer, by its name, the sum of its bytes."""
     with torch.no_grad():
         return {
             f"the checksum of {name!r}": _checksum(tensor)

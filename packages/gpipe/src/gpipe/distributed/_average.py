@@ -23,19 +23,14 @@ _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDicti
 def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     """Replace the gradients of the parameters by their average over replicas. Call it after ``step``.
 
-    Each replica is a pipe of its own, which has computed the gradients of its rows. All processes of ``group`` call
-    this together: the processes with the same stages, one of each replica. On a mesh of replicas and stages the group
-    is ``mesh["replicas"]``. A replica whose ``step`` has failed does not call this; the others wait for it
-    until the timeout, unless each :class:`gpipe.distributed.Rank` was made with ``replicas=``: then all of them raise
-    in ``step``.
+    All processes of ``group`` call this together: the processes with the same stages, one of each replica, such as
+    ``mesh["replicas"]``. If the ``step`` of a replica fails, the others wait for it until the timeout, unless each
+    :class:`gpipe.distributed.Rank` was made with ``replicas=``: then all of them raise in ``step``.
 
-    Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica the same
-    number of rows; or have ``loss_fn`` return the sum times the number of replicas, divided by the number of all rows.
-
-    A parameter without a gradient on some replicas, such as one that their rows did not use, counts as zero there. If
-    it has no gradient on any replica, ``.grad`` stays None. Averages are dense, also of sparse gradients.
-
-    Gradients on the CPU travel over gloo connections of this package's own; on accelerators, over ``group``.
+    Every replica counts the same. So if losses are means, give each replica the same number of rows; or have
+    ``loss_fn`` return the sum times the number of replicas, divided by the number of all rows. A missing gradient
+    counts as zero; if no replica has it, ``.grad`` stays None. Averages are dense. Gradients on the CPU travel over
+    gloo connections of this package's own; on accelerators, over ``group``.
 
     Args:
         rank: the module with the gradients: a :class:`gpipe.distributed.Rank`, a :class:`gpipe.GPipe` or a plain
@@ -45,9 +40,8 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
         ValueError: the parameters differ between replicas, or are sharded already; on every replica.
-        LostRankError: another replica has ended, or failed, for example because it ran out of memory. Gradients may be
-            averaged in part: start the processes again, from the last checkpoint. If a replica on accelerators ends in
-            the reduction itself, the backend of ``group`` decides how long the others wait for it.
+        LostRankError: another replica has ended or failed. Gradients may be averaged in part: start the processes
+            again, from the last checkpoint. On accelerators the backend of ``group`` decides how long the others wait.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
     >>> rank = Rank(model, [3, 3], group=mesh["stages"], replicas=mesh["replicas"])  # doctest: +SKIP
@@ -111,7 +105,6 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of parameters of one dtype and device, of up to ``BUCKET`` bytes."""
     bucket: list[Tensor] = []
     left = BUCKET
     for parameter in sorted(parameters, key=_kind):

@@ -18,7 +18,6 @@ class Crossing(NamedTuple):
     """A channel between a stage of this rank and one of another, for the life of a pipe.
 
     Attributes:
-        link: the messages in both directions.
         leads_away: whether this rank sends values and receives gradients; else the other way round.
         most: how many values may be under way in a run without backwards.
     """
@@ -32,8 +31,7 @@ class RemoteChannel(Channel):
     """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
 
     Args:
-        link: the messages.
-        failures: told when the other rank gives the run up.
+        failures: is told when the other rank cancels the run.
         loss: the losses of the run. Each message says whether they return a count, as far as its sender knows.
     """
 
@@ -63,4 +61,4 @@ class RemoteChannel(Channel):
         self.put_values = self.put_gradients = put
 
     def cancel(self) -> None:
-        """Nothing: other ranks learn of a failure by :meth:`RemoteLink.poison`, and no other thread waits here."""
+        """Nothing: other ranks learn of a failure by :meth:`RemoteLink.poison`."""

@@ -25,26 +25,21 @@ def save(
 ) -> None:
     """Write a checkpoint of a model in several processes. Any number of processes can load it.
 
-    All processes of ``group`` call this together, with the same path. The checkpoint has the format of
-    ``torch.distributed.checkpoint``, with every tensor under the name that it has in the whole model: ``model.<name>``,
-    ``optimizer.state.<name>.<key>`` and ``optimizer.param_groups.<name>.<option>``. A tensor that several processes
-    have is written once.
-
-    The folder is replaced as a whole, after all processes have written. If that is interrupted, :func:`load` reads the
-    checkpoint before.
+    All processes of ``group`` call this together, with the same path. The format is that of
+    ``torch.distributed.checkpoint``, with every tensor once, under its name in the whole model: ``model.<name>``,
+    ``optimizer.state.<name>.<key>`` and ``optimizer.param_groups.<name>.<option>``. The folder is replaced as a whole,
+    after all processes have written; if that is interrupted, :func:`load` reads the checkpoint before.
 
     Args:
         path: a folder that all processes can write to. It is created; a checkpoint in it is replaced.
-        rank: a :class:`gpipe.distributed.Rank`; or a :class:`gpipe.GPipe` or plain module that every process has as a
-            whole.
+        rank: a :class:`gpipe.distributed.Rank`; or a :class:`gpipe.GPipe` or plain module that every process has whole.
         optimizer: an optimizer of the parameters of ``rank``; without one only the model is saved.
-        group: the processes that save together; by default all, or this one alone if there is no process group. It
-            includes all replicas of a pipe.
+        group: the processes that save together, including all replicas of a pipe; all by default, or this one alone if
+            there is no process group.
 
     Raises:
         FileExistsError: ``path`` holds something other than a checkpoint.
-        ValueError: ``optimizer`` has parameters that ``rank`` lacks; processes were given different paths; ``path`` is
-            a URL.
+        ValueError: ``optimizer`` has parameters that ``rank`` lacks; the paths differ; ``path`` is a URL.
         RemoteError: another process has failed.
         LostRankError: another process has ended. :func:`load` reads the last complete checkpoint.
     """
@@ -73,9 +68,9 @@ def load(
 ) -> None:
     """Load a checkpoint that :func:`save` has written, on the same or another number of processes.
 
-    Each process reads the tensors that it has. So balance, placement and number of processes may differ from those at
-    the save, and the model may be in one process, in a pipe or not. All processes of ``group`` call this together; if
-    one fails, all raise, and no model or optimizer has changed.
+    Each process reads the tensors that it has, so balance, placement and number of processes may differ from those at
+    the save. All processes of ``group`` call this together; if one fails, all raise, and no model or optimizer has
+    changed.
 
     A checkpoint is unpickled, which can run any code: load only those that you trust.
 

@@ -28,13 +28,12 @@ class UnreachableError(Exception):
 
 
 def named(ranks: Sequence[int]) -> str:
-    """The begin of a sentence of what these ranks have done."""
+    """The start of a sentence of what these ranks have done."""
     listed = ", ".join(map(str, ranks))
     return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
 
 
 def text_of(error: BaseException) -> str:
-    """What other ranks are told of an error: its type, its text, and its notes."""
     kind = type(error).__name__
     try:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
@@ -44,5 +43,5 @@ def text_of(error: BaseException) -> str:
 
 
 def is_of_gloo(text: str) -> bool:
-    """Whether an error that reads so is gloo's: a connection was closed. Gloo has no class for these."""
+    """Whether an error that reads so is gloo's, which has no class for a closed connection."""
     return "gloo/transport" in text or "pair closure" in text

@@ -52,9 +52,8 @@ def export(
 ) -> Exported:
     """Make the stages of this process for ``torch.distributed.pipelining``, and its runtime with one of our schedules.
 
-    This is for programs that are written for torch's stages and schedules, such as torchtitan. Every process of the
-    group calls this with the same arguments. Otherwise use :class:`gpipe.distributed.Rank`: more models compute there
-    what they compute without a pipe, and if one rank fails, all raise.
+    This is for programs that are written for torch's stages and schedules, such as torchtitan. Otherwise use
+    :class:`gpipe.distributed.Rank`. Every process of the group calls this with the same arguments.
 
     Args:
         module, balance, sample, chunks, ranks, device, init: see :class:`gpipe.distributed.Rank`.
@@ -71,8 +70,7 @@ def export(
     Raises:
         ImportError: this version of torch has no such runtime.
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do this, and the error
-            names what can.
+        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do this.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> stages, runtime = export(model, [2, 1], chunks=4, loss_fn=loss_fn)  # doctest: +SKIP
@@ -94,7 +92,7 @@ def export(
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
-    """Import what needs torch's pipelining only here: importing it takes time, and not every torch has it."""
+    """Import torch's pipelining late: it takes time, and not every torch has it."""
     try:
         from ._torch_runtime import runtime_of
     except ImportError as error:
@@ -135,7 +133,7 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
 
 
 def _weighed(loss_fn: Callable[..., Any], chunks: int, reduction: str) -> Callable[..., Tensor]:
-    """A loss function that returns the share of a micro-batch in the loss of the mini-batch; all have the same size."""
+    """A loss function that returns the share of a micro-batch in the loss of the mini-batch."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
 

@@ -14,13 +14,7 @@ from ..engine._scale import DeviceScale, Scale
 
 
 class Verdict(NamedTuple):
-    """What all ranks know of the losses at the end of a mini-batch.
-
-    Attributes:
-        loss: that of the mini-batch.
-        metrics: those of the mini-batch, if there are any.
-        scale: the factor for the gradients.
-    """
+    """What all ranks know of the losses of a mini-batch: its loss, metrics, and the scale of its gradients."""
 
     loss: Tensor
     metrics: dict[str, Any] | None
@@ -38,11 +32,7 @@ def verdict_of(losses: Losses) -> Verdict:
 
 
 class FarLoss(LossStage):
-    """Takes the place of the losses on a rank without the last stage.
-
-    Attributes:
-        verdict: set when all ranks have met.
-    """
+    """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met."""
 
     verdict: Verdict
 

@@ -1,8 +1,7 @@
 """A folder whose content is replaced as a whole: a reader finds the old content or the new one, never a mixture.
 
 The new content is written to a folder beside it. Then the old folder is renamed, the new one gets its name, and the old
-one is deleted. If that is interrupted, the old folder is still there under its other name; :attr:`Folder.whole` finds
-it.
+one is deleted. If that is interrupted, :attr:`Folder.whole` finds the old one under its other name.
 """
 
 from __future__ import annotations
@@ -17,18 +16,7 @@ _COMMITTED = ".metadata"
 
 
 class Folder:
-    """The folder of a checkpoint.
-
-    Args:
-        path: the path of the folder.
-
-    Attributes:
-        path: the path of the folder.
-        partial: the folder to which new content is written.
-
-    Raises:
-        ValueError: ``path`` is a URL.
-    """
+    """The folder of a checkpoint; ``partial`` is the folder to which new content is written."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         if "://" in os.fspath(path):
@@ -38,22 +26,14 @@ class Folder:
 
     @property
     def whole(self) -> Path:
-        """The folder that has the last complete content.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """The folder that has the last complete content; FileNotFoundError if there is none."""
         place = self.path if self.path.exists() else self._previous
         if not (place / _COMMITTED).is_file():
             raise FileNotFoundError(f"path: there is no whole checkpoint in {str(self.path)!r}; save() finished none")
         return place
 
     def begin(self) -> None:
-        """Make an empty folder for new content; delete what an interrupted save has left there.
-
-        Raises:
-            FileExistsError: the folder holds something other than a checkpoint, which would be lost.
-        """
+        """Make an empty folder for new content; delete what an interrupted save has left, and nothing else."""
         if self.path.exists() and not (self.path / _COMMITTED).is_file() and not _is_empty(self.path):
             raise FileExistsError(
                 f"path: {str(self.path)!r} exists and is not a checkpoint; give the name of a new folder"
@@ -62,7 +42,7 @@ class Folder:
         self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Replace the content of the folder by that of ``partial``, which is complete now."""
+        """Replace the content of the folder by that of ``partial``."""
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.path.rename(self._previous)

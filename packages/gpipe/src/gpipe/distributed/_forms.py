@@ -1,7 +1,7 @@
 """The form of a message: everything about an activation, or about gradients, but the bytes of its dense tensors.
 
 A form is sent where it differs from that of the message before. Structures are pickled, with the number of each tensor
-in its place. Unpickling can run any code: the ranks of a job run the same program, and trust each other::
+in its place; the ranks of a job run the same program, and trust each other::
 
     (x, {"mask": None})  -->  Form(tree=pickle of (0, {"mask": None}), tensors=(Dense(float32, (8, 64)),))  and  [x]
 """
@@ -48,19 +48,17 @@ class Form(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The bytes of each tensor that has any."""
         sizes = [each.shape.numel() * each.dtype.itemsize for each in self.tensors if each is not None]
         return [size for size in sizes if size]
 
     def empty(self, device: torch.device) -> list[Tensor | None]:
-        """Memory for the dense tensors, on ``device``."""
         return [
             each and torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device)
             for each in self.tensors
         ]
 
     def payload(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The message made of ``tensors``, one for each of :attr:`tensors`."""
+        """The message made of ``tensors``."""
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
                 tensor.requires_grad_()
@@ -76,9 +74,6 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     """The form of a message, and its dense tensors.
 
     The ties in the form are those after :func:`parted`, since tensors that arrive have memory of their own.
-
-    Raises:
-        TypeError: a value cannot be sent.
     """
     given: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
     tensors = [None if each is None else _dense(each) for each in given]
@@ -89,17 +84,15 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The memory of dense tensors, of each that has any, as bytes: not every backend knows all types of elements."""
+    """The memory of dense tensors as bytes, since not every backend knows all types of elements."""
     return [_flat(each.detach()).view(torch.uint8) for each in tensors if each is not None and each.numel()]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as they lie in memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, with elements that fill its memory."""
     # Of a collective that is still under way, as at the end of a RowwiseParallel: torch's name for this is private.
     plain: Any = tensor
     if type(tensor).__name__ == "AsyncCollectiveTensor":
@@ -150,7 +143,7 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickles what a :class:`_Writer` has written, with ``tensors`` in their places."""
+    """The inverse of :class:`_Writer`."""
 
     def __init__(self, tree: bytes, tensors: Sequence[Tensor | None]) -> None:
         super().__init__(io.BytesIO(tree))

@@ -16,14 +16,7 @@ _opened: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
 
 
 def gathering_of(group: Group | None) -> Rendezvous:
-    """The members of ``group``, all of which must call this together.
-
-    Args:
-        group: all processes by default; without an initialised process group, this process alone.
-
-    Raises:
-        RuntimeError: this process is not in ``group``.
-    """
+    """The members of ``group``, all of which must call this together; by default all processes, or this one alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return Rendezvous(ALONE)
     group = expect_group(group)
@@ -36,10 +29,7 @@ def gathering_of(group: Group | None) -> Rendezvous:
 def collectives(meeting: Rendezvous) -> Iterator[None]:
     """A context for collectives over the connections of ``meeting``; all members meet at its end.
 
-    If one fails, so do all. Some may have the results by then, and others never, so that no meeting begins any more.
-
-    Raises:
-        LostRankError: a process has ended, or has raised an error of its own.
+    If one fails, all do, and no meeting begins any more: some may have the results by then, and others never.
     """
     meeting.expect_open()
     groups = meeting.groups

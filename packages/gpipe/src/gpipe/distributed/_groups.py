@@ -35,12 +35,11 @@ class Groups(NamedTuple):
     Attributes:
         members: the rank of each in the world.
         me: the number of this process among them.
-        gloo: the group that carries all messages between them; None for a process alone. Gloo closes all its
-            connections when a wait takes too long: then ranks agree over ``store`` who is lost.
+        gloo: the group that carries all messages; None for a process alone. Gloo closes all its connections when a wait
+            takes too long: then ranks agree over ``store`` who is lost.
         timeout: how long a rank waits for another one.
-        store: a key-value store that only the members use.
         peers: the members with which this one exchanges messages. Gloo may connect only to these, at the first message
-            (``TORCH_GLOO_LAZY_INIT=1``); it would try for the timeout to reach another one that has ended.
+            (``TORCH_GLOO_LAZY_INIT=1``).
     """
 
     members: tuple[int, ...]
@@ -51,12 +50,12 @@ class Groups(NamedTuple):
     peers: set[int]
 
     def peer(self, member: int, out: int, into: int, timeout: timedelta | None = None) -> Peer:
-        """The other end of messages to and from ``member``; see :class:`Peer`."""
+        """The other end of messages to and from ``member``."""
         self.peers.add(member)
         return Peer(self.gloo, member, out, into, timeout=timeout)
 
     def again(self, name: str) -> Groups:
-        """The same members, with connections of their own under this name. All members call this together."""
+        """The same members, with connections of their own under this name."""
         store = _torch.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, self.me, len(self.members), timeout=self.timeout)
         return self._replace(gloo=gloo, store=store, peers=set())
@@ -70,12 +69,10 @@ class Groups(NamedTuple):
         return False
 
     def wait_closed(self, member: int) -> None:
-        """Wait until the connection to ``member`` is closed."""
         with suppress(RuntimeError):
             self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(_FOR_EVER)
 
     def end(self) -> None:
-        """Close all connections."""
         if self.gloo is not None:
             _end_connections(self.gloo, self.peers)
 
@@ -87,18 +84,11 @@ ALONE = Groups((0,), 0, None, timedelta(), None, set())
 def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     """Connect the members of ``group``, all of which must call this together.
 
-    The connections close when the last reference to them goes. This does not use ``torch.distributed.new_group``: it
-    names a group by the number of groups that the process has (PyTorch 2.11 to 2.13). That number differs between
-    processes that are in different groups of the caller's, and they would wait for each other forever. It also keeps
-    each group until the process ends.
+    ``torch.distributed.new_group`` does not fit: it names a group by the number of groups that the process has (PyTorch
+    2.11 to 2.13), which differs between processes in different groups of the caller's; and it keeps each group until
+    the process ends. These connections close when the last reference to them goes.
 
-    Args:
-        group: all processes by default.
-        timeout: how long a member waits for another one; that of ``group`` by default.
-
-    Raises:
-        RuntimeError: there is no process group, or this process is not in it.
-        LostRankError: other members have not called this in time.
+    ``timeout`` is how long a member waits for another one, else LostRankError.
     """
     group = expect_group(group)
     members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
@@ -120,21 +110,21 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
 def _count(group: dist.ProcessGroup, member: int, more: int) -> int:
     """How often ``member`` has opened groups among those of ``group``, and ``more``.
 
-    The store counts that, not the process: a process may be in its second world, together with others in their first.
+    The store counts that: a process may be in its second world, together with others in their first.
     """
     return int(group.get_group_store().add(f"{_prefix()}/{member}", more))
 
 
 def _prefix() -> str:
-    """Where keys in a store of torch's begin: torchrun may keep the store, and what is counted there, at a restart."""
+    """Where keys in a store of torch's begin: torchrun may keep the store, and its counts, at a restart."""
     return f"gpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def _end_connections(group: Any, peers: Iterable[int]) -> None:
-    """Close all connections of ``group``, a gloo group, those to ``peers`` and any others.
+    """Close all connections of ``group``, a gloo group.
 
-    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that nobody sends.
-    From a member whose connection is closed already there is nothing to wait for, so this tries them all.
+    Gloo closes them when a wait takes too long: wait 1 ms for a message that nobody sends, from each peer, as a
+    connection that is closed already does not wait.
     """
     for member in peers:
         with suppress(RuntimeError):
@@ -142,10 +132,7 @@ def _end_connections(group: Any, peers: Iterable[int]) -> None:
 
 
 def end_collectives(group: dist.ProcessGroup) -> None:
-    """Close the connections of a group of the caller's: collectives in which others wait end with an error.
-
-    Only if it is gloo's. Of other backends each process would have to abort its own communicators.
-    """
+    """Close the connections of a gloo group of the caller's: collectives in which others wait end with an error."""
     with suppress(RuntimeError):  # the group has no backend for the CPU
         backend = group._get_backend(torch.device("cpu"))
         if backend.name() == "gloo":
@@ -153,12 +140,7 @@ def end_collectives(group: dist.ProcessGroup) -> None:
 
 
 def expect_group(group: Group | None) -> dist.ProcessGroup:
-    """``group`` as a process group, by default that of all processes.
-
-    Raises:
-        RuntimeError: there is no process group, or this process is not in it.
-        ValueError: a mesh has several dimensions.
-    """
+    """``group`` as a process group, by default that of all processes; an error if this process is not in it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group() first, in processes that torchrun "
@@ -177,7 +159,7 @@ def expect_group(group: Group | None) -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that ``group`` was made with, from a private attribute: torch has no public way to ask for it."""
+    """The timeout of ``group``, from a private attribute: torch has no public way to ask for it."""
     for kind in group._device_types:
         options = getattr(group._get_backend(torch.device(kind)), "options", None)
         found = getattr(options, "_timeout", None)

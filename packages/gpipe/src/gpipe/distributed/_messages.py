@@ -1,8 +1,7 @@
 """Messages between two ranks.
 
 A message is a head, and the bytes of its tensors. Its form (:mod:`gpipe.distributed._forms`) is sent only if it differs
-from that of the message before. So the other end can receive the head and the tensors before it knows what comes; what
-differs announces itself::
+from that of the message before, so that the other end can receive head and tensors before it knows what comes::
 
     the same form    [head] [tensor] [tensor] ...   from the memory of the tensors into that of those that arrive
     the same, small  [head and tensors]             a transfer costs more than copies
@@ -10,11 +9,9 @@ differs announces itself::
 
     head = number of the micro-batch, bytes of the form, a flag, how many messages the sender has taken itself
 
-Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
-
-A message is kept until it is known that the other end took it: gloo does not tell without waiting, so each head says
-how many messages were taken. Where nothing comes back, in a run without backwards, :meth:`RemoteLink.put` waits instead
-when too many messages are under way.
+Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`). A message is kept until
+a head says that the other end took it. In a run without backwards, :meth:`RemoteLink.put` waits when too many messages
+are under way.
 """
 
 from __future__ import annotations
@@ -47,9 +44,7 @@ class Peer:
     """A member of a group, as the other end of messages in both directions.
 
     Args:
-        group: the process group that carries them.
-        member: the number of the other end.
-        out, into: the tags that distinguish messages to and from there from others between the two.
+        out, into: the tags of messages to and from there.
         number: the member's number in ``group``, if it is not ``member``.
         timeout: how long to wait for a message; the timeout of ``group`` by default.
     """
@@ -84,7 +79,6 @@ class Peer:
             raise UnreachableError(self.member, error) from None
 
     def wait(self, work: Any) -> None:
-        """Wait until a transfer has ended."""
         try:
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
@@ -113,7 +107,6 @@ class RemoteLink:
     """Messages to and from one other rank: values of micro-batches and their gradients, or objects.
 
     Args:
-        peer: the other end.
         device: the device of the tensors that are returned.
         out, into: what sends tensors there, and receives them, from device to device.
 
@@ -135,11 +128,8 @@ class RemoteLink:
         self._coming: _Coming | None = None
 
     def expect(self, messages: int, most: int | None = None) -> None:
-        """Prepare for a run. If a connection has ended, :meth:`get` raises.
-
-        Args:
-            messages: how many come.
-            most: how many may be under way before :meth:`put` waits for the oldest; None for any number.
+        """Prepare for a run with that many messages, of which ``most`` may be under way before :meth:`put` waits for
+        the oldest.
         """
         self.poisoned, self._most = None, most
         self._expected = self._taken + messages
@@ -161,7 +151,6 @@ class RemoteLink:
         self._send(self._text(_POISON, why))
 
     def tell(self, what: Any) -> None:
-        """Start to send an object that can be pickled. Raises UnreachableError."""
         self._send(self._text(_OBJECT, what))
 
     def get(self) -> tuple[int, bool, Any]:
@@ -175,14 +164,11 @@ class RemoteLink:
         return microbatch, flag, self._received.payload(tensors)
 
     def hear(self) -> Any:
-        """Wait for the next object; see :meth:`get`."""
         return pickle.loads(self._next()[1])
 
     def drain(self, *, expected: bool = False) -> None:
-        """After a failed run: receive everything up to the message that says that nothing more comes.
-
-        Args:
-            expected: or, if there is none, up to the last message that is expected.
+        """After a failed run: receive up to the message that says that nothing more comes, or the last ``expected``
+        one.
         """
         if self._into is not None:
             self._into.drain()
@@ -191,7 +177,6 @@ class RemoteLink:
                 self._take()
 
     def flush(self) -> None:
-        """Wait until everything has been received."""
         while self._under_way:
             self._forget()
 
@@ -212,7 +197,6 @@ class RemoteLink:
             self._forget()
 
     def _forget(self) -> None:
-        """Wait for the oldest message."""
         self._arrived += 1
         for work, _ in self._under_way.popleft():
             self._peer.wait(work)
@@ -244,7 +228,7 @@ class RemoteLink:
             data = data[len(part) :]
 
     def _look_ahead(self) -> None:
-        """Start to receive the next message of the run before :meth:`get` is called, so that it can arrive."""
+        """Start to receive the next message of the run before :meth:`get` is called."""
         if self._expected > self._taken:
             with suppress(UnreachableError):  # the next wait raises it
                 self._begin()
@@ -266,7 +250,6 @@ class RemoteLink:
             self._received = pickle.loads(text)
 
     def _begin(self) -> _Coming:
-        """Start to receive a message, unless that has begun."""
         if self._coming is None:
             size = 0 if self._into is not None else sum(self._received.sizes)
             frame = torch.empty(_HEAD + (size if size <= SMALL else 0), dtype=torch.uint8, device="cpu")

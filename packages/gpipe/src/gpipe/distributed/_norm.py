@@ -17,17 +17,12 @@ from ._rendezvous import Report
 def norm_over(
     group: Group | None, meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """The 2-norm of the gradients of all members of ``group``, which call this together.
+    """The 2-norm of the gradients of all members of ``group``, which call this together; returned on ``device``.
 
     Args:
         group: all processes by default; reduces on devices whose backend it has.
         meet: exchanges reports between the same members, for other devices.
-        gradients: those of this member, each of which no other member has; none at all is possible. Of those that are
-            sharded, each member of the mesh has a part.
-        device: where the norm is returned.
-
-    Raises:
-        LostRankError: a member has ended.
+        gradients: those that only this member has, maybe none; of sharded ones each member of the mesh has a part.
     """
     with torch.no_grad():
         dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
@@ -38,12 +33,10 @@ def norm_over(
 
 
 def _whole(norm: Any) -> Tensor:
-    """The norm of sharded gradients, over all shards; collective over their mesh."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
 def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
-    """The sum over all members, on the device of ``square``."""
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
         return square

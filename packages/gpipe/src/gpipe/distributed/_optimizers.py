@@ -1,7 +1,6 @@
 """The state of an optimizer by the names of parameters, so that a rank finds the state of its own parameters in it.
 
-It is written as ``torch.distributed.checkpoint.state_dict`` writes a flattened state: ``state.<name>.<key>``, and
-``param_groups.<name>.<option>``, since each process may have other parameter groups.
+Written as by ``torch.distributed.checkpoint.state_dict``: ``state.<name>.<key>`` and ``param_groups.<name>.<option>``.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ _MEMBERS = {"params", "param_names"}
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under their names in the state dict, which are those of the model if the module is flattened.
-
-    A shared parameter has several names.
-    """
+    """The parameters under their names in the state dict; a shared one has several."""
     found = module.state_dict(keep_vars=True).items()
     return {name: value for name, value in found if isinstance(value, nn.Parameter)}
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of each parameter; a shared one has several."""
     found: dict[Tensor, list[str]] = {}
     for name, parameter in parameters_by_name(module).items():
         found.setdefault(parameter, []).append(name)
@@ -36,11 +31,7 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
-    """For each group of ``optimizer``, the names in ``module`` of each of its parameters.
-
-    Raises:
-        ValueError: it has a parameter that ``module`` has not.
-    """
+    """For each group of ``optimizer``, the names of its parameters in ``module``; ValueError if one has none."""
     names = names_of(module)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -53,11 +44,7 @@ def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
 
 
 def by_name(module: nn.Module, optimizer: Optimizer) -> State:
-    """The state of ``optimizer`` by the names of its parameters in ``module``.
-
-    Raises:
-        ValueError: it has a parameter that ``module`` has not.
-    """
+    """The state of ``optimizer`` by the names of its parameters in ``module``."""
     found: State = {"class": type(optimizer).__name__, "state": {}, "param_groups": {}}
     saved = optimizer.state_dict()
     for group, members in zip(saved["param_groups"], names_in(module, optimizer), strict=True):
@@ -69,10 +56,8 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
 
 
 def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
-    """A state dict for ``optimizer.load_state_dict``, made of states by name, also of other ranks.
-
-    Raises:
-        ValueError: ``found`` is of another class of optimizer, lacks a parameter, or has it in another group.
+    """A state dict for ``optimizer.load_state_dict``, made of states by name, also of other ranks; ValueError if not of
+    it.
     """
     own = type(optimizer).__name__
     if found.get("class", own) != own:
@@ -92,7 +77,6 @@ def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]
 
 
 def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
-    """The name of a parameter under which it was saved."""
     for name in names:
         if name in found["param_groups"]:
             return name
@@ -102,7 +86,6 @@ def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
 
 
 def _options(names: Sequence[str], groups: Mapping[str, State]) -> State:
-    """The options of a group with these parameters."""
     for name in names[1:]:
         for key, value in groups[names[0]].items():
             other = groups[name].get(key)

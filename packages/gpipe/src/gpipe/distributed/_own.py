@@ -21,8 +21,7 @@ class Share(NamedTuple):
     Attributes:
         every: the partitions of all stages; those of other ranks are not moved.
         numbers: the numbers of the stages of this rank.
-        partitions: the partition of each of these.
-        devices: the device of each of these.
+        partitions, devices: the partition and the device of each of these.
         twins: the tensors of this rank that other ranks have too.
         ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
     """
@@ -40,11 +39,8 @@ class Share(NamedTuple):
         return dict(zip(self.numbers, self.devices, strict=True))
 
     def told(self, transport: str) -> dict[str, Any]:
-        """What a rank tells the others of its share before they connect.
-
-        Returns:
-            The numbers of its ``trained`` stages, those that have parameters to train; and by stage, the ``backends``
-            that send from its devices.
+        """What a rank tells the others before they connect: its stages that are ``trained``, and the ``backends`` of
+        their devices.
         """
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
@@ -61,15 +57,7 @@ def own_share(
     means: Means | None,
     norm_chunks: int = 0,
 ) -> Share:
-    """Cut ``module``, and move the partitions of rank ``me`` to their devices.
-
-    Args:
-        means, norm_chunks: as of :func:`gpipe.module._partition.place_partitions`.
-
-    Raises:
-        TypeError, ValueError: a device is missing, or cannot hold its partition, or a batch norm cannot be replaced.
-            Then no layer has moved.
-    """
+    """Cut ``module``, and move the partitions of rank ``me`` to their devices. After an error no layer has moved."""
     every = partitions_of(module, balance)
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
@@ -80,7 +68,6 @@ def own_share(
 
 
 def _places(device: Any, count: int) -> list[torch.device]:
-    """The device of each stage of a rank."""
     given = list(device) if isinstance(device, (list, tuple)) else [device] * count
     if len(given) != count:
         raise ValueError(

@@ -1,7 +1,6 @@
 """Layers that compute together with other processes: ``nn.SyncBatchNorm``, and layers whose parameters are sharded.
 
-Their collectives run when the schedule reaches the layer. They match if the layer's group consists of the processes
-with the same stages, one of each replica, and these reach the layer in the same order.
+Their collectives match if the layer's group consists of the processes with the same stages, one of each replica.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ Groups = set[dist.ProcessGroup]
 
 
 def synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
-    """The batch norms over processes in ``module``, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)}
 
 
@@ -36,7 +34,7 @@ def sharded_over(module: nn.Module) -> dict[str, Groups]:
 
 
 def expect_parallel(found: dict[str, Groups], members: Sequence[int]) -> None:
-    """Raise ValueError if a layer would wait forever for a rank that has other stages.
+    """Raise ValueError if a layer would wait forever for a rank of the pipe that has other stages.
 
     Args:
         found: the process groups over which layers communicate, by the names of layers or parameters.

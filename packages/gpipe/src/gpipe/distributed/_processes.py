@@ -37,11 +37,7 @@ _BEFORE: Final[When] = (-1.0, -1)
 
 
 class Rows(NamedTuple):
-    """A micro-batch whose values are on another rank.
-
-    Attributes:
-        rows: the number of rows of each tensor.
-    """
+    """A micro-batch whose values are on another rank: the number of rows of each tensor."""
 
     rows: tuple[int, ...]
 
@@ -68,14 +64,10 @@ class Ranks(Processes):
 
     Args:
         share: the part of the model that this rank has.
-        layout: the stages between which skips go.
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
         replicas: the processes that end each step together with this one.
         told: by rank, what :meth:`Share.told` returned there.
-
-    Raises:
-        RuntimeError: a connection between accelerators could not be opened; see :func:`open_wires`.
     """
 
     ranks: tuple[int, ...]
@@ -128,7 +120,7 @@ class Ranks(Processes):
         return self._twins.trained(module)
 
     def of_others(self) -> set[Tensor]:
-        """The tensors of this rank that count as another's, which has a stage with them before the stages here."""
+        """The tensors of this rank that another one owns."""
         return self._twins.of_others()
 
     def whole(self, run: Run) -> dict[Tensor, Tensor]:
@@ -151,7 +143,7 @@ class Ranks(Processes):
             raise
 
     def close(self) -> None:
-        """Close the connections to other ranks, by dropping all references to them. No run begins any more."""
+        """Close the connections to other ranks, by dropping all references to them."""
         if not self._closed:
             self._closed = True
             self._replicas.close()
@@ -176,13 +168,8 @@ class Ranks(Processes):
         """A context for checks of this rank before a run.
 
         No rank waits for all others: the rank of the first stage goes on at once, and each other rank when it has
-        received the announcement of the run. A rank that finds an error, or was given other arguments than the rank of
-        the first stage, cancels the run; the others learn of it while they wait for a message, or at the end.
-
-        Raises:
-            RemoteError: another rank could not begin.
-            ValueError: the ranks were given different arguments.
-            LostRankError: a rank has ended, or does not answer.
+        received the announcement of the run. A rank that finds an error, or has other arguments than the rank of the
+        first stage, cancels the run; the others learn of it while they wait for a message, or at the end.
         """
         self._expect_all()
         found = self._opening = Opening()
@@ -233,13 +220,11 @@ class Ranks(Processes):
             self._replicas.meet()
 
     def call_off(self, error: BaseException) -> NoReturn:
-        """Cancel a run that all ranks have agreed on, because this one cannot begin it."""
         with self.together(None):
             raise error
         raise AssertionError("unreachable")
 
     def _expect(self, *, backwards: bool) -> None:
-        """Prepare all links for a run, with or without backwards."""
         for link, leads_away, most in self._crossings.values():
             comes = backwards or not leads_away
             link.expect(len(self._opening.batches) if comes else 0, None if backwards else most)
@@ -271,13 +256,11 @@ class Ranks(Processes):
             self._raise(error, reports)
 
     def _poison(self, why: When) -> None:
-        """Tell all neighbours that this rank sends nothing more in this run, and why."""
         for link, *_ in self._crossings.values():
             with suppress(UnreachableError):  # the other neighbours still have to be told
                 link.poison(why)
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
-        """Take in what others have reported: the losses, and the records of a timeline."""
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
         if run is not None and isinstance(run.loss, FarLoss):
@@ -290,9 +273,8 @@ class Ranks(Processes):
                 observer.import_events(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
-        """Raise what kept a rank from beginning; else the failure that comes first in the schedule.
-
-        It is this rank's own, or a RemoteError for another's.
+        """Raise what kept a rank from beginning; else the earliest failure in the schedule, a RemoteError if of another
+        rank.
         """
         if error is not None and "error" in reports[self.me]:
             raise error
@@ -305,12 +287,10 @@ class Ranks(Processes):
 
 
 def _earliest(run: Run | None) -> When:
-    """When the earliest failure of a run was due; that of one that has not begun comes first."""
     return _BEFORE if run is None else run.failures.earliest or _BEFORE
 
 
 def _success(run: Run | None) -> Report:
-    """The report of a run that has not failed on this rank."""
     if run is None:
         return {}
     report: Report = {"drew": True} if run.rng.drew else {}
@@ -320,7 +300,6 @@ def _success(run: Run | None) -> Report:
 
 
 def _failure(run: Run | None, error: BaseException) -> Report:
-    """The report of a failure."""
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
         report |= {"when": list(_earliest(run)), "what": text_of(error)}

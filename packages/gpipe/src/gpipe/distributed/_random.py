@@ -14,6 +14,5 @@ def next_seed() -> int:
 
 
 def take_seed() -> None:
-    """Draw that seed from torch's generator, as a run in one process does if a layer draws random numbers."""
     with process_lock:
         torch.randint(2**32, (), device="cpu", generator=PROCESS)

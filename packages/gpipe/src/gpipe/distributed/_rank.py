@@ -53,30 +53,25 @@ class Rank(Stepping):
     """One process's part of a pipe: the layers of its stages, under the names that they have in the model.
 
     Every process of a group makes a ``Rank`` of the same model with the same arguments, and calls the same methods in
-    the same order. Each computes its part of the schedule, and sends activations and gradients to the others. The
-    results are those of :class:`gpipe.GPipe` in one process: the same loss, on all ranks, and the same gradients.
+    the same order. Loss, on all ranks, and gradients are those of :class:`gpipe.GPipe` in one process.
 
     Args:
         module: the whole model, as :class:`gpipe.GPipe` takes it. Only this rank's layers are kept, and moved to its
             device; of a model on ``meta``, ``init`` allocates and fills these layers alone.
         balance: the number of layers of each stage.
-        sample: see :class:`gpipe.GPipe`.
+        sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches that a mini-batch is cut into.
         checkpoint: which micro-batches are recomputed: a mode, or for each stage one, or a flag for each of its layers.
-        deferred_batch_norm: see :class:`gpipe.GPipe`.
         ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
             has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
         group: the processes that take part, as a process group or a mesh of one dimension such as ``mesh["pp"]``; all
             by default. A gloo group of the same processes carries the messages.
-        replicas: if the pipe has replicas, the group, or mesh, of the processes with the same stages, one of each
-            replica. Then all replicas end each :meth:`step` together: if it fails in one, it raises in all. They must
-            begin with the same weights and buffers.
+        replicas: the group, or mesh, of the processes with the same stages, one of each replica of the pipe. They end
+            each :meth:`step` together: if it fails in one, it raises in all. They must begin with the same weights and
+            buffers.
         device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
-        in_spec, out_spec: see :class:`gpipe.GPipe`.
-        init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
         timeout: how long to wait for another rank before it counts as lost; the timeout of ``group`` by default. It
-            must be longer than a whole step, and what comes between two steps, takes on any rank: the last of four
-            stages waits for three others before its first micro-batch.
+            must be longer than a whole step, and what comes between two steps, takes on any rank.
         transport: how tensors on accelerators go to other ranks. ``"auto"``: from device to device where PyTorch has a
             backend for both, such as NCCL, and they are not the same device. ``"host"``: by way of host memory.
 
@@ -88,8 +83,7 @@ class Rank(Stepping):
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: as :class:`gpipe.GPipe`; ``ranks`` does not fit; the ranks were given different
-            arguments. On every rank.
+        ValueError, TypeError: on every rank: as :class:`gpipe.GPipe`; ``ranks`` does not fit; arguments differ.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> dist.init_process_group("gloo")  # doctest: +SKIP
@@ -176,7 +170,7 @@ class Rank(Stepping):
 
     @property
     def ranks(self) -> list[int]:
-        """For each stage the number, in the group, of the process that has it."""
+        """The process of each stage, by its number in the group."""
         return list(self._ranks)
 
     @property
@@ -220,15 +214,14 @@ class Rank(Stepping):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        All ranks call this together, after gradients were averaged over replicas, if there are any. A weight that
-        stages of several ranks share counts once; of sharded gradients all shards count. On accelerators the host does
-        not wait.
+        All ranks call this together, after gradients were averaged over replicas. A weight that stages of several ranks
+        share counts once; of sharded gradients all shards count. On accelerators the host does not wait.
 
         Args:
             max_norm: the largest norm; smaller gradients stay as they are.
 
         Returns:
-            The norm of all gradients before, the 2-norm; the same on all ranks.
+            The 2-norm of all gradients before; the same on all ranks.
 
         Raises:
             LostRankError: another rank has ended.
@@ -238,7 +231,6 @@ class Rank(Stepping):
         return norm
 
     def _gradient_norm(self) -> Tensor:
-        """The norm of the gradients of all ranks. All of them call this together."""
         others = self._processes.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
         return norm_over(self._group, self._processes.meet, own, self._devices[0])
@@ -246,9 +238,9 @@ class Rank(Stepping):
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
 
-        Each rank calls this by itself, after the last step. It waits for a run of another thread to end. Parameters and
-        state dict remain usable. Later calls of this :class:`Rank` raise RuntimeError; other ranks that still wait for
-        this one raise :class:`gpipe.distributed.LostRankError`.
+        Each rank calls this by itself, after the last step. Parameters and state dict remain usable. Later calls of
+        this :class:`Rank` raise RuntimeError; other ranks that still wait for it raise
+        :class:`gpipe.distributed.LostRankError`.
         """
         with self._pipeline.workers.section.entered():
             self._processes.close()
@@ -272,17 +264,15 @@ class Rank(Stepping):
         return batches, losses
 
     def _heard(self) -> AbstractContextManager[None]:
-        """A context for a part of a step: if it fails, other replicas are told."""
         return self._replicas.hearing(self._end_collectives)
 
     def _end_collectives(self) -> None:
-        """Let no other process wait in a layer for this one. So no step begins any more, if there are such layers."""
+        """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
         for group in self._parallel:
             self._broken = self._broken or group.size() > 1
             end_collectives(group)
 
     def _losses(self, kind: type[Kind], call: Call, batches: Sequence[Batch]) -> Kind:
-        """The losses of the mini-batch, on the rank of the last stage."""
         try:
             own, device = self._own_loss(call), self._pipeline.stages[-1].device
             return losses_of(kind, call, batches, self._chunks, device, own)
@@ -296,11 +286,7 @@ class Rank(Stepping):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
-        """What all ranks know of a run before it begins.
-
-        Args:
-            given: checks what this rank was given; the mini-batch, on the rank of the first stage.
-        """
+        """What all ranks know of a run before it begins; ``given`` checks what this rank was given."""
         with self._processes.opening() as found:
             found.alike = self._called_alike(method, schedule)
             self._expect_unbroken()
@@ -318,7 +304,7 @@ class Rank(Stepping):
         return found
 
     def _choice(self, schedule: Schedule | str) -> Choice:
-        """What runs under that name. It is the same on all ranks, since nothing is measured: ``"auto"`` is 1F1B."""
+        """What runs under that name. Nothing is measured, so ``"auto"`` is 1F1B."""
         expect_schedule(schedule, (*SCHEDULES, "auto"))
         if isinstance(schedule, Schedule):
             return choice_of(schedule)

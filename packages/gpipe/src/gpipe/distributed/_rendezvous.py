@@ -24,12 +24,8 @@ _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
 class Rendezvous:
     """Each member sends its report to the root, which sends the reports of all to each.
 
-    A member that cannot reach another one closes its connections. So all others that wait for anything come to the
-    store, where each says that it is there: whoever was suspected and does not come is lost.
-
-    Args:
-        groups: the members, and the connections between them.
-        root: the number of the member to which all others are connected.
+    A member that cannot reach another one closes its connections. So all others that wait come to the store, where each
+    says that it is there: whoever was suspected and does not come is lost.
     """
 
     def __init__(self, groups: Groups, root: int = 0) -> None:
@@ -42,11 +38,7 @@ class Rendezvous:
         self._lost: LostRankError | None = None
 
     def announced(self, what: Any) -> Any:
-        """What the root says to all, none of which waits for any other; ``what`` at the root itself.
-
-        Raises:
-            UnreachableError: a member cannot be told, or does not hear the root.
-        """
+        """What the root says to all, none of which waits for any other; ``what`` at the root itself."""
         if not self.is_root:
             return pickle.loads(self._links[0].hear())
         text = pickle.dumps(what)
@@ -55,14 +47,7 @@ class Rendezvous:
         return what
 
     def meet(self, report: Report) -> list[Report]:
-        """Send ``report`` and wait for those of the others.
-
-        Returns:
-            The reports of all members, in their order.
-
-        Raises:
-            LostRankError: a member is missing; so it is in every later meeting.
-        """
+        """Send ``report``, and return those of all members; LostRankError, for good, if one is missing."""
         self.expect_open()
         try:
             return self._gather(report) if self.is_root else self._exchange(report)
@@ -70,25 +55,19 @@ class Rendezvous:
             raise self.found_lost(error) from None
 
     def expect_open(self) -> None:
-        """Raise :class:`LostRankError` if there are no more meetings."""
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
     def leave(self) -> None:
-        """Close all connections after an error, where others may have what they waited for: no meeting begins any more.
-
-        They find out that this member is missing.
+        """Close all connections after an error, where others may have what they waited for; they find this member
+        missing.
         """
         failed = "a step has failed on this rank alone; start the processes again, from the last checkpoint"
         self._lost = self._lost or LostRankError(failed)
         self.groups.end()
 
     def found_lost(self, error: UnreachableError | None = None) -> LostRankError:
-        """The error that all members raise, each of which comes here; there are no more meetings.
-
-        Args:
-            error: why this member came, if that was a message.
-        """
+        """The error that all members raise, each of which comes here, because of ``error`` if that was a message."""
         if self._lost is None:
             suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
             patience = _MOMENT
@@ -118,7 +97,6 @@ class Rendezvous:
         return str(store.get("lost").decode())
 
     def _text(self, members: set[int]) -> str:
-        """The text of the error that says that ``members`` (numbers, not ranks) are missing."""
         who = named([self.groups.members[k] for k in sorted(members)])
         return (
             f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; start the processes "
@@ -150,8 +128,8 @@ class Rendezvous:
 def _text_of(reports: Sequence[Report], own: Report) -> bytes:
     """What the root tells all: the reports that say anything, by member.
 
-    What is equal to the root's own is written once: else a list of stages in each of n reports, sent n times, would
-    be n**3 numbers.
+    What is equal to the root's own is written once: else n reports with a list of n stages, sent n times, would be n**3
+    numbers.
     """
     told = {
         k: {key: own[key] if key in own and own[key] == value else value for key, value in report.items()}

@@ -19,12 +19,12 @@ _GRACE = timedelta(seconds=30)
 class Replicas:
     """The ranks with the same stages in all replicas. They meet after the ranks of each replica have met.
 
-    So each of them knows how the step of its replica has ended, and all ranks of all replicas learn the same.
+    So each knows how the step of its replica has ended, and all ranks of all replicas learn the same.
 
     Args:
         group: these ranks, one of each replica; None if there is one pipe only.
-        timeout: how long ranks of one replica wait for each other. Replicas wait longer for each other: a replica needs
-            up to three times as long to find out which rank it has lost, and may have begun later.
+        timeout: how long ranks of one replica wait for each other. Replicas wait longer: one needs up to three times as
+            long to find out which rank it has lost, and may have begun later.
     """
 
     def __init__(self, group: Group | None, timeout: timedelta) -> None:
@@ -34,7 +34,6 @@ class Replicas:
 
     @property
     def are_there(self) -> bool:
-        """Whether there is more than one replica."""
         return self._meeting is not None and len(self._meeting.groups.members) > 1
 
     def agreement(self) -> AbstractContextManager[Agreement]:
@@ -42,7 +41,6 @@ class Replicas:
         return nullcontext(Agreement()) if self._meeting is None else agreement(self._meeting)
 
     def begin(self) -> None:
-        """Raise :class:`LostRankError` if a rank is lost: then no step begins any more."""
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
@@ -50,12 +48,8 @@ class Replicas:
     def hearing(self, give_up: Callable[[], None]) -> Iterator[None]:
         """A context for a part of a step: if it fails before the replicas have met, the others are told.
 
-        Args:
-            give_up: called first; closes the connections on which others may wait for this rank in a layer.
-
-        Raises:
-            RemoteError, LostRankError: the failure has only followed from another one, by which connections were
-                closed.
+        ``give_up`` is called first; it closes the connections on which others may wait for this rank in a layer. A
+        failure that has only followed from another one is raised as that one.
         """
         self._met = False
         try:
@@ -66,16 +60,10 @@ class Replicas:
             raise
 
     def close(self) -> None:
-        """Close the connections. No step begins any more."""
         self._meeting = None
 
     def meet(self) -> None:
-        """Meet at the end of a step.
-
-        Raises:
-            RemoteError: another one has failed.
-            LostRankError: a rank has ended, or does not answer.
-        """
+        """Meet at the end of a step; RemoteError or LostRankError if another one has failed, or has ended."""
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
@@ -98,7 +86,6 @@ class Replicas:
 
 
 def _failure(error: BaseException) -> Report:
-    """The report of a failure."""
     if isinstance(error, LostRankError):
         return {"lost": str(error)}
     if isinstance(error, RemoteError):

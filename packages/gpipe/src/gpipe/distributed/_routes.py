@@ -20,11 +20,7 @@ Route = tuple[int, int, int]
 
 
 def backend_of(device: torch.device, transport: str) -> str | None:
-    """The backend of process groups that sends from ``device``, such as ``"nccl"``; None if that is by way of hosts.
-
-    Raises:
-        ValueError: there is no transport of that name.
-    """
+    """The backend of process groups that sends from ``device``, such as ``"nccl"``; None if that is by way of hosts."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
     if transport == "host" or not has_streams(device):
@@ -37,28 +33,20 @@ def backend_of(device: torch.device, transport: str) -> str | None:
 
 
 def routes_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
-    """The channels between stages of two ranks, those of skips, and those of tensors that two ranks share.
-
-    All ranks give a channel the same number.
+    """The channels between stages of two ranks, those of skips, and those of shared tensors, numbered alike on all
+    ranks.
     """
     ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
     return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
 
 
 def tags(number: int) -> tuple[int, int]:
-    """The tags of the values and of the gradients of that channel."""
     return 2 * number, 2 * number + 1
 
 
 def direct(routes: Iterable[Route], backends: Sequence[str | None]) -> list[Route]:
-    """The directions in which tensors go from device to device, in the same order on all ranks.
-
-    Args:
-        routes: the channels, between all ranks.
-        backends: that of each stage.
-
-    Returns:
-        For each direction its tag, and the stages at its begin and end.
+    """The directions in which tensors go from device to device, in the same order on all ranks: tag, first and last
+    stage.
     """
     found = []
     for number, a, b in routes:

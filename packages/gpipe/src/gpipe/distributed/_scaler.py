@@ -15,7 +15,7 @@ class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` for a :class:`Rank`: if gradients overflow on any rank, all skip the step.
 
     All ranks call the same methods in the same order, with one optimizer each, after gradients were averaged over
-    replicas, if there are any. Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
+    replicas. Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
 
     Args:
         rank: the rank whose parameters the optimizer has.
@@ -86,7 +86,6 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _spoil(gradient: Any, by: Tensor) -> None:
-    """Add ``by`` to one element."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     local = local._values() if local.is_sparse else local
     if local.numel():

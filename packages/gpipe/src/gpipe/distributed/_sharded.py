@@ -1,8 +1,7 @@
 """Stages whose parameters are sharded over replicas by ``torch.distributed.fsdp.fully_shard``.
 
-By default FSDP reduces gradients after the backward of every micro-batch; with a schedule that splits backwards, that
-is before all of them are computed. So it is told to wait, and reduces once, at the end of the step. There is no public
-way to start that; this calls what torch's own pipelining calls (``perform_reduce_grad``).
+FSDP reduces gradients after the backward of every micro-batch; here it is told to reduce once, at the end of the step.
+There is no public way to start that; this calls what torch's own pipelining calls (``perform_reduce_grad``).
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from ._tied import Twin
 
 
 class Sharding:
-    """The sharded parameters of a rank, which may change from step to step.
-
-    Args:
-        partitions: the partitions of the rank, before anything is sharded.
-        twins: the tensors of this rank that other ranks have too.
-    """
+    """The sharded parameters of a rank, which may change from step to step."""
 
     def __init__(self, partitions: nn.ModuleList, twins: Sequence[Twin]) -> None:
         self._partitions = partitions
@@ -36,7 +30,6 @@ class Sharding:
         self._shared = [each for each in names.values() if len(each) > 1]
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, by their names in the model."""
         for partition in self._partitions:
             yield from partition.named_parameters(remove_duplicate=False)
 

@@ -1,7 +1,7 @@
 """Reading and writing of checkpoints of ``torch.distributed.checkpoint``.
 
-This uses its planners, writers and readers, which import late: that takes as long as to import torch. What processes
-have to tell each other goes through their meetings, so that an error of one is raised on all.
+Its planners, writers and readers are imported late: that takes as long as to import torch. What processes have to tell
+each other goes through their meetings, so that an error of one is raised on all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ _SHOWN = 5  # names in an error
 
 
 def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
-    """Write the states of all processes, each its part. The first one decides who writes what several have.
-
-    Raises:
-        RemoteError: another process has failed. An error of this process is raised as it is.
-        LostRankError: another process has ended.
-    """
+    """Write the states of all processes, each its part. The first one decides who writes what several have."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -47,11 +42,7 @@ def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
 
 
 class Stored:
-    """The content of a checkpoint folder.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """The content of a checkpoint folder; OSError or ValueError if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -62,8 +53,8 @@ class Stored:
         self._paths = self._metadata.planner_data or {}
 
     def expect_model(self, names: set[str], own: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint is of a model with other names than ``names``, or other shapes than those
-        in ``own``, the state of this process.
+        """Raise ValueError if the checkpoint has other names than ``names``, or other shapes than ``own``, this
+        process's state.
         """
         sizes = {
             key.removeprefix("model."): getattr(entry, "size", None)
@@ -81,16 +72,11 @@ class Stored:
             raise ValueError(f"the checkpoint in {str(self._folder)!r} is of another model: {'; '.join(told)}")
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a state like ``own``, in new memory."""
         targets = {f"model.{name}": _like(value) for name, value in own.items()}
         return {key.removeprefix("model."): value for key, value in self._read(targets).items()}
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state of an optimizer by name, of these parameters; no state for those that have none in the checkpoint.
-
-        Raises:
-            ValueError: the checkpoint was saved without an optimizer.
-        """
+        """The state of an optimizer by name, of these parameters; ValueError if the checkpoint has no optimizer."""
         from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
         if not any(key.startswith("optimizer.") for key in self._entries):
@@ -107,7 +93,6 @@ class Stored:
         return empty | unflatten_state_dict(self._read(targets), places)
 
     def _read(self, targets: dict[str, Any]) -> dict[str, Any]:
-        """``targets`` with the stored values; tensors are read in place."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -137,7 +122,6 @@ def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _memory(entry: Any, parameter: Tensor) -> Any:
-    """Memory for a value of the state of ``parameter``, sharded like it if both have the same shape."""
     if not hasattr(entry, "size"):
         return None
     if entry.size == parameter.shape:

@@ -1,8 +1,8 @@
 """Parameters that stages on several ranks share: each rank has a copy of its own, and the copies stay equal.
 
-When the pipe is made, the rank with the first stage that has a parameter sends its value to the others. At the end of a
-step the gradients are sent to that rank, which adds them in the order of the ranks' first stages, and sends the sum
-back. So equal optimizers change all copies in the same way.
+At first the rank with the first stage that has a parameter sends its value to the others. At the end of a step that
+rank adds the gradients in the order of the ranks' first stages, and sends the sum back, so equal optimizers change all
+copies in the same way.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ def twins_of(
 ) -> tuple[list[Twin], list[tuple[int, int]]]:
     """The parameters and buffers of rank ``me`` that stages on other ranks have too.
 
-    Args:
-        partitions: the partitions of all stages, before any is moved.
-        ranks: the rank of each.
-
-    Returns:
-        These tensors; and for each pair of ranks that send such tensors to each other, of all ranks, a stage of each
-        that has one.
+    Also for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has one.
     """
     parts = [modules_below(partition) for partition in partitions]
     shared = shared_tensors(parts)
@@ -72,14 +66,7 @@ def twins_of(
 
 
 class Twins:
-    """Keeps the copies of shared tensors equal.
-
-    Args:
-        found: the tensors of this rank.
-        me: the number of this rank.
-        links: the messages to and from each rank that shares any of them.
-        wires: the connections between accelerators that these may use.
-    """
+    """Keeps the copies of shared tensors equal, by messages over ``links``, and ``wires`` between accelerators."""
 
     def __init__(self, found: Sequence[Twin], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
         self._owned = [twin for twin in found if twin.members[0] == me]
@@ -88,11 +75,11 @@ class Twins:
         self._wires = wires
 
     def of_others(self) -> set[Tensor]:
-        """The tensors of this rank that another one has before."""
+        """The tensors of this rank that another one owns."""
         return {twin.tensor for twin in self._others}
 
     def spread_values(self) -> None:
-        """Send the values of the first rank that has each tensor to the others."""
+        """Send the values of the owner of each tensor to the others."""
         for twin in self._owned:
             for k in twin.members[1:]:
                 self._put(k, [twin.tensor.detach()])
@@ -104,7 +91,6 @@ class Twins:
         self._flush()
 
     def trained(self, module: nn.Module) -> list[Tensor]:
-        """The leaves in ``module`` whose gradients have to be summed over ranks."""
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
         below = {*parameters_of(modules_below(module))} if twins else set()
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
@@ -141,7 +127,6 @@ class Twins:
         self._links[member].put(0, tensors)
 
     def _get(self, member: int) -> list[Tensor | None]:
-        """The next tensors; if they go from device to device, their transfer is queued."""
         self._links[member].expect(1)
         found: list[Tensor | None] = self._links[member].get()[2]
         return found

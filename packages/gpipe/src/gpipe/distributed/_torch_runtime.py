@@ -27,13 +27,7 @@ _KINDS = {
 
 
 class ExportedStage(StageLayers):
-    """A partition that takes and returns what torch sends: a tensor, or several.
-
-    Args:
-        partition: the layers, with the names that they have in the model.
-        index: the number of the stage.
-        stages: the number of stages.
-    """
+    """A partition that takes and returns what torch sends: a tensor, or several."""
 
     def __init__(self, partition: nn.Module, index: int, stages: int) -> None:
         super().__init__()
@@ -60,7 +54,6 @@ class ExportedStage(StageLayers):
 
 @contextmanager
 def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """A context in which the buffers of ``modules`` do not change, whatever is computed."""
     before = [(each._buffers, dict(each._buffers)) for module in modules for each in module.modules()]
     values = [(buffer, buffer.clone()) for _, own in before for buffer in own.values() if buffer is not None]
     try:
@@ -76,9 +69,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
     """torch's runtime with our schedules.
 
     Args:
-        stages: those of this rank, in order.
         walk: the steps of all ranks.
-        chunks: the number of micro-batches.
         loss_fn: the share of a micro-batch in the loss; None if nothing is trained.
     """
 
@@ -149,15 +140,7 @@ def runtime_of(
     loss_fn: Callable[..., Tensor] | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[PipelineStage], Runtime]:
-    """The stages of this rank, and what runs them.
-
-    Args:
-        partitions: the partitions of this rank, by the number of their stage.
-        devices: the device of each of these.
-        stages: how many stages the model has.
-        walk, chunks, loss_fn: see :class:`Runtime`.
-        group: the processes that take part.
-    """
+    """The stages of this rank, of ``stages`` in all, and what runs them."""
     own = [
         PipelineStage(ExportedStage(partition, j, stages), j, stages, device, group=group)
         for (j, partition), device in zip(partitions.items(), devices, strict=True)

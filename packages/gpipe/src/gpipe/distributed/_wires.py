@@ -1,8 +1,7 @@
 """Tensors from accelerator to accelerator, with a communicator and a stream for each direction of a channel.
 
-The head and form of a message go through the host (:mod:`gpipe.distributed._messages`). The head is sent only when the
-transfers of its tensors have been queued, so that every tensor that a head announces is on its way. The receiver
-allocates memory for them, and its stage's stream waits for them, as for a copy within a process::
+The head and form of a message go through the host (:mod:`gpipe.distributed._messages`), the head when the transfers of
+its tensors have been queued. The receiver allocates memory for them, and its stage's stream waits for them::
 
     source computes   --y--x--------------------->          x: the wire waits for y
     wire                    \\--send--x                      x: y is recorded with it
@@ -10,10 +9,8 @@ allocates memory for them, and its stage's stream waits for them, as for a copy 
     wire                  --recv--x                         x: event
     target computes  --------------\\--reads-->
 
-Why one communicator and one stream for each direction of each channel: the transfers of a communicator, or of a stream,
-run one after the other, and each waits for its other end. Two ranks may use different channels in different orders. On
-a common communicator, a rank could then wait for a transfer that the other rank queues only behind one that waits for
-this rank: a deadlock. The messages of one direction of one channel are read in the order in which they were written.
+The transfers of a communicator, or of a stream, run one after the other, and each waits for its other end. On a common
+one, a rank could wait for a transfer that the other rank queues only behind one that waits for this rank: a deadlock.
 """
 
 from __future__ import annotations
@@ -61,17 +58,16 @@ _MOMENT, _PAUSE = 2.0, 0.05  # seconds: what a process has sent comes in this ti
 class Wires:
     """All wires of a rank. They end when the process at the other end of a transfer has ended.
 
-    The device would wait for that one forever, and so would each thread that waits for the device, in a call of the
-    driver that Python cannot interrupt. A process that has ended shows in its closed connection of gloo's. Whoever
-    aborts its communicators closes those too, so that ranks whose devices wait for this one abort theirs. (A process
-    that is frozen closes nothing: then torch's own watchdog ends this one.)
+    Otherwise the device, and each thread that waits for it in a call that Python cannot interrupt, would wait forever.
+    A process that has ended shows in its closed connection of gloo's. Whoever aborts its communicators closes those
+    too, so that ranks whose devices wait for this one abort theirs. (A process that is frozen closes nothing: then
+    torch's own watchdog ends this one.)
 
     Args:
-        groups: the ranks, with connections on which nothing is sent: those of messages must stay as they are when a
-            rank ends its transfers.
+        groups: the ranks, with connections of their own, on which nothing is sent.
 
     Attributes:
-        found: the wires, by the tag of their direction; other messages go through host memory.
+        found: the wires, by the tag of their direction.
         last: for each wire the member at the other end, and the last transfer.
     """
 
@@ -83,7 +79,6 @@ class Wires:
         self._lost: UnreachableError | None = None
 
     def own(self, group: dist.ProcessGroup, member: int) -> None:
-        """Abort ``group``, which connects to ``member``, if that one ends before its transfers."""
         if member not in self._groups:
             self._ranks.peers.add(member)
             threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
@@ -95,12 +90,10 @@ class Wires:
             wire.settle()
 
     def check(self) -> None:
-        """Raise :class:`UnreachableError` if transfers were aborted because a member has ended."""
         if self._lost is not None:
             raise self._lost
 
     def end(self) -> None:
-        """Abort all communicators: transfers stop, and the devices go on without them."""
         if self._groups:
             self._ranks.end()
         for member in [*self._groups]:
@@ -123,13 +116,7 @@ class Wires:
 
 
 class Wire:
-    """One end of a direction of a channel.
-
-    Args:
-        peer: the other end, in a process group of the two.
-        device: the device of this end.
-        wires: all of this rank.
-    """
+    """One end of a direction of a channel; ``peer`` is the other end, in a process group of the two."""
 
     def __init__(self, peer: Peer, device: torch.device, wires: Wires) -> None:
         self._peer = peer
@@ -169,12 +156,10 @@ class Wire:
         self._wires.check()
 
     def drain(self) -> None:
-        """After a failed run: receive what was not read, for which the sender waits."""
         if self._owed is not None:
             self.receive(self._owed)
 
     def settle(self) -> None:
-        """Wait until everything has been received, or the communicator was aborted."""
         wait_event(CPUStream, self._last)
         self._wires.last.pop(self, None)  # it may refer to tensors
 
@@ -193,15 +178,12 @@ def open_wires(
 ) -> Wires:
     """Open the wires of this rank. All ranks call this together.
 
+    RuntimeError on the rank where a communicator cannot be made, RemoteError on others.
+
     Args:
         meeting: by which ranks learn whether all wires are open.
         ranks: the rank of each stage.
-        routes: the channels between all ranks.
-        devices: those of the stages of this rank.
         backends: what sends from the devices of all stages; None where that is by way of hosts.
-
-    Raises:
-        RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
     groups, directions = meeting.groups, direct(routes, backends)
     if not directions:
@@ -245,9 +227,8 @@ def _expect_few(directions: Iterable[Route], devices: Mapping[int, torch.device]
 def _communicator_of_two(backend: str, name: str, groups: Groups, member: int) -> Any:
     """The process group that torch would make for this rank, ``member``, and that backend. The lower rank is number 0.
 
-    ``torch.distributed.new_group`` does not fit: it names a group by the number of groups in the process (PyTorch 2.11
-    to 2.13), which differs between two ranks one of which has more neighbours. And where a device is bound to the group
-    of all processes, it splits that group, a collective of all processes.
+    ``torch.distributed.new_group`` does not fit (:func:`open_groups`); and where a device is bound to the group of all
+    processes, it splits that group, a collective of all processes.
     """
     c10d: Any = dist.distributed_c10d  # its stubs do not export these names
     mine = groups.members[groups.me]

@@ -5,9 +5,9 @@
     input --> PipelineBackward --token--> Attach --> output
                on the CPU          on the output's device
 
-Autograd runs a node on the thread of its gradients' device. If a node on a GPU's thread waited for the workers, it
-would wait forever: their backwards need that thread. So ``Attach`` only stores the gradients, and passes an empty CPU
-tensor to ``PipelineBackward``, which waits on the CPU's thread.
+Autograd runs a node on the thread of its gradients' device. A node on a GPU's thread that waited for the workers would
+block their backwards, which need that thread. So ``Attach`` only stores the gradients, and passes an empty CPU tensor
+to ``PipelineBackward``, which waits on the CPU's thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[
 
 
 def _dims(value: Any, spec: Any) -> list[int | None]:
-    """The dimension along which each tensor of ``value`` was cut; None for one that each micro-batch has as a whole."""
     return [
         rule.dim if isinstance(rule, Split) else None
         for leaf, rule in zip(flatten(value)[0], rules(value, spec), strict=True)
@@ -98,7 +97,7 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """``outputs``, connected to ``inputs`` in the caller's graph by a node whose backward is ``backward``.
 
-    Those that require grad do so even if none of the inputs does, because parameters inside may.
+    Those that require grad do so even if no input does, because parameters inside may.
     """
     differentiable = [tensor.requires_grad for tensor in outputs]
     if not any(differentiable):
@@ -135,7 +134,7 @@ class Attach(torch.autograd.Function):
 class PipelineBackward(torch.autograd.Function):
     """From the inputs to a token that stands for the run; its backward is that of the run.
 
-    The inputs include parameters whose ``AccumulateGrad`` node other code has hooks on; these fire when the node runs.
+    The inputs include parameters on whose ``AccumulateGrad`` node other code has hooks; these fire when the node runs.
     """
 
     @staticmethod

@@ -1,7 +1,6 @@
-"""Direct calls of autograd's engine, without the checks of ``torch.autograd.backward`` and ``grad``.
+"""Direct calls of autograd's engine, without checks that take longer than the backward of a small cell.
 
-The checks take longer than the backward of a small cell, and are not needed: the gradients come from other cells and
-have the right shapes. A root, and an end, is a tensor or a ``GradientEdge``.
+A root, and an end, is a tensor or a ``GradientEdge``.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ accumulate = partial(
 
 
 def accumulate_in(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
-    """Add the gradients that flow from ``roots`` to the ``.grad`` of ``ends``."""
     accumulate(tuple(roots), tuple(gradients), inputs=tuple(ends))
 
 
 def gradients(
     roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any], *, keep_graph: bool = True
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``ends``, given those of ``roots``; None where there is no path."""
     # With ends, and without accumulating, autograd calls neither post-accumulate hooks nor AccumulateGrad nodes.
     found: tuple[Tensor | None, ...] = run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(ends), True, accumulate_grad=False
@@ -48,14 +45,10 @@ def gradients(
 
 
 def accumulate_whole(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add complete gradients to the ``.grad`` of leaves, and continue the backward from other roots, all in one
-    backward.
+    """Add complete gradients to the ``.grad`` of leaves, and continue the backward from other roots.
 
-    It is one backward because hooks may wait for the gradients of several leaves, and runs on this thread, where hooks
-    may do anything. The gradients are ready on this thread's current streams.
-
-    Args:
-        gradients: leaves and other roots, each with its gradient.
+    One backward, because hooks may wait for the gradients of several leaves; on this thread, where hooks may do
+    anything. The gradients are ready on this thread's current streams.
     """
     roots, seeds = [*zip(*gradients, strict=True)] or [(), ()]
     if roots:
@@ -66,9 +59,8 @@ def accumulate_whole(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _on_current_streams(roots: Sequence[Tensor]) -> list[Tensor]:
     """``roots``, behind nodes that belong to this thread's current streams, if they are on several devices.
 
-    Autograd assumes that all gradients with which a backward begins are ready on one stream, that of the first device.
-    Leaves on other devices would add theirs without waiting. A node on the gradient's own device waits for the stream
-    that was current when the node was made.
+    Autograd assumes that all gradients with which a backward begins are ready on the stream of the first device. A node
+    on the gradient's own device waits for the stream that was current when the node was made.
     """
     if not _on_several(roots):
         return list(roots)

@@ -1,16 +1,12 @@
 """Blocks: consecutive layers of a stage that keep only their input, while its other layers keep what they save.
 
-The graph of a block is a part of the graph of its cell, like that of any other layer. But the tensors that its
-operations save are dropped when the block is done. When a backward first needs one of them, the layers are computed
-again, and what their operations save then takes the place of what was dropped::
+The graph of a block is a part of the graph of its cell. The tensors that its operations save are dropped when the block
+is done. When a backward first needs one of them, the layers are computed again, and what they save takes its place::
 
     forward     layer 0   [layer 1, layer 2]   layer 3          what [ ] saves is dropped
     backward    layer 3   [ ] again, layer 2, layer 1   layer 0
 
-So schedules, split backwards, hooks and the accumulation of gradients need to know nothing of blocks.
-
-Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buffers nor the random numbers that layers
-of a pipe draw.
+Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buffers nor the random numbers of a pipe.
 """
 
 from __future__ import annotations
@@ -43,13 +39,8 @@ class Block:
     """A block of a stage in one run.
 
     Args:
-        stage: the stage.
         numbers: the numbers of the layers among those of the stage.
-        context: the context of the caller of the forward.
-
-    Attributes:
-        numbers: the same.
-        recomputation: what all forwards of the block share.
+        context: the settings of the caller of the forward.
     """
 
     def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
@@ -70,7 +61,7 @@ class Block:
         self._clones = True
 
     def compute(self, compute: Compute, value: Any) -> Any:
-        """The output of ``compute`` for ``value``, which it computes again in the backward."""
+        """The output of ``compute`` for ``value``; computed again in the backward."""
         # Layers of the block may pop skips that were stashed before it. Those that it stashes itself are not there yet.
         store: Any = current.skips
         skips = {key: store[key] for key in self._pops if key in store}
@@ -88,7 +79,6 @@ class Block:
         return output
 
     def outputs(self, output: Any) -> Activation:
-        """``output`` and the skips that the block has stashed."""
         store: Any = current.skips
         return Activation((output, *[store.get(key) for key in self._stashes]))
 
@@ -120,7 +110,7 @@ class _Forward:
         return output
 
     def again(self) -> None:
-        """Compute the layers again, and put what their operations save in the place of what was dropped."""
+        """Compute the layers again, and replace what was dropped by what their operations save."""
         found: list[_Saved] = []
 
         def save(tensor: Tensor) -> Tensor:
@@ -168,7 +158,6 @@ class _Saved:
         self.tensor: Tensor | None = tensor.detach()
 
     def load(self) -> Tensor:
-        """The tensor, for the backward of the operation."""
         if self.tensor is None:
             self._forward.again()
         assert self.tensor is not None

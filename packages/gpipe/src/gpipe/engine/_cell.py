@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 class Cell:
     """One micro-batch on one stage, which keeps its graph from the forward to the backward.
 
-    It does not refer to its stage, which refers to its cells: a run is freed without the garbage collector.
-
-    The graph begins at **leaves**, the detached inputs, and ends at the outputs. So every cell has a small backward of
-    its own, and the gradients of the leaves are what the stage before waits for.
+    The graph begins at **leaves**, the detached inputs, and ends at the outputs; the stage before waits for the
+    gradients of the leaves. A cell does not refer to its stage, so that a run is freed without the garbage collector.
     """
 
     __slots__ = ("_left", "_outputs", "inputs")
     _left: list[Callable[[GradientSums | None], object]]
 
     def forward(self, stage: StageRun, inputs: Activation) -> Activation:
-        """Run the layers of ``stage``, and return the detached outputs."""
         self.inputs = inputs
         outputs = stage.compute(inputs)
         # After the layers, which may look at the hooks of their input.
@@ -48,21 +45,15 @@ class Cell:
         return sent if apart else flag_aliases(sent, inputs, stage.given)
 
     def recompute(self, stage: StageRun) -> None:
-        """Make :meth:`backward` possible. Nothing to do for a cell that keeps its graph."""
+        """Make :meth:`backward` possible; a cell that keeps its graph has nothing to do."""
 
     def below(self) -> Below:
-        """The leaves below the outputs, to which :meth:`backward` adds gradients."""
         return below(self._outputs, self.inputs.tensors)
 
     def backward(self, gradients: Sequence[Tensor | None], sums: GradientSums | None = None) -> list[Tensor | None]:
-        """Accumulate the gradients of the parameters, given those of the outputs.
+        """Accumulate the gradients of the parameters in ``sums``, or in ``.grad``; return those of the inputs.
 
-        Args:
-            gradients: those of the outputs; None where there is none.
-            sums: to which the gradients of the parameters are added; by default they are added to ``.grad``.
-
-        Returns:
-            The gradients of the inputs, one for each tensor, in order; None where there is none.
+        ``gradients`` are those of the outputs. None stands where there is no gradient.
         """
         outputs, seeds = self._flowing(gradients)
         inputs = self.inputs.tensors
@@ -76,9 +67,8 @@ class Cell:
     def backward_input(
         self, stage: Stage, gradients: Sequence[Tensor | None], sums: GradientSums | None = None
     ) -> list[Tensor | None]:
-        """The first part of a split backward: the gradients of the inputs. :meth:`backward_weight` does the rest.
-
-        Where the graph cannot be split this is the whole backward.
+        """The first part of a split backward: the gradients of the inputs. The whole backward if the graph cannot be
+        split.
         """
         inputs = self.inputs.tensors
         leaves = [leaf for leaf in inputs if leaf.requires_grad]
@@ -98,13 +88,11 @@ class Cell:
         return [next(found) if leaf.requires_grad else None for leaf in inputs]
 
     def backward_weight(self, sums: GradientSums | None = None) -> None:
-        """The second part of a split backward: accumulate the gradients of the parameters."""
         left, self._left = self._left[::-1], []  # may hold methods of this cell: a reference cycle
         while left:  # frees each, with its gradients, when it is done
             left.pop()(sums)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The outputs that have a gradient, and these gradients."""
         outputs, seeds = [], []
         for output, gradient in zip(self._outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
@@ -119,7 +107,7 @@ _gradient = attrgetter("grad")
 class CheckpointedCell(Cell):
     """A cell that frees its graph after the forward, and computes the forward again just before the backward.
 
-    If it turns out that the forward cannot be repeated, the cell keeps its graph, as any other does.
+    It keeps its graph if the forward cannot be repeated.
     """
 
     __slots__ = ("_computed", "_repeatable")
@@ -144,12 +132,10 @@ class CheckpointedCell(Cell):
         return flag_aliases(detach_leaves(outputs), inputs, [*kept, *stage.given])
 
     def recompute(self, stage: StageRun) -> None:
-        """Run the layers again as in the forward, to build their graph."""
         if self._repeatable.inputs is not None:
             self._computed = self._repeatable.again(partial(stage.compute, self.inputs))
             stage.stage.guard.watch(self.inputs.tensors)
             self._outputs = self._computed.tensors
 
     def recomputed(self, stage: StageRun) -> Activation:
-        """The detached outputs, after the recomputation."""
         return flag_aliases(detach_leaves(self._computed), self.inputs, stage.given)

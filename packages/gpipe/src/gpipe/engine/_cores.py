@@ -1,11 +1,8 @@
 """The cores on which each worker on the CPU computes.
 
-Workers wake each other very often, and some kernels then tend to run both on one core while another is idle. So each
-worker gets a share of the cores that the process may use, within which the kernel chooses.
-
-Threads that a worker starts inherit its cores, which is right for the helper threads of operations. A thread of a layer
-that should compute elsewhere has to ask for it (``os.sched_setaffinity``). Processes that a layer forks, such as those
-of a data loader, get all cores again.
+Workers wake each other often, and kernels then tend to run both on one core while another is idle. So each worker gets
+a share of the cores of the process. Threads that a worker starts inherit its cores; a thread of a layer that should
+compute elsewhere has to call ``os.sched_setaffinity``. Processes that a layer forks get all cores again.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def usable() -> Cores:
-    """The cores that the calling thread may use; empty where the system does not tell."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
@@ -45,9 +41,8 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
 
 def bind(cores: Cores, of: Cores = frozenset()) -> None:
-    """Let the calling thread, and the threads that it starts, run on ``cores`` only; on any if ``cores`` is empty.
-
-    Processes that it forks may run on all cores in ``of``.
+    """Let the calling thread, and threads that it starts, run on ``cores`` only (on any if empty); forked processes on
+    ``of``.
     """
     current.cores = of
     if cores:
@@ -61,10 +56,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def pauses_callers_helpers() -> bool:
-    """Whether the caller's intra-op helper threads end before workers on the CPU start: unless GPIPE_PAUSE_HELPERS=0.
-
-    Raises ValueError if the variable is neither 0 nor 1.
-    """
+    """Whether the caller's helper threads end before workers on the CPU start: unless GPIPE_PAUSE_HELPERS=0."""
     return _switched_on(_PAUSE, "to end the caller's helper threads before a run")
 
 

@@ -10,17 +10,13 @@ from torch import Tensor
 
 
 def may_be_data_parallel() -> bool:
-    """Whether this process has a process group, without which there is no ``DistributedDataParallel``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if a ``DistributedDataParallel`` that has to average gradients has any of ``parameters``.
+    """Raise RuntimeError if a ``DistributedDataParallel`` that averages gradients has any of ``parameters``.
 
-    Its hooks do nothing unless its own forward has run before; gradients would silently be those of this process alone.
-
-    Args:
-        parameters: those whose ``AccumulateGrad`` node other code refers to.
+    Its hooks do nothing unless its own forward has run before: gradients would silently be those of this process alone.
     """
     if not parameters or not may_be_data_parallel():
         return

@@ -1,11 +1,11 @@
 """Accumulate gradients outside ``.grad`` and add them once per run.
 
-So the hooks of a parameter fire once a run, with the sum over all micro-batches, as they do in the plain model. And a
-gradient that can be scaled only at the end of a run is not mixed with one that was in ``.grad`` before.
+So the hooks of a parameter fire once a run, with the sum over all micro-batches, as in the plain model; and a gradient
+that is scaled at the end of a run is not mixed with one that was in ``.grad`` before.
 
-Hooks may also be on the node of the graph that accumulates a parameter's gradient (``AccumulateGrad``). The node lives
-as long as a graph that contains the parameter, or as a reference to it, such as that of ``DistributedDataParallel``.
-Its hooks can be neither listed nor removed from Python. But the node need not run before the gradient is complete.
+The ``AccumulateGrad`` node of a parameter may have hooks too, which Python can neither list nor remove; it lives as
+long as a graph with the parameter, or a reference such as that of ``DistributedDataParallel``. But it need not run
+before the gradient is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Hooks = dict[int, Any]
 class DeferredGradients:
     """Removes ``.grad`` and the hooks of leaves for one run, while their gradients accumulate over micro-batches.
 
-    Several stages, and the loss, may use the same leaf: :meth:`hold` it before the first of them adds to its gradient.
+    :meth:`hold` a leaf before the first of the stages that use it adds to its gradient.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,8 @@ class DeferredGradients:
         self._held: dict[int, tuple[Tensor, Tensor | None, list[tuple[Hooks, Hooks]]]] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
-        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks.
-
-        Args:
-            leaves: tensors to which no other thread is adding a gradient at the moment.
-            every: also of leaves without hooks.
+        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every``, of all. No other thread
+        adds to them.
         """
         # Stages on several workers, and the loss, may use one leaf.
         with self._lock:
@@ -57,10 +54,8 @@ class DeferredGradients:
                         own.clear()
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """Put ``.grad`` and the hooks back.
-
-        Returns:
-            The leaves that have a gradient of this run, each with that gradient times ``scale``.
+        """Put ``.grad`` and the hooks back; return the leaves that have a gradient of this run, with ``scale`` times
+        that.
         """
         gradients = []
         while self._held:  # one at a time, since an interrupt may come between, after which this is called again
@@ -79,12 +74,10 @@ _HOOKS: Callable[[Tensor], tuple[Hooks | None, Hooks | None]] = attrgetter(
 
 
 def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
-    """For each leaf the number of hooks that are called when a gradient arrives, or has been accumulated."""
     return [len(arriving or ()) + len(accumulated or ()) for arriving, accumulated in map(_HOOKS, leaves)]
 
 
 def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-    """The sum of the gradients of each leaf."""
     sums: dict[Tensor, Tensor] = {}
     for leaf, gradient in gradients:
         sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
@@ -99,7 +92,7 @@ def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _is_kept(parameter: Tensor) -> bool:
-    """Whether the node survives when we drop our reference to it: a mark in its metadata is still there."""
+    """Whether the node survives when we drop our reference to it."""
     if _MARK not in _metadata(parameter):
         # If nothing else refers to the node, it and its metadata end with this expression, and the next one makes a new
         # node.

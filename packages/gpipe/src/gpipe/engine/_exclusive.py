@@ -1,8 +1,7 @@
 """The critical section of a pipe: only one thread at a time may run it.
 
-All runs of a pipe share its parameters and their gradients. While a backward or a step accumulates gradients outside of
-``.grad``, no other run may read or change them. So a second thread waits until the first has left. A thread that works
-for a run of the pipe, in a layer or a loss, would wait forever, and gets an error instead.
+All runs of a pipe share its parameters and their gradients, so a second thread waits until the first has left. A thread
+that works for a run of the pipe, in a layer or a loss, would wait forever, and gets an error instead.
 """
 
 from __future__ import annotations

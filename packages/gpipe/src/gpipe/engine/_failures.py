@@ -16,8 +16,7 @@ When = tuple[float, int]
 class Failures:
     """The failures of a run. Which of them is the earliest does not depend on the timing of threads.
 
-    After a failure, workers still do the steps that come before it in the schedule, since these may fail too, and none
-    that come after it. The order is computed only if there is a failure.
+    After a failure, workers still do the steps that come before it in the schedule, since these may fail too.
 
     Attributes:
         whole: returns the steps of all workers, which order failures.
@@ -33,17 +32,14 @@ class Failures:
         self.earliest: When | None = None
 
     def forestall(self, step: Step) -> bool:
-        """Whether a step before ``step`` has failed."""
         with self._lock:
             return self.earliest is not None and self._when(step) > self.earliest
 
     def forestall_current(self) -> bool:
-        """Whether a step before the current one of this thread has failed."""
         assert current.step is not None
         return self.forestall(current.step)
 
     def add(self, step: Step, error: BaseException) -> None:
-        """Record that ``step`` has failed."""
         with self._lock:
             # Under the lock, since this may compute the order, which two workers would do at once.
             when = self._when(step)
@@ -56,7 +52,6 @@ class Failures:
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def stop(self) -> None:
-        """Prevent all further steps."""
         with self._lock:  # otherwise a failure that is being added could overwrite this
             self.earliest = (float("-inf"), 0)
 

@@ -1,8 +1,8 @@
 """Refuse gradients that enter the graph of a cell other than through the outputs of its stage.
 
-A layer may leave a tensor with its graph in an attribute, a list or a global, and the loss, another stage or the code
-around the pipe may use it. The graph of a cell begins at its inputs, so the stages before would miss that gradient; and
-of several micro-batches such a place holds one.
+A layer may leave a tensor with its graph in an attribute, a list or a global, for others to use. The graph of a cell
+begins at its inputs, so the stages before would miss that gradient; and such a place holds one of several
+micro-batches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """A hook of tensors that raises RuntimeError unless a cell of ``stage`` is at work on this thread.
-
-    Args:
-        stage: the stage in which the tensors are.
-        attribute: the attribute that holds the tensor, if it is known.
-    """
+    """A hook of tensors that raises RuntimeError unless a cell of ``stage`` is at work on this thread."""
 
     def __init__(self, stage: Stage, attribute: str = "") -> None:
         self._stage, self._attribute = stage, attribute
@@ -64,7 +59,6 @@ def expect_unguarded(leaf: Tensor) -> None:
 
 
 def _with_graph(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with a graph that are attributes of ``module``, or the last in a list or dict that is."""
     for name, value in vars(module).items():
         # Layers append: the last entry is of this run, and a look at one costs the same for a list of any length.
         if isinstance(value, list | tuple | dict) and value:

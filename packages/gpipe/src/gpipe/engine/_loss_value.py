@@ -22,9 +22,8 @@ class LossValue(NamedTuple):
 
     Attributes:
         total: the scalar tensor at which the backward begins.
-        count: the number by which the sum of all totals is divided, together with the counts of the other
-            micro-batches; None if ``total`` is a mean.
-        metrics: further values that the loss function returned; None if there are none.
+        count: divides the sum of all totals, together with the other counts; None if ``total`` is a mean.
+        metrics: further values that the loss function returned, or None.
     """
 
     total: Tensor
@@ -33,11 +32,7 @@ class LossValue(NamedTuple):
 
 
 def loss_value(found: object) -> LossValue:
-    """The :class:`LossValue` of ``found``, which a loss function returned.
-
-    Raises:
-        TypeError, ValueError: the loss is not a scalar that requires grad, or the count is not a number.
-    """
+    """The :class:`LossValue` of ``found``, which a loss function returned."""
     if not isinstance(found, tuple):
         return LossValue(_checked(found), None, None)
     has_metrics = len(found) > 1 and isinstance(found[-1], Mapping)
@@ -51,7 +46,6 @@ def loss_value(found: object) -> LossValue:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model has computed itself: ``output``, or its entry ``loss``."""
     if has_own_loss(output):
         return _entry(output)
     raise TypeError(
@@ -62,7 +56,6 @@ def own_loss(output: Any) -> Any:
 
 
 def has_own_loss(output: Any) -> bool:
-    """Whether :func:`own_loss` finds one."""
     found = _entry(output)
     return isinstance(found, Tensor) and not found.dim()
 
@@ -81,7 +74,6 @@ def _described(output: Any) -> str:
 
 
 def expect_trains(loss: Tensor) -> None:
-    """Raise ValueError if no backward can begin at ``loss``."""
     if not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that does not require grad: it does not depend on the output, or no parameter "
@@ -90,7 +82,6 @@ def expect_trains(loss: Tensor) -> None:
 
 
 def _expect_number(count: object) -> None:
-    """Raise ValueError or TypeError unless ``count`` is one real number without a graph."""
     if not isinstance(count, Tensor | Real) or (isinstance(count, Tensor) and count.is_complex()):
         kind = count.dtype if isinstance(count, Tensor) else type(count).__name__
         raise TypeError(f"loss_fn returned a count of {kind}; expected a real number, or a tensor of one")
@@ -118,22 +109,15 @@ def _checked(loss: object) -> Tensor:
 
 
 def plain_metrics(found: Mapping[Any, Any]) -> dict[str, Any]:
-    """The metrics of a micro-batch without their graph; numbers and whole scalars as floats, which can be averaged.
-
-    Raises:
-        TypeError: a metric is neither a tensor nor a number.
-    """
+    """The metrics of a micro-batch without their graph; numbers and whole scalars as floats, which can be averaged."""
     return {name: _plain(name, value) for name, value in found.items()}
 
 
 def metrics_of_all(found: Sequence[dict[str, Any]], rows: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """The metrics of the mini-batch.
 
-    Scalars are averaged, weighted by the rows of each micro-batch. Other tensors must have k entries for each row, with
-    the same k everywhere, and are concatenated.
-
-    Raises:
-        ValueError: names, dtypes or shapes differ between micro-batches, or do not fit the rows.
+    Scalars are averaged, weighted by rows. Other tensors must have k entries for each row, with the same k everywhere,
+    and are concatenated.
     """
     spec = {name: None if isinstance(value, Tensor) and value.dim() else Mean() for name, value in found[0].items()}
     try:

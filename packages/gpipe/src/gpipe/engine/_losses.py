@@ -26,11 +26,9 @@ class Losses:
     """Takes the outputs of the last stage as a channel would, and frees each when its loss is computed.
 
     Args:
-        loss_fn: called with the output of each micro-batch, and what is in ``arguments``.
         arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
-        weights: the weight of the loss of each micro-batch in that of the mini-batch.
+        weights: the weight of each micro-batch in the loss of the mini-batch.
         rows: the number of rows of each micro-batch.
-        keep_outputs: whether to keep the outputs.
 
     Attributes:
         deferred: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
@@ -62,16 +60,10 @@ class Losses:
         self.outputs: dict[int, Activation] = {}
 
     def begin(self, rng: RunRNG, number: int) -> None:
-        """Begin a run.
-
-        Args:
-            rng: the random numbers of the run.
-            number: the loss draws random numbers as a layer of this number would, behind all layers of the model.
-        """
+        """Begin a run. The loss draws random numbers as layer ``number`` would, behind all layers of the model."""
         self._rng, self._number = rng, number
 
     def put_values(self, i: int, activation: Activation) -> None:
-        """Compute the loss of a micro-batch."""
         # Numbers of its own, so that a loss that draws changes nothing in the layers.
         current.rng = CellRNG(self._rng, i, self._number)
         # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
@@ -79,7 +71,6 @@ class Losses:
         current.rng = None
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
-        """The gradients of the outputs of a micro-batch, in training."""
         # Freed with the backward of the cell, not with the run.
         return self._gradients.pop(i)
 
@@ -94,7 +85,7 @@ class Losses:
         return value
 
     def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
-        """Keep the loss, the count and the metrics of a micro-batch. Returns the weight of its loss."""
+        """Keep the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
         self._expect_alike(value)
         if value.metrics is not None:
             self._metrics[i] = plain_metrics(value.metrics)
@@ -121,7 +112,6 @@ class Losses:
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the mini-batch, detached. It does not depend on the order of micro-batches."""
         losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
         # In half precision the sum of all micro-batches may overflow although the mean does not.
         whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
@@ -129,7 +119,6 @@ class Losses:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """The metrics of the mini-batch, if the loss function returns any."""
         return self._whole
 
     def _expect_alike(self, value: LossValue) -> None:
@@ -143,7 +132,7 @@ class Losses:
 
 
 class LossStage(Losses):
-    """Computes the losses of micro-batches and the gradients of the outputs. Arguments as for :class:`Losses`."""
+    """Computes the losses of micro-batches and the gradients of the outputs."""
 
     def _compute(self, i: int, outputs: Activation) -> None:
         value = self._value(i, outputs)
@@ -152,10 +141,8 @@ class LossStage(Losses):
         self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
 
     def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of ``leaves``. Those of other leaves of the loss are kept until the end of the run.
-
-        Other leaves are the parameters of a loss that is a module, or parameters of the pipe, to which workers are
-        adding.
+        """The gradients of ``leaves``. Those of other leaves of the loss, such as its parameters, are kept until the
+        run ends.
         """
         graph = below([loss], leaves)
         if graph.hides:

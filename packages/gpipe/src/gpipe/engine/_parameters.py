@@ -1,7 +1,4 @@
-"""The modules and parameters below a module, found fast: every run needs them.
-
-``module.modules()`` and ``module.parameters()`` take several times as long, because they make up names.
-"""
+"""The modules and parameters below a module, found faster than by ``module.modules()``, which makes up names."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from torch import nn
 
 
 def modules_below(root: nn.Module) -> dict[nn.Module, None]:
-    """``root`` and all modules in it, in the order of ``root.modules()``."""
     found: dict[nn.Module, None] = {}
     stack: list[Any] = [root]
     while stack:
@@ -24,6 +20,6 @@ def modules_below(root: nn.Module) -> dict[nn.Module, None]:
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of ``modules``, each once; ``list(root.parameters())`` for those below a root."""
+    """The parameters of ``modules``, each once."""
     own = [parameter for each in modules for parameter in each._parameters.values()]
     return list({id(parameter): parameter for parameter in own if parameter is not None}.values())

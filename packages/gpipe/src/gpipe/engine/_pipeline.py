@@ -41,15 +41,9 @@ class Pipeline:
     """The stages of a pipe. Mini-batches go through them one at a time.
 
     Args:
-        stages: the stages, each on its device.
-        layout: the stages between which skips go.
         copy_streams: for each stage, the streams that copy tensors to and from its device.
-        workers: the threads to run on.
-        processes: those that have the stages.
 
     Attributes:
-        devices: the device of each stage.
-        on_accelerator: whether the work of any stage is queued on streams.
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
     """
@@ -77,12 +71,11 @@ class Pipeline:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker, or the process, of each stage, for a run that begins now in this thread."""
         return (0,) * self.count if self.threads is None and self.processes.ranks is None else self.lines
 
     @property
     def lines(self) -> tuple[int, ...]:
-        """The worker, or the process, of each stage, as a timeline shows them; the same for a run that is inline."""
+        """The worker, or the process, of each stage, as a timeline shows them."""
         return self.workers.placement if self.processes.ranks is None else self.processes.ranks
 
     @property
@@ -95,13 +88,10 @@ class Pipeline:
     ) -> list[Activation]:
         """Compute the outputs of all micro-batches, connected to the caller's graph.
 
-        An error of a layer is raised as it is, with a note that says where it happened; of several errors, the earliest
-        in the schedule.
+        Of several errors the earliest in the schedule is raised, with a note that says where it happened.
 
         Args:
-            batches: the micro-batches, on the first device.
-            checkpoint_stops: for each stage, the number below which micro-batches are checkpointed: recomputed before
-                their backward.
+            checkpoint_stops: for each stage, the number below which micro-batches are recomputed before their backward.
             versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
         """
         # One run at a time: all of them use the same parameters, workers and buffers.
@@ -128,14 +118,11 @@ class Pipeline:
         schedule: Schedule | Choice,
         observer: Observer | None = None,
     ) -> None:
-        """Compute forwards, losses and backwards of all micro-batches, in the order of ``schedule``.
+        """Compute forwards, losses and backwards of all micro-batches in the order of ``schedule``; add gradients to
+        ``.grad``.
 
-        Gradients are added to ``.grad``, also to that of leaves that the micro-batches were computed from. Errors of
-        layers are raised as in :meth:`forward`. After an error, the ``.grad`` of a parameter that had none is None
-        again; to others, gradients of some micro-batches may have been added, and a note on the error says so.
-
-        Args:
-            observer: is notified of this run, unless there is an observer of every run.
+        After an error, the ``.grad`` of a parameter that had none is None again; to others, gradients of some
+        micro-batches may have been added, and a note on the error says so.
         """
         with self.workers.section.entered():
             self._trainers.add(current_thread())
@@ -162,20 +149,17 @@ class Pipeline:
                 raise
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Compute the forwards and the losses of all micro-batches, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count, losses)
             with self.processes.together(run):
                 run.evaluate(self._entering(batches))
 
     def _entering(self, batches: Sequence[Batch]) -> list[Activation]:
-        """The micro-batches as inputs of the first stage; empty if that is in another process."""
         return [*map(_entering, batches)] if self.begins else []
 
     def transport(
         self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures, loss: Losses | None
     ) -> Transport:
-        """The channels of a run whose stages compute on ``streams``."""
         remote = partial(self.processes.channel, failures=failures, loss=loss)
         places = zip(self.devices, streams, self._copy_streams, strict=True)
         own = {stage.index: place for stage, place in zip(self.stages, places, strict=True)}
@@ -188,7 +172,6 @@ class Pipeline:
         inputs: Sequence[Batch],
         outputs: Sequence[Activation],
     ) -> list[Activation]:
-        """The outputs, connected to the inputs in the caller's graph."""
         counts = [len(output.tensors) for output in outputs]
 
         def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -222,7 +205,7 @@ _SEVERAL_THREADS = (
 
 
 def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
-    """After a failure: set ``.grad`` of ``empty`` back to None; if ``run`` added to that of others, note this."""
+    """After a failure: set ``.grad`` of ``empty`` back to None, and note whether ``run`` added to that of others."""
     for parameter in empty:
         parameter.grad = None
     others = len({*run.parameters}) - len({*empty})  # stages may share parameters
@@ -235,7 +218,6 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
 
 
 def _entering(batch: Batch) -> Activation:
-    """A micro-batch as the input of the first stage, marked as memory of the caller."""
     if isinstance(batch.value, Tensor):
         return Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(KEPT,))
     leaves = detach_leaves(Activation(batch.value))
@@ -245,7 +227,6 @@ def _entering(batch: Batch) -> Activation:
 def _flowing(
     batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: Scale
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tensors of the micro-batches that are connected to a graph, each with ``scale`` times its gradient."""
     pairs = (zip(batch, each, strict=True) for batch, each in zip(batches, gradients, strict=True))
     return [
         (tensor, scaled(gradient, scale))

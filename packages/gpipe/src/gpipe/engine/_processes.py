@@ -21,7 +21,7 @@ class Processes:
     Attributes:
         ranks: the process of each stage; None if this one has all.
         me: the number of this process among them; None if there are no others.
-        seed: what the random numbers of the next run are made of; None to take it from the generator of this process.
+        seed: the seed of the next run; None to take it from the generator of this process.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -41,7 +41,6 @@ class Processes:
         return []
 
     def whole(self, run: Run) -> dict[Tensor, Tensor]:
-        """The gradient of each leaf of ``run``, with sums over all processes."""
         return run.whole()
 
 

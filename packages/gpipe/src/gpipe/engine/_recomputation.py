@@ -1,8 +1,7 @@
-"""What repeats a forward: all forwards of some layers in a run that will be computed again before their backward.
+"""What repeats a forward: of a whole stage (:mod:`gpipe.engine._cell`) or a block (:mod:`gpipe.engine._block`).
 
-The layers are those of a whole stage (:mod:`gpipe.engine._cell`) or a block of its layers
-(:mod:`gpipe.engine._block`). A recomputation must find everything as its forward did: buffers, random numbers,
-autocast. A forward that changes what cannot be restored keeps its graph instead.
+A recomputation must find everything as its forward did: buffers, random numbers, autocast. A forward that changes what
+cannot be restored keeps its graph instead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _log = logging.getLogger("gpipe")
 
 @dataclass
 class RecomputationFacts:
-    """What runs have shown about recomputing some layers. Lives with the pipe; every run reads and extends it.
+    """What runs of a pipe have shown about recomputing some layers.
 
     Attributes:
         compared: whether a recomputation gave the same values as its forward.
@@ -39,13 +38,7 @@ class RecomputationFacts:
 
 
 class Recomputation:
-    """What all recomputed forwards of some layers share in a run.
-
-    Args:
-        module: the layers.
-        facts: what runs have shown about recomputing them.
-        context: the context (grad mode, autocast and so on) of the caller of the forward.
-    """
+    """What all recomputed forwards of some layers share in a run."""
 
     def __init__(self, module: nn.Module, facts: RecomputationFacts, context: Context) -> None:
         self._module = module
@@ -56,7 +49,6 @@ class Recomputation:
         self._compares = not facts.compared
 
     def look(self) -> Snapshot:
-        """The state of the layers before a forward."""
         # Layers may add attributes and buffers in a forward. Then their places are looked up again.
         if self._state is None or not self._state.is_complete:
             self._state = State(self._module)
@@ -71,12 +63,10 @@ class Recomputation:
         return not changed
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
-        """A sample of the ``outputs`` of a forward, with which its recomputation is compared."""
         compares, self._compares = self._compares, False
         return Sample(outputs, whole=compares or self._compares_all)
 
     def expect_same(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
         self._facts.compared = False  # unless this returns
         sample.expect(outputs)
         self._facts.compared = True
@@ -85,12 +75,8 @@ class Recomputation:
 class Repeatable:
     """A forward that is computed again before its backward, unless it turns out that it cannot be repeated.
 
-    Args:
-        shared: what it shares with other forwards of the same layers.
-        random: its random numbers.
-
     Attributes:
-        inputs: the inputs as they were before the forward; None if it cannot be repeated, and its graph has to be kept.
+        inputs: the inputs as they were before the forward; None if its graph has to be kept.
     """
 
     __slots__ = ("_random", "_sample", "_shared", "_snapshot", "_versions", "inputs")
@@ -104,12 +90,8 @@ class Repeatable:
         self.inputs: Activation | None = None
 
     def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
-        """The outputs of the layers.
-
-        Args:
-            compute: calls the layers with ``inputs``.
-            inputs: their inputs.
-            spare: a copy of the inputs, in case the layers change them in place.
+        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy if they may change
+        these.
         """
         before = versions(inputs)
         self._snapshot = self._shared.look()
@@ -127,7 +109,7 @@ class Repeatable:
         return outputs
 
     def again(self, compute: Callable[[], Activation]) -> Activation:
-        """The outputs of ``compute``, which calls the layers as in the forward, with ``inputs``."""
+        """The outputs of ``compute``, which calls the layers as in the forward."""
         assert self.inputs is not None
         if versions(self.inputs) != self._versions:
             raise RuntimeError(

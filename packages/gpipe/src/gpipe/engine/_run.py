@@ -1,8 +1,4 @@
-"""One run of a pipeline: all cells of one mini-batch, computed by the workers in the order of a schedule.
-
-A run knows what all its stages share: the micro-batches, the settings of the caller's thread, the random numbers, the
-loss, and the gradients that are accumulated outside ``.grad`` until all of them are known.
-"""
+"""One run of a pipeline: all cells of one mini-batch, computed by the workers in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ if TYPE_CHECKING:
 class Run:
     """One mini-batch on its way through the stages and back.
 
-    Values are put in at the entrance and taken out at the exit; gradients go the other way.
-
     Args:
-        pipeline: its stages and workers.
-        microbatches: the number of micro-batches.
         checkpoint_stops: for each stage, the number below which micro-batches are checkpointed, if there is a backward.
         loss: computes the losses of micro-batches, if the run includes them.
         observer: observes this run, unless an observer of every run is set.
@@ -57,15 +49,10 @@ class Run:
     Attributes:
         size: what the order of steps depends on: micro-batches, checkpoint stops, and the worker of each stage.
         keeps: whether a backward follows; if not, no cell is kept.
-        context: the settings of the thread that called the forward, for workers and recomputations.
-        rng: the random numbers of the run.
-        failures: those of the run.
-        parameters: those of all stages when the run begins; none if no backward follows.
-        kept_nodes: those whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
+        context: the settings of the thread that called the forward.
+        kept_nodes: parameters whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
             gradient.
-        deferred: removes ``.grad`` and hooks of leaves, of all stages, while gradients accumulate outside ``.grad``.
-        sums: the sums of gradients that accumulate outside ``.grad``.
-        observer: observes this run; None if nothing does.
+        deferred, sums: remove ``.grad`` and hooks of leaves, and accumulate their gradients meanwhile.
     """
 
     def __init__(
@@ -125,21 +112,16 @@ class Run:
         self._then: list[LayersThen] = []
 
     def _current_streams(self) -> list[AbstractStream]:
-        """The streams that are current in this thread, on the device of each stage."""
         return [current_stream(device) for device in self._pipeline.devices]
 
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
-        """The outputs of all micro-batches, as leaves; none if the last stage is in another process.
-
-        Those through which a backward can pass require grad.
-        """
+        """The outputs of all micro-batches, as leaves; none if the last stage is in another process."""
         self.evaluate(inputs)
         if self.keeps and not any(tensor.requires_grad for each in inputs for tensor in each.tensors):
             watch_attributes(self._pipeline.stages[0])
         return [self._transport.exit.get_values(i) for i in range(self.microbatches if self._pipeline.ends else 0)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
-        """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
         self._transport.entrance.values.update(enumerate(inputs))
         forwards = partial(forwards_of, *self.size)
         self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
@@ -150,14 +132,10 @@ class Run:
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Compute the backwards, and add to ``.grad`` of all parameters but those that are ``left``.
+        """Compute the backwards, and add to ``.grad`` of all parameters but those that are ``left``, whose gradients
+        are returned.
 
-        Args:
-            gradients: those of the outputs, by micro-batch and tensor.
-            left: parameters whose gradients the caller adds.
-
-        Returns:
-            The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are ``left``.
+        The other result, and ``gradients``, those of the outputs, are by micro-batch and tensor.
         """
         if self._recomputed:
             with self._tied.applied():
@@ -181,16 +159,11 @@ class Run:
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
-        """Compute forwards and backwards in the order of ``walk``.
+        """Compute forwards and backwards in the order of ``walk``; return the gradients of the inputs, by micro-batch
+        and tensor.
 
-        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
-
-        Args:
-            walk: the steps of each worker, at least of those in this process.
-            whole: returns those of all workers, also in other processes; called only after a failure.
-
-        Returns:
-            The gradients of the inputs, by micro-batch and tensor.
+        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`. Argument ``whole``
+        returns the steps of all workers, also in other processes; it is called only after a failure.
         """
         self._transport.entrance.values.update(enumerate(inputs))
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
@@ -200,11 +173,10 @@ class Run:
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> dict[Tensor, Tensor]:
-        """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
+        """End the accumulation outside ``.grad``: put ``.grad`` and hooks back; return the scaled gradient of each
+        leaf.
 
-        Returns:
-            For each leaf whose gradient was accumulated outside ``.grad`` that gradient, scaled. Those of a leaf that
-            several stages share are added in the order of the stages.
+        Gradients of a leaf that several stages share are added in the order of the stages.
         """
         scale: Scale = 1.0 if self.loss is None else self.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
@@ -213,18 +185,13 @@ class Run:
 
     @property
     def adds(self) -> bool:
-        """Whether backwards may have added to gradients that were in ``.grad`` before the run."""
+        """Whether backwards may have added to gradients that were in ``.grad`` before."""
         return any(stage.adds for stage in self._stages.values())
 
     def _walk(self, walk: Walk, whole: Callable[[], Walk], context: Context | None = None) -> None:
         """Have every worker take its steps; raise the earliest failure if there is one.
 
         Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
-
-        Args:
-            walk: the steps of each worker.
-            whole: as for :meth:`train`.
-            context: the settings for the workers; those of this thread if not given.
         """
         self.failures.whole = whole
         try:
@@ -274,7 +241,6 @@ class Run:
             self._transport.cancel()
 
     def _action_wrapper(self) -> Callable[[StageRun, Action], None] | None:
-        """A function that does an action where it is profiled, observed, or not on the stage's stream."""
         do: Callable[[StageRun, Action], None] | None = _labelled if is_profiled() else None
         if self.observer is not None:
             do = self.observer.do
@@ -290,7 +256,6 @@ class Run:
             do(stage, action)
 
     def _stop(self) -> None:
-        """Make every worker stop soon."""
         self.failures.stop()
         self._transport.cancel()
 
@@ -307,7 +272,6 @@ def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStrea
 
 
 def expect_no_capture(devices: Iterable[torch.device]) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured on one of ``devices``."""
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a pipeline cannot be captured in a CUDA graph: its workers wait for each other on the host, which a graph "

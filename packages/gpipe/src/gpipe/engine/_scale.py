@@ -20,7 +20,6 @@ class DeviceScale:
         self._copies = {factor.device: factor}
 
     def on(self, device: torch.device) -> Tensor:
-        """The factor on ``device``; copied there once."""
         if device not in self._copies:
             self._copies[device] = self._factor.to(device)
         return self._copies[device]
@@ -30,7 +29,7 @@ Scale = float | DeviceScale
 
 
 def scale_of(counts: Sequence[Any]) -> Scale:
-    """1 / the sum of ``counts``, numbers or one-element tensors; infinite if the sum is 0, as torch divides."""
+    """1 / the sum of ``counts``; infinite if that is 0, as torch divides."""
     there = [count for count in counts if _is_elsewhere(count)]
     # Converted to float, since counts may have a small integer dtype.
     here = math.fsum(float(count) for count in counts if not _is_elsewhere(count))
@@ -43,12 +42,10 @@ def scale_of(counts: Sequence[Any]) -> Scale:
 
 
 def scaled(gradient: Tensor, scale: Scale) -> Tensor:
-    """``scale`` times ``gradient``, in its dtype; ``gradient`` itself if that changes nothing."""
     return gradient if scale == 1.0 else scale_in_place(gradient.clone(), scale)
 
 
 def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
-    """Like :func:`scaled`, without allocating another gradient."""
     if isinstance(scale, float):
         return gradient if scale == 1.0 else gradient.mul_(scale)
     factor = scale.on(gradient.device)
@@ -57,7 +54,6 @@ def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
 
 
 def _is_elsewhere(count: Any) -> bool:
-    """Whether reading ``count`` would wait for a device."""
     return isinstance(count, Tensor) and count.device.type != "cpu"
 
 

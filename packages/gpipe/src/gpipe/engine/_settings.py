@@ -27,11 +27,7 @@ class RunObserver(Protocol):
         """Have a stage do ``action``, and record it."""
 
     def export_events(self, since: float) -> list[list[Any]]:
-        """What was recorded of this run, for other processes, as JSON holds it.
-
-        Args:
-            since: a time of this process's clock. The other processes subtract the same moment of their own clocks.
-        """
+        """What was recorded since ``since``, a time of this process's clock, as JSON holds it."""
 
     def import_events(self, events: list[list[Any]], since: float) -> None:
         """Add what another process has exported."""
@@ -50,8 +46,7 @@ class Settings(NamedTuple):
     Attributes:
         inline: whether the calling thread computes all stages.
         observer: is notified of the run.
-        wanted: for a model that computes its own loss: what its last layer returns instead of the output, an object
-            that the layer knows.
+        wanted: for a model with its own loss: what its last layer returns instead of the output, which the layer knows.
     """
 
     inline: bool = False
@@ -67,7 +62,6 @@ settings = _settings.get
 
 @contextmanager
 def with_settings(**changes: Any) -> Iterator[None]:
-    """A context in which runs begin with these settings changed."""
     token = _settings.set(_settings.get()._replace(**changes))
     try:
         yield
@@ -80,7 +74,7 @@ def inline() -> Iterator[None]:
     """A context in which every pipe runs on the calling thread, with the same steps, in an order in which none waits.
 
     Use it for ``breakpoint()`` in a layer, for profilers that see only one thread, and for tests that need a fixed
-    order of events. A backward runs inline if its forward did.
+    order. A backward runs inline if its forward did.
 
     Returns:
         A context manager.

@@ -1,8 +1,4 @@
-"""A backward in two parts: the gradients of the inputs first, those of the weights later.
-
-:mod:`profiler.split` finds the nodes at which they part. The first part keeps the gradients that arrive there, and the
-second part starts from them.
-"""
+"""A backward in two parts, which part at the nodes that :mod:`profiler.split` finds: inputs first, weights later."""
 
 from __future__ import annotations
 
@@ -41,16 +37,7 @@ class Weights(NamedTuple):
 def backward_inputs(
     outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Gradients, list[Weights]] | None:
-    """The first part of a split backward.
-
-    Args:
-        outputs: the outputs of a cell that have a gradient.
-        seeds: these gradients.
-        leaves: the inputs of the cell.
-
-    Returns:
-        The gradients of ``leaves``, and what is left for the second part; None if the backward cannot be split.
-    """
+    """The gradients of ``leaves``, and what is left for the second part; None if the backward cannot be split."""
     from profiler.split import BackwardGraph  # here, since most pipes never split a backward
 
     graph = BackwardGraph([get_gradient_edge(output) for output in outputs])

@@ -29,14 +29,7 @@ def stages_of(
     layout: SkipLayout,
     blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> list[Stage]:
-    """A stage for each of ``modules``, whose layers are numbered through.
-
-    Args:
-        modules: the layers of each stage.
-        devices: the device of each.
-        layout: the stages between which skips go.
-        blocks: by stage, the numbers of those of its layers that are recomputed apart from others.
-    """
+    """A stage for each of ``modules``; ``blocks`` are the numbers of those of its layers that are recomputed apart."""
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
         first = stages[-1].numbers.stop if stages else 0
@@ -45,10 +38,7 @@ def stages_of(
 
 
 class Stage:
-    """A partition on its device.
-
-    What runs have shown is kept from run to run, also of a run that failed. Runs of a pipe take turns, so that one at a
-    time writes it.
+    """A partition on its device. What runs have shown is kept from run to run; runs of a pipe take turns.
 
     Args:
         first: the number of layers of the model before this stage.
@@ -59,11 +49,9 @@ class Stage:
         numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
-        on_accelerator: whether its device queues work on streams.
         recomputation: what runs have shown about recomputing the stage as a whole.
-        blocks: the same for each block.
-        hooked: whether layers have put hooks on tensors or nodes of their graph. Where the parts of a split backward
-            meet, both would call such a hook, so that the backward of this stage is not split.
+        hooked: whether layers have put hooks on tensors or nodes of their graph; a split backward would call some
+            twice.
         guard: refuses gradients that do not come from a backward of the stage.
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
@@ -96,7 +84,6 @@ class Stage:
         self.guard = Guard(self)
 
     def call(self, value: Any) -> Any:
-        """The output of the layers for ``value``, with skips from and to other stages."""
         if self.is_direct:
             return self._output(value)
         store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
@@ -123,13 +110,13 @@ class Stage:
 
     @property
     def layers(self) -> str:
-        """The names of the first and the last layer, as text for messages."""
+        """The names of the first and the last layer, for messages."""
         names = [name for name, _ in self.module.named_children()]
         ends = names if len(names) < 2 else (names[0], names[-1])
         return " to ".join(f"'{name}'" for name in ends) or "none"
 
     def elsewhere(self) -> str:
-        """A parameter or buffer that is not on the device of its stage, in words; empty if all are."""
+        """A parameter or buffer that is not on the device of its stage, in words."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             there = tensor.device
             # Torch knows no numbers of CPUs.

@@ -1,7 +1,7 @@
 """One stage in one run: it receives values, has cells compute them, and sends the results on.
 
-Layers may have been changed between two runs. So each run observes anew, in its first micro-batch, whether they work in
-place and whether what they return is memory of their parameters.
+Layers may change between runs. So each run observes in its first micro-batch whether they work in place, and whether
+what they return is memory of their parameters.
 """
 
 from __future__ import annotations
@@ -65,18 +65,13 @@ class StageRun:
     """The cells of a stage in one run, and the channels to its neighbours.
 
     Args:
-        run: the run.
-        stage: the stage.
-        arrival: the channel from the stage before.
         departure: the channel to the stage after, or the loss.
         parameters: those of the stage when the run begins, if a backward follows.
-        tied: leaves that other stages use too; their gradients are accumulated apart from those of other leaves.
+        tied: leaves that other stages use too; their gradients are accumulated apart.
 
     Attributes:
-        stage: the same.
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
-        recomputes: whether all layers, or a block of them, are computed again before backwards.
         adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -117,7 +112,6 @@ class StageRun:
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def do(self, action: Action) -> None:
-        """Do one action of the stage."""
         getattr(self, action.kind)(action.microbatch)
 
     def forward(self, i: int) -> None:
@@ -169,7 +163,7 @@ class StageRun:
         del self._cells[i]
 
     def compute(self, inputs: Activation) -> Activation:
-        """The output of the layers for ``inputs``, which are leaves; the layers may still change them in place."""
+        """The output of the layers for ``inputs``, which are leaves that the layers may still change in place."""
         if self._looks_for_hooks:
             return self._compute_watched(inputs)
         if self.may_change_input:
@@ -194,7 +188,6 @@ class StageRun:
         return Activation(output)
 
     def _compute_watched(self, inputs: Activation) -> Activation:
-        """Like :meth:`compute`, and notice whether the layers put hooks on tensors or nodes."""
         self._looks_for_hooks = False
         with TensorHooks() as hooks:
             outputs = self.compute(inputs)
@@ -203,9 +196,7 @@ class StageRun:
         return outputs
 
     def _compute_first(self, inputs: Activation) -> Activation:
-        """Like :meth:`compute`, for the first micro-batch of a run, or if the layers are known to change their input in
-        place.
-        """
+        """Like :meth:`compute`, for the first micro-batch of a run, or if the layers change their input in place."""
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         hooked = counts_of_hooks(self._parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
@@ -223,11 +214,10 @@ class StageRun:
         return outputs
 
     def look_for_hooks(self) -> None:
-        """In all forwards of this run, until some are seen, look for hooks: a split backward would call some twice."""
+        """Look for hooks in all forwards of this run, until some are seen: a split backward would call some twice."""
         self._looks_for_hooks = not self.stage.hooked
 
     def explained(self, error: BaseException, action: Action) -> BaseException:
-        """``error``, which ``action`` raised, with a note that names the cell and what to do."""
         # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
         is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
         if is_second and action.kind != Kind.FORWARD:
@@ -253,7 +243,7 @@ class StageRun:
         return error
 
     def _defer(self, i: int) -> None:
-        """Before a backward: remove hooks, and ``.grad`` where gradients have to be scaled, from its leaves."""
+        """Before a backward: remove hooks from its leaves, and ``.grad`` where gradients have to be scaled."""
         deferred = self._deferred
         every = self._loss is not None and self._loss.scales
         if not self._has_begun:
@@ -276,7 +266,7 @@ _TEXTS = re.compile(r"(?i)out of memory|can't allocate memory|not enough memory|
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or the error that caused it, says that a device or the host has no memory left."""
+    """Whether ``error``, or its cause, says that a device or the host has no memory left."""
     return any(
         isinstance(each, torch.OutOfMemoryError | MemoryError)
         or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)

@@ -32,11 +32,7 @@ _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "gr
 
 
 class TensorHooks(TorchFunctionMode):
-    """A context in which it is noticed if this thread registers hooks on tensors, or on nodes of their graph.
-
-    Attributes:
-        seen: whether a hook was registered, a gradient retained, or a node asked for.
-    """
+    """A context that notices in ``seen`` if this thread registers hooks on tensors, or uses nodes of their graph."""
 
     def __init__(self) -> None:
         super().__init__()

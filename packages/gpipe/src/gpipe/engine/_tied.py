@@ -1,15 +1,12 @@
 """Parameters and buffers that several partitions share: all partitions but the first compute with copies.
 
 Two workers must not add to the same ``.grad`` in an order that depends on timing; and a partition needs its tensors on
-its own device. So during a run only the first partition that has such a tensor, its **owner**, computes with the tensor
-itself. The modules of every other one hold a copy: a leaf in the same memory, or, on another device, in memory that is
-filled when the run begins. When the run ends, the gradients of the copies are added to that of the owner, in the order
-of the partitions.
+its own device. So during a run only the first partition with such a tensor, its **owner**, computes with the tensor
+itself. The modules of the others hold a copy: a leaf in the same memory or, on another device, in memory that is filled
+when the run begins. At the end the gradients of the copies are added to the owner's, in the order of partitions.
 
-A module that several partitions share is one object, which cannot hold a copy for each; so it is copied too, shallowly.
-Layers may read what is shared. What one of them changes, be it an attribute of a shared module, is refused by name.
-
-Source: the tied layers of DeepSpeed.
+A module that several partitions share is copied too, shallowly. A layer must not change it. Source: the tied layers of
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
 
 
 def holds_tensors(module: nn.Module) -> bool:
-    """Whether ``module``, or one in it, has parameters or buffers."""
     return any(below._parameters or below._buffers for below in modules_below(module))
 
 
@@ -63,12 +59,6 @@ def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
 
 class Tied:
     """The tensors that several partitions of ``stages`` share, for one run, which begins here.
-
-    Layers may have been changed since the last run, so each run looks for shared tensors again.
-
-    Args:
-        stages: the stages in this process.
-        parts: the modules of each.
 
     Attributes:
         shares: whether there are any; if not, nothing has to be applied or joined.
@@ -99,8 +89,7 @@ class Tied:
     def applied(self) -> AbstractContextManager[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
-        Raises:
-            RuntimeError: in the first use, which includes all forwards, if a forward has changed what is shared.
+        The first use, which includes all forwards, raises RuntimeError if a forward has changed what is shared.
         """
         return self._swapped() if self.shares else nullcontext()
 
@@ -130,9 +119,8 @@ class Tied:
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
-        """What layers may only read: the memory and version of tensors, and what copied modules hold.
-
-        By a tensor or module and a name in it.
+        """What layers may only read, by a tensor or module and a name in it: memory and version of tensors, entries of
+        modules.
         """
         tensors = (tensor for copy, (_, own) in self._owners.items() for tensor in (copy, own))
         seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
@@ -151,7 +139,6 @@ class Tied:
             ) from cause
 
     def _name(self, changed: Tensor | nn.Module, what: str) -> str:
-        """The name of something that was changed in the first partition that has it."""
         is_tensor = isinstance(changed, Tensor)
         own = self._owners[changed][1] if is_tensor else self._modules[changed]  # type: ignore[index]
         for stage in self._stages:
@@ -165,7 +152,7 @@ class Tied:
 
 
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
-    """``gradient`` on ``device``. The current streams wait for those on which it was computed."""
+    """``gradient`` on ``device``, when the current streams have waited for those on which it was computed."""
     # Its memory belongs to the stream of a stage, which would use it again while this one still copies.
     for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
         record_stream(part, current_stream(part.device))
@@ -177,7 +164,6 @@ class _Copies:
 
     Args:
         number: the number of the partition among those in this process.
-        device: its device.
         shared: by identity of a tensor, the number of the first partition that has it.
         earlier: the modules of the partitions before.
 
@@ -194,12 +180,10 @@ class _Copies:
         self.modules: dict[Any, nn.Module] = {}
 
     def swaps(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
-        """Where ``modules`` hold what is copied, and the copy."""
         held = [(entries, *item) for module in modules for entries in _entries(module) for item in entries.items()]
         return [(entries, name, own) for entries, name, value in held if (own := self._own(value)) is not value]
 
     def _own(self, value: Any) -> Any:
-        """What this partition has in place of a tensor or module."""
         if isinstance(value, nn.Module):
             return self._own_module(value) if value in self._earlier and holds_tensors(value) else value
         if id(value) not in self._shared:
@@ -223,12 +207,11 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 def _entries(module: nn.Module) -> list[dict[str, Any]]:
-    """The dicts in which ``module`` holds tensors and modules."""
     return [vars(module)[kind] for kind in _KINDS]
 
 
 def _state(value: Any) -> Any:
-    """The memory of a tensor, and the number of its changes in place that torch has counted; None for anything else."""
+    """The memory of a tensor, and its version; None for anything else."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return None
     return storage_id(value), 0 if value.is_inference() else value._version

@@ -15,17 +15,12 @@ def walk_of(
     placement: tuple[int, ...],
     worker: int | None = None,
 ) -> Walk:
-    """The steps of each worker under ``schedule``.
+    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one.
 
     Args:
-        schedule: a schedule of the caller's own, or the choice of a named one.
-        microbatches: the number of micro-batches.
         checkpoint_stops: for each stage, the number below which micro-batches are checkpointed.
         placement: the worker of each stage.
         worker: the one whose steps are needed, so that those of thousands of others need not be computed; None for all.
-
-    Raises:
-        ValueError: ``schedule`` does not fit the number of micro-batches or stages.
     """
     if isinstance(schedule, Choice):
         return _named(schedule.name, schedule.split, microbatches, checkpoint_stops, placement, worker)
@@ -57,7 +52,6 @@ def _named(
 def forwards_and_backwards(
     microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...]
 ) -> tuple[Walk, Walk]:
-    """The steps of each worker for a forward, and those for a backward."""
     forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stops))
     return forwards.on(placement), backwards.on(placement)
 
@@ -65,7 +59,6 @@ def forwards_and_backwards(
 def forwards_of(
     microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...], worker: int | None = None
 ) -> Walk:
-    """The steps of each worker for a forward; ``worker`` as for :func:`walk_of`."""
     if worker is None:
         return forwards_and_backwards(microbatches, checkpoint_stops, placement)[0]
     steps = _named("fill_drain", (), microbatches, checkpoint_stops, placement, worker)[worker]

@@ -31,9 +31,7 @@ Work = tuple[AbstractStream, Callable[[], Result]]
 
 
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """The worker of each stage: one worker for each CUDA device, and on the CPU one for each stage.
-
-    Numbered CPUs are all the same CPU, but stages on one number share a worker, as stages on one CUDA device do.
+    """The worker of each stage: one for each CUDA device and each numbered CPU, and on the CPU one for each stage.
 
     >>> placement([torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0), torch.device("cpu")])
     (0, 1, 0, 2)
@@ -48,8 +46,8 @@ def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
 class Workers:
     """The threads for stages on ``devices``. Each does its work and waits for more.
 
-    They are kept from run to run because a new thread takes time to start, for its first small tensors, and to grow a
-    memory arena of its own. They end when this object is freed, which a run in progress refers to.
+    They are kept from run to run, because a new thread is slow at first and grows a memory arena of its own. They end
+    when this object is freed, which a run in progress refers to.
     """
 
     placement: tuple[int, ...]
@@ -70,13 +68,10 @@ class Workers:
         self._queues: tuple[list[InQueue], list[OutQueue]] = ([], [])
 
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
-        """Do each work on its worker, under its stream, and wait for all.
+        """Do each work on its worker, under its stream; return what each has returned.
 
-        A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
-        work return soon; then the workers are ended, and the interrupt is raised.
-
-        Returns:
-            What each work returned.
+        A work must not raise. If the caller is interrupted while it waits, ``stop`` must make every work return soon;
+        then the workers are ended, and the interrupt is raised.
         """
         try:
             in_queues, out_queues = self._open()
@@ -110,7 +105,7 @@ class Workers:
         return self._queues
 
     def _share_processor(self, in_queues: Sequence[InQueue], out_queues: Sequence[OutQueue]) -> None:
-        """Divide the cores and intra-op threads that the caller may use among the workers that compute on the CPU."""
+        """Divide the caller's cores and intra-op threads among the workers on the CPU."""
         available = (torch.get_num_threads(), usable())
         if available == self._divided:
             return
@@ -126,9 +121,8 @@ class Workers:
 
 
 class _Work(Task[Result]):
-    """A work as a worker does it. It refers to nothing of the run when the worker answers.
-
-    The worker may still refer to its task while the caller goes on, and drops what the run has made.
+    """A work as a worker does it. It refers to nothing of the run when the worker answers, as the worker may keep it a
+    while.
     """
 
     __slots__ = ("_run",)

@@ -18,7 +18,6 @@ Device = torch.device | int | str
 
 
 def checked_chunks(chunks: Any) -> int:
-    """``chunks`` as an int; a float has to be a whole number."""
     try:
         number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else whole(chunks)
     except TypeError:
@@ -31,7 +30,6 @@ def checked_chunks(chunks: Any) -> int:
 
 
 def checked_mode(mode: Any, name: str = "checkpoint") -> str:
-    """``mode`` as a str, one of :data:`CHECKPOINT_MODES`."""
     text = str(mode)
     if text not in CHECKPOINT_MODES:
         modes = ", ".join(map(repr, CHECKPOINT_MODES))
@@ -40,19 +38,13 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
 
 
 def checked_flag(name: str, flag: Any) -> bool:
-    """``flag`` as a bool; text such as ``"no"``, which is true to Python, is refused."""
     if isinstance(flag, int) and flag in (0, 1):
         return bool(flag)
     raise TypeError(f"{name} must be True or False; got {flag!r}")
 
 
 def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
-    """The ``devices``, no more than there are partitions; by default all accelerators, or the CPU for each partition.
-
-    Raises:
-        TypeError: ``devices`` is not a list, or an entry is not a device.
-        ValueError: torch does not find such a device.
-    """
+    """The ``devices``, no more than there are partitions; by default all accelerators, or CPUs."""
     if devices is not None:
         example = f"devices={['cpu'] * max(1, partitions)!r}"
         given = listed("devices", devices, "a list of devices, one for each partition", example, partitions)
@@ -64,7 +56,7 @@ def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
 
 
 def checked_places(devices: Any, partitions: int) -> list[torch.device]:
-    """A device for each partition: the first of :func:`checked_devices`; IndexError if there are too few."""
+    """A device for each partition; IndexError if there are too few."""
     places = checked_devices(devices, partitions)
     if len(places) < partitions:
         raise IndexError(
@@ -82,18 +74,14 @@ def listed(name: str, given: Any, what: str, example: str, most: int | None = No
 
 
 def whole(number: Any) -> int:
-    """``number`` as an int; TypeError unless it is an integer. True and False are refused."""
+    """``number`` as an int; TypeError unless it is an integer, and not a bool."""
     if isinstance(number, bool):
         raise TypeError(f"an integer is expected; got {number}")
     return operator.index(number)
 
 
 def parsed_device(device: Any, name: str) -> torch.device:
-    """``device`` as a ``torch.device`` on which torch can put tensors, and whose work a pipeline can order.
-
-    Raises:
-        TypeError, ValueError: it is not one; the message uses ``name``.
-    """
+    """``device``, called ``name`` in errors, as a ``torch.device`` with tensors, whose work a pipeline can order."""
     if isinstance(device, str) and device.split(":")[0] == "gpu":
         raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):

@@ -21,7 +21,6 @@ Choices = str | list[Choice]
 
 
 def checked_choices(checkpoint: Any) -> Choices:
-    """``checkpoint`` as a mode, or a list with a mode, or flags for its layers, for each partition."""
     if isinstance(checkpoint, (list, tuple)):
         return [_checked(choice, f"checkpoint[{j}]") for j, choice in enumerate(checkpoint)]
     return checked_mode(checkpoint, "checkpoint")
@@ -35,7 +34,6 @@ def _checked(choice: Any, name: str) -> Choice:
 
 
 def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
-    """``choices``; ValueError unless they are for partitions of these sizes."""
     if isinstance(choices, str):
         return choices
     if len(choices) != len(sizes):
@@ -53,12 +51,12 @@ def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
 
 
 def modes_of(choices: Choices) -> str | list[str]:
-    """The modes for schedules: a partition with blocks is not checkpointed as a whole."""
+    """The modes for schedules: a partition with flags is not checkpointed as a whole."""
     return choices if isinstance(choices, str) else [*map(scheduled, choices)]
 
 
 def blocks_of(choices: Choices) -> dict[int, list[range]]:
-    """For each partition of which only some layers are checkpointed, the numbers of consecutive such layers."""
+    """For each partition with flags, the numbers of consecutive checkpointed layers."""
     if isinstance(choices, str):
         return {}
     return {
@@ -71,12 +69,7 @@ def blocks_of(choices: Choices) -> dict[int, list[range]]:
 def laid_out(
     partitions: Iterable[nn.Module], devices: Sequence[torch.device], choices: Choices
 ) -> tuple[list[Stage], SkipLayout]:
-    """A stage for each partition, and the skips between them.
-
-    Args:
-        devices: the device of each partition.
-        choices: what is checkpointed.
-    """
+    """A stage for each partition, and the skips between them."""
     modules = list(partitions)
     layout = inspect_skip_layout(modules)
     return stages_of(modules, devices, layout, blocks_of(choices)), layout

@@ -14,13 +14,9 @@ _SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__"
 
 
 def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ()) -> None:
-    """Raise TypeError unless ``module`` only computes its layers in order, and has nothing but them.
+    """Raise TypeError unless ``module``, or a class that is ``known``, only computes its layers in order.
 
-    A pipe takes the layers out of their container. Methods of a subclass, and parameters, buffers and hooks of the
-    container itself would be lost.
-
-    Args:
-        known: subclasses that are accepted.
+    A pipe takes the layers out of their container, and would lose its methods, parameters, buffers and hooks.
     """
     problems = list(_problems(module, known))
     if problems:
@@ -33,7 +29,6 @@ def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ())
 
 
 def is_plain(module: nn.Module, known: tuple[type[nn.Module], ...] = ()) -> bool:
-    """Whether a container may be replaced by its layers: :func:`expect_plain` would not raise."""
     return not any(_problems(module, known))
 
 
@@ -43,7 +38,6 @@ def _problems(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator
 
 
 def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """The methods that subclasses of nn.Sequential, or the instance, define anew."""
     for owner in type(module).__mro__:
         if owner in nn.Sequential.__mro__ or owner in known:
             continue
@@ -62,7 +56,6 @@ def _harmless(name: str) -> bool:
 
 
 def _belongings(module: nn.Module) -> Iterator[str]:
-    """What the module has besides its layers."""
     for what, names in (("parameters", module._parameters), ("buffers", module._buffers)):
         if names:
             yield f"owns {what} {_listed(names)}"

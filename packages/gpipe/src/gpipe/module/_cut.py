@@ -28,13 +28,9 @@ class Checked(NamedTuple):
 
 
 def checked(value: Any, spec: Any, root: str = "input") -> Checked:
-    """Check that ``value`` can be cut. Tensors are cut as ``spec`` says; other leaves are passed whole to each
-    micro-batch.
+    """Check that ``value`` can be cut as ``spec`` says. Other leaves than tensors are passed whole to each micro-batch.
 
     If ``spec`` is a tree, it has to contain ``Replicate()`` for these.
-
-    Raises:
-        TypeError, ValueError: ``value`` cannot be cut; the message says why.
     """
     if isinstance(value, Tensor) and spec is None:
         return Checked(value, None)
@@ -48,7 +44,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
-    """The micro-batches of ``value`` on ``device``, and an object that makes in-place changes known between both."""
+    """The micro-batches of ``value`` on ``device``, and what makes in-place changes known between both."""
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     # Each view has its own version counter: a layer in place on one does not count as a change of the others.
@@ -87,7 +83,6 @@ def expect_proportional(inputs: Sequence[Batch]) -> None:
 
 
 def _columns(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
-    """The rows in each micro-batch, for each number of rows among the tensors."""
     return list(zip(*[batch.rows for batch in batches], strict=True))
 
 

@@ -14,7 +14,7 @@ from ._swap import give_data
 
 
 def move(block: nn.Module, device: torch.device) -> None:
-    """Move all parameters and buffers in ``block``. Torch knows no numbers of CPUs."""
+    """Move all parameters and buffers in ``block``."""
     with buffers_in_place(block):
         block.to("cpu" if device.type == "cpu" else device)
 
@@ -23,7 +23,7 @@ def move(block: nn.Module, device: torch.device) -> None:
 def buffers_in_place(block: nn.Module) -> Iterator[None]:
     """A context in which buffers keep their identity when ``block`` is moved or changes its dtype, as parameters do.
 
-    So those of a flattened model remain the model's own, in all layers that have them.
+    So those of a flattened model remain the model's own.
     """
     before = [(module._buffers, name, b) for module in block.modules() for name, b in module._buffers.items()]
     yield
@@ -35,9 +35,7 @@ def buffers_in_place(block: nn.Module) -> Iterator[None]:
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
-    """Raise ValueError, naming the tensor, if moving ``block`` to ``device`` would lose data, or there are none to
-    move.
-    """
+    """Raise ValueError, naming the tensor, if ``block`` cannot be moved to ``device`` without loss of data."""
     for name, tensor in chain(block.named_parameters(), block.named_buffers()):
         if tensor.is_meta != (device.type == "meta") and not is_lazy(tensor):
             raise ValueError(
@@ -89,9 +87,8 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
 
 
 def device_map(layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The device of each layer and each parameter, by name.
-
-    Parameters are included because accelerate moves a model whose map has less than two entries.
+    """The device of each layer and each parameter, by name. accelerate moves a model whose map has less than two
+    entries.
     """
     places = layers | {name: parameter.device for name, parameter in parameters}
     # Torch knows no numbers of CPUs.

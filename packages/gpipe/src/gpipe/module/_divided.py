@@ -33,7 +33,7 @@ class Divided(nn.Module):
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
 
-        Of a flattened model, its own modules are registered: in its own order.
+        Of a flattened model, its own modules are registered, in its own order.
         """
         model = tree_of(layers, partitions)
         if model is None:
@@ -57,11 +57,10 @@ class Divided(nn.Module):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers in this process by partition: a view, which runs expect to be as it was made."""
+        """The layers in this process by partition: a view, which must not be changed."""
         return self._partitions
 
     def _layers(self) -> dict[str, nn.Module]:
-        """The layers in this process, in order."""
         return {name: layer for partition in self._partitions for name, layer in partition.named_children()}
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
@@ -82,9 +81,8 @@ class Divided(nn.Module):
     def _follow_model(self, inputs: Any) -> None:
         """Before a run: let the layers of a flattened model follow the model, as it is now.
 
-        Raises:
-            RuntimeError: a module of it was replaced.
-            ValueError: the model by itself would compute something else for ``inputs``.
+        RuntimeError if a module of it was replaced; ValueError if the model would compute something else for
+        ``inputs``.
         """
         if self._model is not None:
             expect_followed(self._model, Inputs.of(inputs), [twin.source for twin in self._twins])

@@ -1,7 +1,7 @@
-"""Detect CUDA graphs in layers. A pipeline refuses them, since they would give wrong results.
+"""Detect CUDA graphs in layers, which a pipeline refuses.
 
-A graph writes its outputs, and what its backward needs, into the same memory at each replay. In a pipeline, a layer
-computes the next micro-batch while the results of the last one are still needed.
+A graph writes its outputs, and what its backward needs, into the same memory at each replay, while a pipeline still
+needs those of the micro-batch before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import nn
 
 
 def expect_no_graphs(block: nn.Module, device: torch.device, partition: int) -> None:
-    """Raise ValueError, naming the layer, if one below ``block`` replays a CUDA graph on ``device``."""
     for name, module in block.named_modules() if device.type == "cuda" else ():
         if _is_graphed(module) or any(map(_has_graphs, _compilers(module))):
             raise ValueError(
@@ -38,7 +37,6 @@ def _compilers(module: nn.Module) -> Iterator[Any]:
 
 
 def _has_graphs(compiler: Any) -> bool:
-    """Whether a compiler, or one that it is wrapped around, records graphs."""
     while compiler is not None:
         config = getattr(compiler, "config", None)
         if getattr(compiler, "compiler_name", None) == "cudagraphs":

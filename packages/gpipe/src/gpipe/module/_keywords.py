@@ -30,7 +30,6 @@ class Call(NamedTuple):
         input: the first positional argument; :data:`NOTHING` if there is none.
         target: the second positional argument, or None.
         arguments: keywords that are not the method's own, hence those of the first layer.
-        loss_fn, reduction, normalizer, return_outputs: as of :meth:`GPipe.step`.
     """
 
     method: str
@@ -44,7 +43,6 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The names of the method's own keywords."""
         return [*self._fields[4:], *(["schedule"] if self.method == "step" else [])]
 
 
@@ -54,16 +52,14 @@ def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def as_arguments(value: Any) -> Arguments:
-    """The arguments that :func:`as_value` has made one value of."""
+    """The inverse of :func:`as_value`."""
     return value if isinstance(value, Arguments) else Arguments((value,), {})
 
 
 def called_with(layer: nn.Module, call: Call) -> Any:
-    """The mini-batch as the first ``layer`` takes it. A mapping is one argument, as in a call of any module; keywords
-    are given by ``**``.
+    """The mini-batch as the first ``layer`` takes it; TypeError if an argument is missing, unknown, or given twice.
 
-    Raises:
-        TypeError: an argument is missing, unknown, given twice, or one of both the method and the layer.
+    A mapping is one argument, as in a call of any module; keywords are given by ``**``.
     """
     if not call.arguments:
         if call.input is NOTHING:

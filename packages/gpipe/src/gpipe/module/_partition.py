@@ -79,7 +79,6 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 
 
 def expect_sequential(module: object) -> None:
-    """Raise TypeError unless ``module`` is an ``nn.Sequential`` that only computes its layers in order."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; of any other model, "
@@ -91,7 +90,7 @@ def expect_sequential(module: object) -> None:
 def split_module(
     module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device]
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """Cut ``module`` into partitions and move each to its device.
+    """Cut ``module`` into partitions and move each to its device. On any error no layer has moved.
 
     Args:
         module: the model; its layers are moved, not copied.
@@ -105,8 +104,6 @@ def split_module(
         BalanceError: ``balance`` does not fit the number of layers, or is not made of positive integers.
         IndexError: there are fewer devices than partitions.
         TypeError, ValueError: as for :func:`verify_module`; or a device cannot hold its partition.
-
-    On any error no layer has moved.
     """
     expect_sequential(module)
     sizes = checked_balance(balance, len(module))
@@ -122,13 +119,7 @@ def divide(
     means: Means | None = None,
     norm_chunks: int = 0,
 ) -> nn.ModuleList:
-    """The partitions of ``module``, each on its place. What several of them share is on that of the first.
-
-    Args:
-        balance: as :func:`checked_balance` returns it.
-        places: a device for each partition.
-        means, norm_chunks: as of :func:`place_partitions`.
-    """
+    """The partitions of ``module``, each on its place. What several of them share is on that of the first."""
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
     place_partitions(module, partitions, places, means, norm_chunks)
@@ -136,11 +127,7 @@ def divide(
 
 
 def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
-    """The partitions of ``module``. Its layers are not moved.
-
-    Raises:
-        ValueError: a layer occurs twice.
-    """
+    """The partitions of ``module``. Its layers are not moved."""
     children = list(module._modules.items())
     refuse_duplicate_layers(children)
     partitions = nn.ModuleList()
@@ -164,10 +151,6 @@ def place_partitions(
     Args:
         means: if given, gives values to what is on ``meta``, on its place.
         norm_chunks: the ``chunks`` of the deferred batch norms that replace those of the partitions; 0 if none are.
-
-    Raises:
-        ValueError: a place cannot hold its partition, ``means`` does not fit the module, or a batch norm cannot be
-            replaced. Then none has moved.
     """
     if means is not None:
         expect_materializable(dict(module.named_children()), places, means)
@@ -184,11 +167,8 @@ def place_partitions(
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """``balance`` as a list of int.
-
-    Raises:
-        TypeError: it is not a list, or an entry is not an int.
-        BalanceError: it does not assign each of the ``layers`` to one partition.
+    """``balance`` as a list of int; TypeError or BalanceError unless it assigns each of the ``layers`` to one
+    partition.
     """
     example = f"balance={[layers // 2, layers - layers // 2]}"
     sizes = listed("balance", balance, "a list of the numbers of layers of each partition", example)
@@ -233,7 +213,6 @@ def _refuse_shared_parameters(blocks: Sequence[Sequence[Named]], where: str) -> 
 
 
 def refuse_duplicate_layers(children: Iterable[Named]) -> None:
-    """Raise ValueError if a layer has two places among ``children``."""
     first: dict[int, str] = {}
     for name, layer in children:
         if id(layer) in first:

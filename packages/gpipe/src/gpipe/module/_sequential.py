@@ -10,17 +10,7 @@ from ._partition import expect_sequential
 
 
 def as_sequential(model: nn.Module, sample: Any, *, blocks: Any = None, pick: Any = None) -> nn.Sequential:
-    """``model`` itself if it is an ``nn.Sequential``, else what :func:`gpipe.flatten` makes of it.
-
-    Args:
-        model: any module.
-        sample: an input of the model; without one, the model must be an ``nn.Sequential``.
-        blocks, pick: as for :func:`gpipe.flatten`.
-
-    Raises:
-        TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample; or ``blocks`` or ``pick`` is given for
-            one that is.
-    """
+    """``model`` itself if it is an ``nn.Sequential``, else what :func:`gpipe.flatten` makes of it."""
     if sample is not None and not isinstance(model, nn.Sequential):
         from .._flatten._flatten import flatten  # here, since most pipes are made of layers
 

@@ -1,8 +1,8 @@
 """The class of a pipe, whose ``forward`` has the signature of the first layer's.
 
 Frameworks read names of arguments there: Hugging Face's ``Trainer`` keeps the columns of a data set that
-``inspect.signature(model.forward)`` names, and finds labels in the signature of ``type(model).forward``. By the name of
-the class it knows that positions are labels, of models that answer questions.
+``inspect.signature(model.forward)`` names, finds labels in the signature of ``type(model).forward``, and knows by the
+name of the class of models that answer questions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module 
     """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer.
 
     Its name is that of ``kind``, and of a flattened model also that of the model: ``GPipeOfBertForQuestionAnswering``.
-
-    Args:
-        kind: the class of a pipe, perhaps one that this function made for another layer.
-        forward: that of all pipes; a class with one of its own is returned as it is.
-        first: None if there is no layer.
+    A class with a ``forward`` of its own is returned as it is.
     """
     kind = vars(kind).get("_plain_class", kind)
     signature = None if first is None else signature_of(first)
@@ -56,7 +52,7 @@ _classes: dict[tuple[type, str, str], type[Any]] = {}
 
 
 def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> FunctionType:
-    """A copy of the method ``function`` that says it takes what ``signature`` has."""
+    """A copy of the method ``function`` with another ``signature``."""
     assert isinstance(function, FunctionType)
     # Not functools.wraps: a function around it would be one more frame, which torch.compile traces.
     twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
@@ -68,7 +64,6 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
 
 
 def signature_of(layer: nn.Module) -> inspect.Signature | None:
-    """How ``layer`` is called; None if it does not say."""
     compiled: nn.Module = getattr(layer, "_orig_mod", layer)
     inner = model_of(layer) or compiled
     own = type(inner)._commands.__get__(inner) if isinstance(inner, Skippable) else inner.forward
@@ -78,7 +73,6 @@ def signature_of(layer: nn.Module) -> inspect.Signature | None:
 
 
 def binds(signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> bool:
-    """Whether what has this ``signature`` can be called with these arguments."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
@@ -87,7 +81,7 @@ def binds(signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> bool:
 
 
 def _reduce(pipe: nn.Module) -> tuple[Any, ...]:
-    """Pickles and copies name the class that the pipe was made by; their own is made when they have their layers."""
+    """Pickles and copies name the original class; the subclass is made when the layers are there."""
     return _new, (type(pipe)._plain_class,), pipe.__getstate__()  # type: ignore[attr-defined,no-untyped-call]
 
 

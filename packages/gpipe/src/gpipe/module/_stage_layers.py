@@ -37,7 +37,6 @@ class StageLayers(nn.Sequential):
         return value
 
     def _in_blocks(self, value: Any) -> Any:
-        """The output for ``value``, where some runs of layers are computed again before their backward."""
         at = 0
         for block in current.blocks:
             value = self._computed(range(at, block.numbers.start), value)
@@ -46,7 +45,6 @@ class StageLayers(nn.Sequential):
         return self._computed(range(at, len(self._modules)), value)
 
     def _computed(self, numbers: range, value: Any) -> Any:
-        """The output of the layers of these numbers for ``value``."""
         rng = current.rng
         assert rng is not None
         for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):

@@ -59,13 +59,12 @@ class Stepping(Divided):
                 ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
                 target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
-                dict of metrics. By default the output is the loss, or has it as ``.loss``. That of a flattened model is
-                the loss of the model for all rows.
-            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`, which
-                is executed as written. ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``,
-                ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` names it. ``"interleaved"``,
-                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in ``[0, 1, 0, 1]``, ``"zbv"`` and
-                ``"dualpipev"`` as in ``[0, 1, 1, 0]``. These two and both zero bubbles split backwards where that pays.
+                dict of metrics. By default the output is the loss, or has it as ``.loss``; for a flattened model, that
+                of all rows.
+            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`.
+                ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and
+                ``"fill_drain"``. ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as
+                in ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
             reduction: how the losses of micro-batches are combined: ``"mean"`` weights each by its rows, which is right
                 for plain means only; ``"sum"`` adds them up.
             normalizer: what the ``"sum"`` is divided by.
@@ -73,8 +72,8 @@ class Stepping(Divided):
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
-            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Scalar metrics
-            are averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
+            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Scalar metrics are
+            averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
             ``return_outputs`` the outputs come last.
 
         If the loss is not a plain mean over rows, because of ``ignore_index``, class weights or padding, let
@@ -90,8 +89,8 @@ class Stepping(Divided):
             ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
                 grad, or that a model computes from all rows at once; a target or metrics with another number of rows
                 than the input.
-            RuntimeError: grad mode is off; the pipe itself has hooks; it is in a
-                ``DistributedDataParallel``, outside of ``no_sync()``.
+            RuntimeError: grad mode is off; the pipe itself has hooks; it is in a ``DistributedDataParallel``, outside
+                of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.
 
         >>> import torch
@@ -123,8 +122,7 @@ class Stepping(Divided):
     ) -> Any:
         """Forward and loss, without gradients: what :meth:`step` would return with the layers as they are.
 
-        No micro-batch is kept: its output goes as soon as its loss is known. Whether layers are in training mode stays
-        as it is; call ``eval()`` before, and ``train()`` after, as for a plain model.
+        Call ``eval()`` before, and ``train()`` after, as for a plain model.
 
         Args:
             input, target, loss_fn, reduction, normalizer, return_outputs, arguments: as for :meth:`step`. A loss need
@@ -162,12 +160,11 @@ class Stepping(Divided):
         return None if last is None or last.ending is None or self.out_spec is not None else last
 
     def _last_segment(self) -> Segment | None:
-        """The end of a flattened model."""
         last = next(reversed(self._layers().values()), None)
         return last if isinstance(last, Segment) else None
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
-        """How losses are combined that a flattened model computes itself."""
+        """How losses that a flattened model computes itself are combined."""
         last = self._last_segment()
         return last.own_loss if last is not None and call.loss_fn is None else None
 
@@ -184,7 +181,6 @@ class Stepping(Divided):
     def _with_losses(
         self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
-        """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
         inputs = called_with(next(iter(self._layers().values())), call)
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
@@ -198,7 +194,6 @@ class Stepping(Divided):
         return with_whole_count(inputs) if flattened else inputs
 
     def _expect_fit(self, kind: type[Losses], call: Call) -> None:
-        """Raise unless this pipe can compute losses here and now."""
         if kind is LossStage:
             expect_grad_mode()
         refuse_transforms()

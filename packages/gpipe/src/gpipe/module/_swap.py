@@ -10,7 +10,7 @@ from .._torch import swap_implementations
 def swap_data(tensor: Tensor, other: Tensor) -> None:
     """Give ``tensor`` the device and data of ``other``. It keeps its identity, class, attributes and hooks.
 
-    So parameters remain tied, and references to them, such as those of the original model, remain valid.
+    So parameters remain tied, and references to them remain valid.
     """
     # `tensor.data = ...` cannot change a tensor from or to meta.
     before, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
@@ -23,7 +23,6 @@ def swap_data(tensor: Tensor, other: Tensor) -> None:
 
 
 def give_data(tensor: Tensor, other: Tensor) -> None:
-    """Give ``tensor`` the device, dtype and data of ``other``."""
     try:
         tensor.data = other
     except RuntimeError:  # torch allows this between the usual types of devices only

@@ -28,7 +28,6 @@ def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) ->
 
 
 def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
-    """The places of each parameter in modules, in the order of the ``partitions``."""
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     for module in (module for partition in partitions for module in partition.modules()):
         for name, parameter in module._parameters.items():
@@ -53,8 +52,8 @@ def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.dev
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
-    """Modules in several partitions are copied shallowly. A copy would not be used by what is bound to the module
-    itself.
+    """Raise ValueError if a module of several partitions cannot be copied shallowly: a pipe, or one with a bound
+    ``forward``.
     """
     earlier: dict[nn.Module, str] = {}
     for j, partition in enumerate(partitions):
@@ -70,11 +69,9 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
 
 
 def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) -> None:
-    """Tensors that share memory without being one would become separate on several devices, and be trained apart.
+    """Raise ValueError if tensors share memory without being one: on several devices they would be trained apart.
 
-    Args:
-        at: for each tensor the first partition that has it, and its name there.
-        devices: of the partitions.
+    ``at`` has for each tensor the first partition that has it, and its name there.
     """
     if len(set(devices)) < 2:
         return

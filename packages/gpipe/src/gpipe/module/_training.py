@@ -25,7 +25,6 @@ Kind = TypeVar("Kind", bound=Losses)
 
 
 def expect_grad_mode() -> None:
-    """Raise RuntimeError if grad mode is off."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
@@ -41,11 +40,7 @@ def losses_of(
     device: torch.device,
     own: OwnLoss | None = None,
 ) -> Kind:
-    """An object that computes the losses of ``batches``, on ``device``.
-
-    Args:
-        own: how the losses are combined that a flattened model computes, if there is no ``loss_fn``.
-    """
+    """An object that computes the losses of ``batches``, on ``device``; ``own`` combines those of a model."""
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
     arguments = _arguments(call.loss_fn, call.target, batches, chunks, device)
     weights = _weights(batches, call.reduction, call.normalizer)
@@ -57,7 +52,6 @@ def losses_of(
 
 
 def _expect_defaults(call: Call) -> None:
-    """Raise ValueError for arguments that a loss of the model's own does not have."""
     if call.reduction != "mean" or call.normalizer is not None:
         raise ValueError(
             "reduction= and normalizer= go with a loss_fn; the model computes this loss, which is that of the whole "
@@ -92,7 +86,6 @@ def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
 def _arguments(
     loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
 ) -> list[tuple[Any, ...]]:
-    """The arguments of the loss function after the output, for each of the ``batches``."""
     alone = takes_output_alone(loss_fn, target)
     if target is None:
         return [() if alone else (None,)] * len(batches)
@@ -100,11 +93,7 @@ def _arguments(
 
 
 def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
-    """Whether ``loss_fn`` is called with the output alone.
-
-    Raises:
-        TypeError: ``loss_fn`` is not callable, or there is a ``target`` that it does not take.
-    """
+    """Whether ``loss_fn`` is called with the output alone; TypeError if it does not take the ``target``."""
     if loss_fn is None and target is not None:
         raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
     if loss_fn is not None and not callable(loss_fn):
@@ -116,7 +105,6 @@ def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
 
 
 def _takes_one(loss_fn: LossFunction) -> bool:
-    """Whether ``loss_fn`` takes one argument only."""
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     code = getattr(function, "__code__", None)
     if code is not None and code.co_argcount > 1 + inspect.ismethod(function):
@@ -129,7 +117,7 @@ def _takes_one(loss_fn: LossFunction) -> bool:
 
 
 def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
-    """The weight of the loss of each micro-batch in that of the mini-batch."""
+    """The weight of each micro-batch in the loss of the mini-batch."""
     divisor = 1.0 if normalizer is None else _number(normalizer)
     if divisor == 0:
         raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
@@ -145,7 +133,6 @@ def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tenso
 
 
 def _number(normalizer: Any) -> float:
-    """``normalizer`` as a float; TypeError if it is no number."""
     is_one = isinstance(normalizer, Real) or (isinstance(normalizer, Tensor) and normalizer.numel() == 1)
     if not is_one or (isinstance(normalizer, Tensor) and normalizer.is_complex()):
         raise TypeError(f"normalizer must be a real number, or a tensor of one; got {normalizer!r}")
@@ -153,7 +140,6 @@ def _number(normalizer: Any) -> float:
 
 
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
-    """The target of each micro-batch of ``inputs``, on ``device``."""
     value = checked(target, None, "target")
     # The loss is computed where the outputs are; a gradient of the target would have no way back from there.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))

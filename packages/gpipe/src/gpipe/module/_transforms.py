@@ -42,6 +42,5 @@ def refuse_transforms() -> None:
 
 
 def not_compiled(function: Function) -> Function:
-    """``function``, which ``torch.compile`` does not trace."""
     reason = "a pipe runs its stages on other threads, which the compiler does not follow; compile the layers, or "
     return _torch.not_compiled(function, reason + _WAY_OUT)

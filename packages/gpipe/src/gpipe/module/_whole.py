@@ -16,18 +16,10 @@ _WAY_OUT = "make a tensor of it, or put Replicate() around it if each micro-batc
 
 
 def replicated(value: Any, root: str, dim: int = 0) -> Any:
-    """``value`` with ``Replicate()`` around constants, such as numbers and strings.
+    """``value``, called ``root`` in errors, with ``Replicate()`` around constants, such as numbers and strings.
 
-    A value without tensors does not change; :func:`microbatch.check` refuses it.
-
-    Args:
-        value: a mini-batch, or a part of it.
-        root: its name, for messages.
-        dim: the dimension of the rows.
-
-    Raises:
-        TypeError: another leaf is no tensor either, or a list of constants has as many entries as the mini-batch has
-            rows. Its rows would not be cut.
+    A value without tensors does not change. TypeError if another leaf is no tensor, or a list of constants has as many
+    entries as the mini-batch has rows, along ``dim``: they would not be cut.
     """
     if is_flat(value):
         return value
@@ -51,13 +43,11 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
 
 
 def _rows(leaf: Any, dim: int) -> int:
-    """The rows of a tensor; 0 for anything else."""
     tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Split) else (leaf, dim)
     return tensor.shape[dim] if isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim() else 0
 
 
 def _lists(value: Any) -> Iterator[Sequence[Any]]:
-    """The lists and tuples of constants in ``value``."""
     if isinstance(value, Arguments):
         parts = [*value.args, *value.kwargs.values()]
     elif isinstance(value, Mapping):

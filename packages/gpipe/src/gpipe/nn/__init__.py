@@ -1,8 +1,7 @@
 """Modules that can be cut in the middle: residual blocks, and containers inside containers.
 
-A pipe cuts between the layers of an ``nn.Sequential``. Many models consist of larger parts, such as residual blocks, or
-blocks in an ``nn.Sequential`` of their own. :func:`flatten_nested` replaces such parts by their layers, so that a
-partition may begin inside of them:
+A pipe cuts between the layers of an ``nn.Sequential``. :func:`flatten_nested` replaces larger parts by their layers, so
+that a partition may begin inside of them:
 
 >>> import torch
 >>> from torch import nn

@@ -17,22 +17,21 @@ class Inner(Part):
     """A layer that was inside of a container."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as the layer's own ``forward``."""
         return self.net(*args, **kwargs)
 
 
 def flatten_nested(module: nn.Sequential) -> nn.Sequential:
     """``module`` with the layers of the containers in it as its own layers, between which a pipe may be cut.
 
-    Replaced are ``nn.Sequential`` and :class:`Residual`, at any depth. A container that does more than compute its
-    layers in order stays one layer: a subclass with a ``forward`` of its own, or a container with hooks.
+    Replaced are ``nn.Sequential`` and :class:`Residual`, at any depth, unless they have a ``forward`` of their own, or
+    hooks.
 
     Args:
         module: its layers are shared with the result, so that training one trains the other.
 
     Returns:
-        The layers, in order. A layer at the path ``a.b`` is called ``a_b``; its parameters have the names that they
-        have in ``module`` in ``state_dict()``, also in that of a pipe.
+        The layers, in order. A layer at the path ``a.b`` is called ``a_b``; in ``state_dict()``, also in that of a
+        pipe, its parameters keep their names.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order.

@@ -18,14 +18,14 @@ class Residual(nn.Module):
     """Layers, to whose output their input is added: ``layers(x) + shortcut(x)``.
 
     In a pipe it is one layer. :func:`gpipe.nn.flatten_nested` replaces it by its layers, which may be in different
-    partitions; the input then goes directly to the partition that adds it.
+    partitions.
 
     Args:
         layers: modules, or one ``OrderedDict`` of them, as for ``nn.Sequential``; each takes and returns one tensor.
-        shortcut: a module for the input before it is added, such as a convolution that changes its shape. By default
-            the input is added as it is.
+        shortcut: a module for the input before it is added, such as a convolution that changes its shape; none by
+            default.
         join: a function or module of the layers' output and the shortcut's. By default it adds them; a U-Net
-            concatenates. Parameters of a module are trained too.
+            concatenates.
 
     Raises:
         ValueError: a layer is called ``"shortcut"`` or ``"join"``.
@@ -78,7 +78,7 @@ class Fork(nn.Module):
 
 @skippable(pop=["input"])
 class JoinAgain(nn.Module):
-    """The layer at the end of a residual block, which pops the input and joins. It calls the modules of the block."""
+    """The layer at the end of a residual block, which pops the input and joins."""
 
     def __init__(self, shortcut: nn.Module | None, join: Join) -> None:
         super().__init__()

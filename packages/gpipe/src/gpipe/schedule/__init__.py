@@ -1,10 +1,7 @@
-"""Schedules: which actions each stage does, and in which order, as plain data.
+"""Schedules: which actions each stage does, and in which order, as plain data. Nothing here runs anything.
 
-A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage. Nothing here
-runs anything: schedules can be printed, parsed, compared, and checked for deadlocks in milliseconds.
-:meth:`gpipe.GPipe.step` executes them.
-
-In text an action is a letter and its micro-batch::
+A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage, for
+:meth:`gpipe.GPipe.step`. In text an action is a letter and its micro-batch::
 
     F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
 """

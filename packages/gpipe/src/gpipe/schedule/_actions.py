@@ -79,6 +79,5 @@ def requirement(step: Step) -> tuple[Step, ...]:
 
 
 def deadlock(waiting: Iterable[Step]) -> ValueError:
-    """The error for steps of which none will ever have its input."""
     told = (f"{step} for {' or '.join(map(str, requirement(step)))}" for step in waiting)
     return ValueError(f"the workers wait for each other forever: {', '.join(told)}")

@@ -17,8 +17,7 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
     There are ``microbatches + stages - 1`` ticks (GPipe, section 2.3).
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
+        microbatches, stages: m and n.
 
     Returns:
         The cells of each tick in turn.
@@ -66,9 +65,7 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
         .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`.
 
     Returns:
         A program for each stage.
@@ -93,9 +90,7 @@ def zero_bubble(
         .  F0 I0 F1 I1 W0 F2 I2 W1 W2
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`.
         split: the stages whose backward is split, by default all; others compute it in one part, as under 1F1B.
 
     Returns:
@@ -111,16 +106,14 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: S
     """1F1B with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
     Groups of k micro-batches go through the first stage of every worker, then through the second stages, and so on.
-    With v = n / k stages on each worker, the bubble is that of k stages divided by v, if m is divisible by k. Worker r
-    holds at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage.
+    With v = n / k, the bubble is that of k stages divided by v, if m is divisible by k. Worker r holds at most 2(k − r
+    − 1) + (v − 1)k + 1 micro-batches of one stage.
 
     Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
+        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`.
         workers: k, the number of workers.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
 
     Returns:
         A program for each stage.
@@ -135,11 +128,9 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
     """Fill-drain with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
     Breadth first: a worker computes all micro-batches on one of its stages before it begins the next stage, and the
-    backwards in reverse. So the forwards of a stage are consecutive, and so are its backwards: replicas can gather its
-    parameters, and reduce its gradients, once each. With v = n / k stages on each worker and m ≥ k, a worker is idle
-    for (k − 1)(f + b), where f and b are the times of a forward and a backward of one stage: as under fill-drain with k
-    stages, but these stages are v times smaller. A worker holds v·m micro-batches of one stage, as much as under
-    fill-drain.
+    backwards in reverse. So replicas can gather the parameters of a stage, and reduce its gradients, once each. If m ≥
+    k, a worker is idle for (k − 1)(f + b), where f and b are the times of a forward and a backward of one stage. It
+    holds v·m micro-batches of one stage.
 
     Source: Breadth-First Pipeline Parallelism (Lamy-Poirier, arXiv 2211.05953)::
 
@@ -147,16 +138,13 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
         .    F0@1 F1@1 F0@3 F1@3 B1@3 B0@3 B1@1 B0@1 .
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
-        workers: k, the number of workers.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        microbatches, stages, workers, checkpoint_stop: as for :func:`interleaved`.
 
     Returns:
         A program for each stage.
 
     Raises:
-        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+        ValueError: as :func:`interleaved`.
     """
     return named("looped_bfs", microbatches, looped_placement(stages, workers), checkpoint_stop)
 
@@ -169,23 +157,19 @@ def interleaved_zero_bubble(
     :func:`interleaved` with split backwards. Worker r delays the weights of r micro-batches, and computes k − r − 1
     fewer forwards in advance. If m is divisible by k, a worker is idle for (k − 1)(f + i − w), where f, i and w are the
     times of a forward and both parts of the backward of one stage, with w ≤ i ≤ f; if no backward is split, for (k −
-    1)(f + b), as under interleaved. It holds at most n micro-batches of one stage, as much as k micro-batches of all of
-    its v = n / k stages. With one stage on each worker it is :func:`gpipe.schedule.zero_bubble`.
+    1)(f + b). It holds at most n micro-batches of one stage.
 
     Source: ZB-H1 (Qi et al., arXiv 2401.10241) on the loops of Megatron-LM (Narayanan et al., arXiv 2104.04473).
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages.
-        workers: k, the number of workers.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        microbatches, stages, workers, checkpoint_stop: as for :func:`interleaved`.
         split: the stages whose backward is split, by default all.
 
     Returns:
         A program for each stage.
 
     Raises:
-        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+        ValueError: as :func:`interleaved`.
     """
     return named("interleaved_zero_bubble", microbatches, looped_placement(stages, workers), checkpoint_stop, split)
 
@@ -195,9 +179,8 @@ def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Colle
 
     Stage j is on worker j in the first half, and on worker n − 1 − j in the second, so the last stage, where backwards
     begin, is on the first worker. If a forward and both parts of the backward of a stage each take the time f, and m ≥
-    n − 1, none of the k = n / 2 workers waits between its first step and its last. Worker r begins at r·f, and the step
-    ends at (6m + k − 1)f. Each worker holds at most n micro-batches of one stage, as much as the k micro-batches of two
-    stages that the first worker holds under 1F1B.
+    n − 1, none of the k = n / 2 workers waits between its first step and its last; the step ends at (6m + k − 1)f. Each
+    worker holds at most n micro-batches of one stage.
 
     Source: ZB-V (Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362)::
 
@@ -205,9 +188,7 @@ def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Colle
         .    F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 I2@1 W1@1 W2@2 W2@1
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages, which is even.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`; the number of stages is even.
         split: the stages whose backward is split, by default all; the others compute it at the place of its first part.
 
     Returns:
@@ -224,28 +205,25 @@ def dualpipev(
 ) -> Schedule:
     """DualPipeV: in the middle of the run, forwards of one half are paired with backwards of the other.
 
-    This is the half of DualPipe that has each parameter once, with stages placed as for :func:`zbv`. The forward and
-    the backward of a pair are independent, so the transfers of one overlap with the computation of the other. Backwards
-    are split at the begin and the end of the run only, where that lets a worker begin earlier.
+    This is the half of DualPipe that has each parameter once, with stages placed as for :func:`zbv`. The two actions of
+    a pair are independent, so the transfers of one overlap with the computation of the other. Backwards are split at
+    the start and the end of the run only.
 
     Let f be the time of a forward of a stage, b that of a whole backward, w that of its part for the weights, and f&b
     that of a pair. The published bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n. Here the two actions
-    of a pair run one after the other, so f&b = f + b, and the bubble is at most that if f ≤ b and 2w ≤ b; if f = w and
-    b = 2f it is (k − 1)f. Each worker holds at most n + 1 micro-batches of one stage.
+    of a pair run one after the other, so f&b = f + b, and the bubble is at most that if f ≤ b and 2w ≤ b. Each worker
+    holds at most n + 1 micro-batches of one stage.
 
     Source: DualPipe (DeepSeek-V3, arXiv 2412.19437), and DualPipeV, https://github.com/deepseek-ai/DualPipe.
 
     Args:
-        microbatches: m, the number of micro-batches.
-        stages: n, the number of stages, which is even.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: the stages that split backwards, by default all; the others compute them at the place of the first part.
+        microbatches, stages, checkpoint_stop, split: as for :func:`zbv`.
 
     Returns:
         A program for each stage.
 
     Raises:
-        ValueError: the number of stages is odd, or ``checkpoint_stop`` has another length.
+        ValueError: as :func:`zbv`.
     """
     return named("dualpipev", microbatches, v_placement(stages), checkpoint_stop, split)
 

@@ -68,8 +68,8 @@ def choose(
 ) -> Choice:
     """The fastest of 1F1B, zero bubble and fill-drain; of equally fast ones, that which holds the fewest micro-batches.
 
-    Times are those of :func:`gpipe.schedule.replay`, without time for transfers. A part of a backward that was not
-    measured counts as half of the backward, and a recomputation as a forward.
+    Times are those of :func:`gpipe.schedule.replay`, without transfers. A part of a backward that was not measured
+    counts as half of it, and a recomputation as a forward.
 
     Args:
         microbatches: the number of micro-batches.
@@ -98,7 +98,6 @@ def choose(
 
 
 def _of_stage(seconds: Seconds, stage: int) -> dict[Kind, float]:
-    """The seconds of a stage's actions, also of kinds that were not measured."""
     forward, part = seconds[stage, Kind.FORWARD], seconds[stage, Kind.BACKWARD] / 2
     return {kind: seconds.get((stage, kind), forward if kind == Kind.RECOMPUTE else part) for kind in Kind}
 

@@ -13,7 +13,6 @@ StageCheckpoint = str | Sequence[bool]
 
 
 def expect_flags(flags: Iterable[object], name: str) -> None:
-    """Raise TypeError for an entry of ``flags`` that is neither True nor False; ``name`` is that of the argument."""
     for k, flag in enumerate(flags):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
@@ -30,7 +29,7 @@ def mode_of(flags: Iterable[bool]) -> StageMode:
 
 
 def scheduled(mode: StageCheckpoint) -> str:
-    """The mode for schedules. They recompute whole stages; single layers are recomputed inside the stage's backward.
+    """The mode for schedules, which recompute whole stages; single layers are recomputed inside the stage's backward.
 
     >>> scheduled("except_last"), scheduled([True, True]), scheduled([True, False])
     ('except_last', 'always', 'never')
@@ -39,7 +38,6 @@ def scheduled(mode: StageCheckpoint) -> str:
 
 
 def as_lists(modes: Iterable[StageCheckpoint]) -> list[str | list[bool]]:
-    """Modes in new lists, as the attribute ``checkpoint`` of :class:`gpipe.GPipe` returns them."""
     return [each if isinstance(each, str) else list(each) for each in modes]
 
 

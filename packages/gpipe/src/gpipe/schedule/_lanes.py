@@ -1,8 +1,7 @@
 """The steps of each worker under the schedules with one stage on a worker, or several in loops.
 
-They are generators, so long schedules need not be in memory. Worker r of k has the stages r, r + k, r + 2k, and so on;
-with k = n, the number of stages, each worker has one. Micro-batches come in groups of k, and so steps of some that do
-not exist are made too; :func:`adapted` leaves them out.
+They are generators, so long schedules need not be in memory. Worker r of k has the stages r, r + k, r + 2k, and so on.
+Micro-batches come in groups of k, so steps of some that do not exist are made too; :func:`adapted` leaves them out.
 """
 
 from __future__ import annotations
@@ -73,12 +72,8 @@ def _steps(stage: int, kind: Kind, microbatches: Iterable[int]) -> Steps:
 def adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
     """The steps of a worker with recomputations, and without what is not to be done.
 
-    Args:
-        lane: the steps. Those of micro-batches that do not exist are left out, which causes no deadlock: micro-batches
-            do not depend on each other.
-        microbatches: the number of micro-batches.
-        stops: for each stage, the number below which micro-batches are checkpointed.
-        whole: the stages whose backward is not split.
+    Steps of micro-batches that do not exist are left out, which causes no deadlock: micro-batches do not depend on each
+    other. Stages in ``whole`` do not split their backward.
     """
     for j, (kind, i) in lane:
         if i >= microbatches or (kind is _W and j in whole):

@@ -11,8 +11,8 @@ from ._actions import Program, Step, Walk, deadlock, requirement
 def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     """The steps of each worker, if every action takes one tick and each starts as soon as it can.
 
-    If several stages of a worker could start at the same tick, the last one starts: so micro-batches leave the pipeline
-    earlier, and fewer are held. With all stages on one worker this is an order in which nothing ever waits.
+    If several stages of a worker could start at the same tick, the last one starts, so that fewer micro-batches are
+    held. With all stages on one worker nothing ever waits in this order.
 
     Args:
         programs: the program of each stage.

@@ -38,10 +38,7 @@ def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages:
 
 
 def stop_of_each(checkpoint_stop: Stops, stages: int) -> tuple[int, ...]:
-    """``checkpoint_stop`` for each stage.
-
-    Raises ValueError if it is a list of another length.
-    """
+    """``checkpoint_stop`` for each stage; ValueError if it is a list of another length."""
     if isinstance(checkpoint_stop, int):
         return (checkpoint_stop,) * stages
     if len(checkpoint_stop) != stages:

@@ -43,9 +43,8 @@ def named(
 
     Args:
         name: one of :data:`gpipe.schedule.SCHEDULES`.
-        microbatches: m, the number of micro-batches.
+        microbatches, checkpoint_stop: as for :func:`fill_drain`.
         placement: the worker of each stage.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
         split: for schedules in :data:`gpipe.schedule.SPLITTING`, the stages whose backward is split; by default all.
 
     Returns:
@@ -72,8 +71,8 @@ def lanes(
 ) -> Sequence[Lane]:
     """The steps of each worker under :func:`named`.
 
-    They are made while they are read, unless stages share workers that the schedule would keep apart. So each of many
-    processes can make its own alone.
+    They are made while they are read, unless stages share workers that the schedule would keep apart, so that each of
+    many processes can make its own alone.
     """
     own = _own_placement(name, placement)
     # A pipe of one rank in a thousand must not make the steps of the others.
@@ -123,7 +122,7 @@ def looped_placement(stages: int, workers: int) -> list[int]:
 
 
 def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
-    """The placement for which the schedule is made. Raises ValueError if it cannot be used on ``placement``."""
+    """The placement for which the schedule is made; ValueError if it cannot be used on ``placement``."""
     expect_name(name, SCHEDULES)
     workers = len(set(placement))
     if name.lower() in _LOOPED and placement:
@@ -143,7 +142,6 @@ def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
 
 
 def expect_name(name: str, names: Iterable[str]) -> None:
-    """Raise ValueError, with the list of ``names``, unless ``name``, in capitals or not, is one of them."""
     names = list(names)
     if name.lower() not in names:
         raise ValueError(
@@ -152,7 +150,6 @@ def expect_name(name: str, names: Iterable[str]) -> None:
 
 
 def expect_schedule(schedule: object, names: Iterable[str]) -> None:
-    """Raise TypeError unless ``schedule`` is a schedule or a name, and ValueError if that is none of ``names``."""
     if isinstance(schedule, str):
         expect_name(schedule, names)
     elif not isinstance(schedule, Schedule):

@@ -1,8 +1,4 @@
-"""The replay: when the steps of a schedule run, computed from their durations.
-
-Every figure of time comes from here: simulated timelines, the choice of a schedule, the seconds of a plan, and which of
-several failures was due first.
-"""
+"""The replay: when the steps of a schedule run, computed from their durations. Every figure of time comes from here."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class Span(NamedTuple):
     """The time of a step.
 
     Attributes:
-        start, end: the begin and end of its work, in the unit of the durations.
+        start, end: of its work, in the unit of the durations.
         wait: the time that its worker was idle before.
     """
 
@@ -53,7 +49,7 @@ def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float]
         The span of each step.
 
     Raises:
-        ValueError: the workers wait for each other forever; the message names the steps.
+        ValueError: the workers wait for each other forever.
 
     >>> from gpipe.schedule import fill_drain
     >>> max(span.end for span in replay(fill_drain(8, 4).on(range(4))).values())
@@ -72,17 +68,6 @@ def makespan(lanes: Sequence[Lane], microbatches: int, seconds: KindSeconds, hop
     """The time at which the last worker finishes under :func:`replay`.
 
     Steps are read once and not kept, so ``lanes`` may be generators, and a thousand stages fit into memory.
-
-    Args:
-        lanes: the steps of each worker.
-        microbatches: the number of micro-batches.
-        seconds, hops: as for :func:`replay`.
-
-    Returns:
-        The time, in the unit of ``seconds``.
-
-    Raises:
-        ValueError: the workers wait for each other forever.
     """
     return _run(lanes, microbatches, seconds, hops, None)
 
@@ -94,7 +79,7 @@ def _run(
     hops: Sequence[float],
     spans: dict[Step, Span] | None,
 ) -> float:
-    """Let the workers take turns, each until it has no input, and return when the last one ends."""
+    """Let the workers take turns, each until it has no input."""
     routes, clocks = _routes(microbatches, seconds, hops), [0.0] * len(lanes)
     workers = [_worker(lane, routes, spans, clocks, number) for number, lane in enumerate(lanes)]
     before: list[tuple[int, tuple[Kind, int]]] = []
@@ -107,7 +92,6 @@ def _run(
 
 
 def _routes(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Route]]:
-    """The route of an action, by stage and kind."""
     stages, following = len(hops), [*hops[1:], 0.0]
     unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * stages - 1)]
     # The input of the first stage is there from the beginning, as is the loss, where the backwards begin.

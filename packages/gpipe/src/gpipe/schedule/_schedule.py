@@ -16,8 +16,7 @@ class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
     If several stages share a worker, ``walk`` is the order of their steps; without it, a worker does the step that can
-    start first. It is None if every stage has a worker of its own, since it is then determined by the
-    programs. Schedules are equal if their programs and walks are equal.
+    start first. It is None if every stage has a worker of its own. Schedules are equal if their programs and walks are.
 
     Raises ValueError if the steps of ``walk`` are not those of ``programs``, or a stage is on two workers.
 
@@ -52,11 +51,11 @@ class Schedule(tuple[Program, ...]):
     def parse(cls, text: str) -> Schedule:
         """The schedule that ``text`` describes: a line for each worker, with actions such as ``F0`` or ``B3@2``.
 
-        An action without ``@stage`` belongs to the stage with the number of its line. Dots, which show idle time, and
-        text after ``#`` are ignored.
+        An action without ``@stage`` belongs to the stage with the number of its line. Dots, and text after ``#``, are
+        ignored.
 
         Args:
-            text: the text of a schedule, with or without dots and comments.
+            text: the text of a schedule.
 
         Returns:
             The schedule.
@@ -79,8 +78,7 @@ class Schedule(tuple[Program, ...]):
     def on(self, placement: Sequence[int]) -> Walk:
         """The steps of each worker, where stage j runs on worker ``placement[j]``.
 
-        Those of ``walk`` if it was written for this placement; otherwise, where stages share a worker, it does the step
-        that can start first.
+        Those of ``walk`` if it was written for this placement; otherwise a worker does the step that can start first.
 
         Args:
             placement: the worker of each stage, counted from 0.
@@ -119,7 +117,6 @@ class Schedule(tuple[Program, ...]):
 
     @property
     def _lines(self) -> Walk:
-        """The walk, or a line for each stage."""
         return self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
 
     def __str__(self) -> str:
@@ -152,7 +149,6 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
 
 
 def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
-    """``walk``, or None if the programs determine it."""
     walk = tuple(steps for steps in walk if steps)
     on = Counter(j for steps in walk for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
@@ -164,7 +160,6 @@ def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
 
 
 def programs_of(walk: Walk, stages: int) -> list[Program]:
-    """The actions of each stage, in the order of ``walk``."""
     found: list[list[Action]] = [[] for _ in range(stages)]
     for stage, action in chain.from_iterable(walk):
         found[stage].append(action)

@@ -75,12 +75,10 @@ def _dualpipev(m: int, k: int, r: int) -> Iterator[Turn]:
 
 
 def zbv_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """The steps of a worker under ZB-V."""
     return _numbered(_zbv(microbatches, workers, worker), (worker, stages - 1 - worker))
 
 
 def dualpipev_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """The steps of a worker under DualPipeV."""
     return _numbered(_dualpipev(microbatches, workers, worker), (worker, stages - 1 - worker))
 
 

@@ -17,7 +17,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
     """Raise ValueError, naming the actions, unless ``schedule`` trains ``microbatches`` micro-batches on these stages.
 
     Every stage does each forward once, and after it either one backward or one backward for the inputs and then one for
-    the weights, with at most one recomputation before; and the workers never wait for each other forever.
+    the weights, with at most one recomputation before.
 
     Args:
         schedule: the program of each stage.
@@ -25,7 +25,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
         placement: the worker of each stage.
 
     Raises:
-        ValueError: it does not; the message names the stage and what it does for a micro-batch, or the steps that wait.
+        ValueError: a stage does something else for a micro-batch, or the workers wait for each other forever.
     """
     if len(schedule) != len(placement):
         raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")

@@ -1,7 +1,6 @@
 """Tensors that skip layers: a layer stashes one, and a later layer pops it, on the same or another stage.
 
-The tensor is sent directly from the stage of the first to that of the second, not through the stages between. The same
-layers work in a plain ``nn.Sequential``.
+The tensor does not pass through the stages between. The same layers work in a plain ``nn.Sequential``.
 
 >>> import torch
 >>> from torch import nn

@@ -69,5 +69,4 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
 
 
 def skippables(module: nn.Module) -> Iterator[Skippable]:
-    """All skippable layers below ``module``, in order."""
     return (layer for layer in module.modules() if isinstance(layer, Skippable))

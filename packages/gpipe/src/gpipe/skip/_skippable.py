@@ -72,7 +72,7 @@ class Skippable(nn.Module):
         return result
 
     def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
-        """Put the skips of this layer, or ``only`` those named, into a namespace.
+        """Put the skips of this layer into a namespace.
 
         Args:
             ns: the namespace.

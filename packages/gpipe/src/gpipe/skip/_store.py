@@ -13,7 +13,6 @@ Key = tuple[Namespace | None, str]
 
 
 def current_store() -> Store:
-    """The store of this thread: that of the innermost :func:`routed` context, or one for plain modules."""
     return current.skips
 
 

@@ -11,7 +11,7 @@ from ._store import Key
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Raise TypeError, with a list of all faults, unless every skip is stashed once, and popped once by a later layer.
+    """Raise TypeError unless every skip is stashed once, and popped once by a later layer.
 
     Args:
         module: all layers, in order.

@@ -1,7 +1,6 @@
-"""torchgpipe's module path of layers that stash and pop.
+"""torchgpipe's module path of layers that stash and pop: ``from gpipe.skip.skippable import ...``.
 
-As an attribute of :mod:`gpipe.skip`, ``skippable`` is the function :func:`gpipe.skip.skippable`, which hides this
-module; ``from gpipe.skip.skippable import ...`` finds the module.
+The attribute ``skippable`` of :mod:`gpipe.skip` is the function of that name.
 """
 
 from ._skippable import Skippable as Skippable

@@ -1,7 +1,6 @@
 """A timeline in Chrome's trace format, which https://ui.perfetto.dev opens.
 
-A device is a process there, and a worker a thread. Times are microseconds; the arguments of each event hold what the
-timeline holds, in seconds.
+A device is a process there, and a worker a thread. Times are microseconds.
 
 Source: "Trace Event Format" (the Chromium project).
 """
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def trace(timeline: Timeline, title: str = "") -> str:
-    """The text of the file."""
     # Perfetto shows a process as a group of lanes: a device with its workers.
     pids = {device: pid for pid, device in enumerate(sorted({event.device for event in timeline.events}))}
     entries = [_name("process", f"{title} {device}".strip(), pid) for device, pid in pids.items()]

@@ -19,11 +19,11 @@ class StageCost:
 
     Attributes:
         forward, backward, recompute: seconds; by default a recomputation takes as long as the forward.
-        backward_input, backward_weight: the seconds of the two parts of a split backward. If one is not given, it is
-            the rest of the backward; if neither is given, each is half of it.
+        backward_input, backward_weight: the seconds of the two parts of a split backward: one that is missing is the
+            rest of the backward, both are half of it.
         activation_bytes: bytes that the stage keeps for the backward.
-        boundary_bytes: bytes of the stage's input, and of its gradient, which are sent over the link before the stage.
-            A checkpointed micro-batch keeps only these until its recomputation.
+        boundary_bytes: bytes of the stage's input, and of its gradient, which come over the link before the stage. A
+            checkpointed micro-batch keeps only these until its recomputation.
         layers: the names of the layers, as text.
 
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
@@ -67,17 +67,14 @@ def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 
     """The cost of each stage, from a profile of the layers.
 
     Args:
-        profile: a profile of the model on a micro-batch.
+        profile: a profile of the model on a micro-batch. If it has no seconds, as of a model on ``meta``, each stage
+            counts as one second for a forward and two for a backward; the peak depends on the order of actions only.
         balance: the number of layers of each stage.
         input_bytes: bytes of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
-    A profile without seconds, such as that of a model on ``meta``, has only bytes. Each stage then counts as one second
-    for a forward and two for a backward. The peak of a stage depends only on the order of actions.
-
-    On CUDA a stage keeps a copy of its input too; on a CPU the input is the output that the stage before keeps.
-
     Returns:
-        A cost for each stage.
+        A cost for each stage. On CUDA a stage keeps a copy of its input too; on a CPU the input is the output that the
+        stage before keeps.
 
     Raises:
         ValueError: ``balance`` does not fit.

@@ -14,11 +14,11 @@ class Event:
     Attributes:
         stage, microbatch, kind: the action.
         device: the device of the stage, as text.
-        start, end: in seconds from the begin of the run.
+        start, end: in seconds from the start of the run.
         wait: the seconds that the worker was idle before, waiting for a link.
         bytes_moved: the bytes that were copied from another device for it.
         layers: the names of the stage's first and last layer, as text.
-        held_bytes: the bytes of activations that the stage keeps for backwards when the action ends; None if unknown.
+        held_bytes: the bytes of activations that the stage keeps when the action ends; None if unknown.
     """
 
     stage: int

@@ -40,13 +40,8 @@ class Link:
 
 
 def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[float]:
-    """For each stage, the seconds of a transfer from the stage before.
-
-    Args:
-        transfer: the transfer time of all links, or of each.
-        crossing: the bytes sent to each stage; None if both stages are on one worker, which takes no time.
-
-    Raises TypeError or ValueError for what is no time, or a list of another length than there are links.
+    """For each stage, the seconds of a transfer from the stage before; ``crossing`` is None for a stage on the same
+    worker.
     """
     links = crossing[1:]
     each = list(transfer) if isinstance(transfer, (list, tuple)) else [transfer] * len(links)

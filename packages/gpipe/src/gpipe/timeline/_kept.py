@@ -13,7 +13,7 @@ def kept_bytes(layers: Sequence[LayerProfile]) -> int:
 
 
 def freed(layers: Sequence[LayerProfile]) -> list[int]:
-    """What each layer lets go of that was made by layers before it, rather than before them all."""
+    """What each layer frees of what the layers before it have made."""
     found, loose = [], 0
     for layer in layers:
         found.append(min(layer.freed_bytes, loose))

@@ -29,14 +29,12 @@ from ._timeline import Timeline
 def record(*, memory: bool = False) -> Iterator[Timeline]:
     """Record every run of a pipe that begins inside this context, in one timeline.
 
-    Actions on a GPU are timed by events on their streams, which are read when the timeline is read.
-
     Args:
         memory: also count the bytes of activations that each stage holds. This intercepts every operation, so the times
             of such a recording are wrong.
 
     Returns:
-        A context manager, whose value is the timeline.
+        A context manager, whose value is the timeline. Times on a GPU are read when the timeline is read.
 
     >>> from torch import nn
     >>> from gpipe import GPipe
@@ -60,7 +58,6 @@ class Recorder:
         self._memory = memory
 
     def begin(self, placement: Sequence[int]) -> RunRecorder:
-        """Begin to record a run whose stage j is on worker ``placement[j]``."""
         self.timeline.workers.update(enumerate(placement))
         tracker = {j: AllocationTracker() for j in range(len(placement))} if self._memory else {}
         return RunRecorder(self.timeline, self._clock, tracker)
@@ -77,7 +74,6 @@ class RunRecorder:
         self.trackers = tracker
 
     def do(self, run: StageRun, action: Action) -> None:
-        """Do an action, and record it."""
         stage = run.stage
         tracker = self.trackers.get(stage.index)
         look = Look(partial(self._clock.now, stage.device))
@@ -99,13 +95,11 @@ class RunRecorder:
         self._timeline.add(self._own[-1])
 
     def export_events(self, since: float) -> list[list[Any]]:
-        """The events of this process as lists, with times relative to ``since``."""
         begin = self._clock.at(since)
         events = [each if isinstance(each, Event) else each() for each in self._own]
         return [[*astuple(replace(each, start=each.start - begin, end=each.end - begin))] for each in events]
 
     def import_events(self, events: list[list[Any]], since: float) -> None:
-        """Add the events of another process."""
         begin = self._clock.at(since)
         for event in (Event(*each) for each in events):
             self._timeline.add(replace(event, start=event.start + begin, end=event.end + begin))
@@ -154,7 +148,6 @@ class Clock:
         self._bases: dict[torch.device, tuple[torch.Event, float]] = {}
 
     def at(self, moment: float) -> float:
-        """A time of :func:`time.perf_counter`, by this clock."""
         return moment - self._begin
 
     def now(self, device: torch.device) -> Instant:
@@ -172,7 +165,6 @@ class Clock:
         return seconds
 
     def _base(self, device: torch.device) -> tuple[torch.Event, float]:
-        """An event of the device, and its time by the CPU's clock."""
         if device not in self._bases:
             # On a stream without other work: waiting for the current one would let the device run idle.
             base = _event(new_stream(device))

@@ -33,16 +33,14 @@ def simulate(
 ) -> Timeline:
     """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
 
-    A worker does its actions one by one in the order of the schedule, each as soon as its input has arrived. So no run
-    with these costs and this order can be faster, and lower costs never make it slower.
+    A worker does its actions in the order of the schedule, each as soon as its input has arrived.
 
     Args:
         schedule: the program of each stage, or the name of a schedule.
         costs: the cost of each stage.
         microbatches: the number of micro-batches, for a schedule by its name.
-        checkpoint: a mode, or one for each stage. Micro-batches that it includes and that the schedule does not
-            recompute are recomputed just before their backwards. By default ``schedule`` decides. (Flags of layers are
-            not known here: :attr:`gpipe.Plan.timeline` has them.)
+        checkpoint: a mode, or one for each stage: its micro-batches are recomputed just before their backwards, unless
+            the schedule recomputes them. By default ``schedule`` decides.
         placement: the worker of each stage. By default that of the schedule (schedules in the shape of a V have one),
             else a worker for each stage.
         transfer: the seconds of a transfer between workers; or a function that returns them for a number of bytes, such
@@ -84,9 +82,6 @@ def makespan(
 ) -> float:
     """The makespan of :func:`simulate`, without a timeline; takes about a microsecond for each action.
 
-    A thousand stages and four thousand micro-batches take seconds. Actions of a schedule by its name are not kept in
-    memory.
-
     Args:
         schedule, costs, microbatches, checkpoint, placement, transfer: as for :func:`simulate`. Every stage has to do
             the forward of all micro-batches, and the backward of all or none.
@@ -112,7 +107,6 @@ def _lanes(
     checkpoint: str | Sequence[str] | None,
     placement: Sequence[int] | None,
 ) -> tuple[Sequence[Lane], list[int], int]:
-    """The steps of each worker, the worker of each stage, and the number of micro-batches."""
     if isinstance(schedule, str):
         if microbatches is None:
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
@@ -140,14 +134,12 @@ def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
 
 
 def _crossing(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
-    """The bytes that each stage gets from another worker; None if the stage before is on its own."""
     # Between stages of one worker nothing is copied: the output is the input.
     apart = [False, *(before != own for before, own in pairwise(placement))]
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
 
 
 def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
-    """What each stage keeps after each of its steps."""
     recomputed = {(j, i) for j, (kind, i) in chain.from_iterable(walk) if kind == Kind.RECOMPUTE}
     found: dict[Step, int] = {}
     now = [0] * len(costs)

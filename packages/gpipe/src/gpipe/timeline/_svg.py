@@ -1,6 +1,6 @@
 """A timeline as a picture: a lane for each worker, a cell for each action, time to the right.
 
-The picture follows the reader's choice of light or dark, and each cell says in its title what it is.
+It is light or dark as the reader's browser, and each cell says in its title what it is.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
 
 
 def describe(event: Event, begin: float) -> str:
-    """What people want to know of a cell, line by line."""
+    """The text of a cell's title."""
     held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
     return (
         f"stage: {event.stage} ({event.layers})\nmicro-batch: {event.microbatch}\nkind: {event.kind.label}\n"

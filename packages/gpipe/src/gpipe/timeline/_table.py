@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def heading(timeline: Timeline) -> str:
-    """The gist, in a line."""
+    """The summary, in a line."""
     if not timeline.events:
         return "no actions"
     return (
@@ -29,7 +29,6 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def table(timeline: Timeline) -> str:
-    """A line for each worker: its seconds by kind of action, its waiting time, and the bytes that it moved and held."""
     if not timeline.events:
         return heading(timeline)
     rows = [_row(timeline, worker, lane) for worker, lane in timeline.lanes.items()]
@@ -37,7 +36,6 @@ def table(timeline: Timeline) -> str:
 
 
 def _row(timeline: Timeline, worker: int, lane: Sequence[Event]) -> dict[str, str]:
-    """The cells of a line, by the head of their column."""
     stages = sorted({event.stage for event in lane})
     held = timeline.held(*stages)
     present = {event.kind for event in timeline.events}

@@ -20,8 +20,7 @@ _reading = fork_lock()
 class Timeline:
     """The actions of a run: recorded by :func:`gpipe.record`, or predicted by :func:`gpipe.simulate.simulate`.
 
-    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture. Several threads may :meth:`add`
-    actions. Read it when they have finished.
+    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture.
 
     Args:
         events: the first actions.
@@ -174,7 +173,7 @@ class Timeline:
 
 
 def _covered(lane: Iterable[Event]) -> float:
-    """The seconds in which at least one of the events, sorted by their start, is going on."""
+    """The seconds in which at least one of the events, sorted by their start, lasts."""
     total, reach = 0.0, float("-inf")
     for event in lane:
         total += max(0.0, event.end - max(event.start, reach))

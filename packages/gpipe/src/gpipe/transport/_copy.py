@@ -1,16 +1,15 @@
 """How tensors change devices without making computation wait.
 
 A copy runs on streams of its own, after what the source has queued so far; the target's computation waits for just this
-copy. What comes and what goes, values and gradients, each have a stream: on a common one the next value would only
-arrive after the last output had been computed and sent. Every tensor is recorded with each stream that reads it, so
-that the allocator hands nothing out again too early::
+copy. What comes and what goes, values and gradients, each have a stream: on a common one the next value would arrive
+only after the last output had been sent. Every tensor is recorded with each stream that reads it::
 
     source computes   --y--x------------------->        x: copy waits for y
     copy streams            \\--copy--x                  x: event
     target computes  ------------------\\--reads-->
 
-From the CPU and to it, copies go by way of pinned memory: a copy of memory that the system may move holds up the worker
-that asks for it, until all that the copy waits for is done.
+Copies from and to the CPU go through pinned memory: a copy of pageable memory blocks the worker until all that the copy
+waits for is done.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class CopyStreams(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> CopyStreams:
-        """New streams of ``device``."""
         return cls(*[new_stream(device) for _ in cls._fields])
 
 
@@ -89,7 +87,7 @@ class Copy:
         self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
 
     def send(self, payload: Payload) -> Parcel:
-        """Queue the copy; called on the worker of the source."""
+        """Queue the copy, on the worker of the source."""
         source, target = self._source, self._target
         if is_accelerator(source.copy):
             # The values are computed by work that is queued there; the host does not wait.
@@ -105,7 +103,7 @@ class Copy:
         return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
-        """Make the target's computation wait for the copy; called on the worker of the target."""
+        """Make the target's computation wait for the copy, on its worker."""
         payload, event = parcel
         return arrived(payload, event, self._target.compute)
 
@@ -124,7 +122,7 @@ class Copy:
 
 
 def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
-    """Make ``compute`` wait for ``event``, which is recorded after all writes to the tensors of ``payload``."""
+    """Make ``compute`` wait for ``event``, which is recorded after all writes to ``payload``."""
     wait_event(compute, event)
     # They were allocated on the copy stream, which would use their memory again while this one reads it.
     if is_accelerator(compute):
@@ -134,7 +132,6 @@ def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> 
 
 @cache
 def can_pin(kind: str) -> bool:
-    """Whether memory of the CPU can be pinned for devices of that type."""
     try:
         # Tried, since builds and drivers differ in what they can pin.
         torch.empty(1, device="cpu", pin_memory=True)

@@ -36,7 +36,7 @@ class Link(Generic[Payload]):
         name: a name for messages, such as ``values from partition 0 to 1``.
         carrier: copies payloads from device to device; None if source and target share their memory.
         stall_timeout: seconds after which a wait is logged; None for never.
-        is_cancelled: called by a reader after a failure: whether the payload that it waits for will not arrive.
+        is_cancelled: called by a reader after a failure: whether its payload will not arrive.
     """
 
     __slots__ = ("_arrived", "_carrier", "_is_cancelled", "_queue", "_stall_timeout", "name")
@@ -56,7 +56,7 @@ class Link(Generic[Payload]):
         self._arrived: dict[int, Any] = {}
 
     def put(self, microbatch: int, payload: Payload) -> None:
-        """Start to send the payload of a micro-batch; returns at once."""
+        """Start to send the payload of a micro-batch."""
         # The copy is queued here, on the thread of the sender, behind what computes the payload.
         self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
 
@@ -82,7 +82,6 @@ class Link(Generic[Payload]):
 
     @property
     def moves(self) -> bool:
-        """Whether payloads change devices."""
         return self._carrier is not None
 
     def cancel(self) -> None:
@@ -91,14 +90,7 @@ class Link(Generic[Payload]):
 
 
 class Channel:
-    """The two links between neighbouring stages: for values, and for their gradients in the other direction.
-
-    Attributes:
-        get_values: wait for the activation of a micro-batch, from the stage before.
-        put_values: send an activation to the stage after.
-        get_gradients: wait for the gradients of an activation that was sent, one for each tensor.
-        put_gradients: send back the gradients of an activation that was received.
-    """
+    """The two links between neighbouring stages: values from the stage before, and their gradients back."""
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
 
@@ -109,7 +101,6 @@ class Channel:
         self.get_gradients, self.put_gradients = gradients.get, gradients.put
 
     def cancel(self) -> None:
-        """Cancel the waits at both ends."""
         self.values.cancel()
         self.gradients.cancel()
 
@@ -118,10 +109,6 @@ class OuterChannel:
     """The channel between the caller and the first stage, or the last one. Nobody waits there.
 
     The caller puts everything in before the workers begin, and takes everything out after they have ended.
-
-    Attributes:
-        values, gradients: what is in the channel, by micro-batch.
-        get_values, put_values, get_gradients, put_gradients: as those of :class:`Channel`.
     """
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
@@ -147,14 +134,12 @@ class Ports:
         self._sizes: dict[int, list[int]] = {}
 
     def get_values(self, i: int) -> Activation:
-        """Wait for what the stages before have sent."""
         parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
         # Skips come last, as the stage expects them.
         return joined(parts)
 
     def put_values(self, i: int, activation: Activation) -> None:
-        """Send each part to the stage that needs it."""
         parts = divided(activation)
         # The cell gives the gradients of all parts as one list, which has to be cut again.
         self._sizes[i] = [len(part.tensors) for part in parts]
@@ -162,11 +147,9 @@ class Ports:
             channel.put_values(i, part)
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
-        """Wait for the gradients of what :meth:`put_values` sent, one for each tensor."""
         return [gradient for channel in self._channels for gradient in channel.get_gradients(i)]
 
     def put_gradients(self, i: int, gradients: list[Tensor | None]) -> None:
-        """Send back the gradients of what :meth:`get_values` got."""
         flowing = iter(gradients)
         for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
             channel.put_gradients(i, [next(flowing) for _ in range(size)])

@@ -17,15 +17,11 @@ class Transport:
     Args:
         places: the places of these stages, by number.
         count: the number of stages in all processes.
-        layout: the stages between which skips go.
-        link: the class of links.
-        is_cancelled: as for :class:`Link`.
         remote: the channel of a number, if one of its ends is in another process.
 
     Attributes:
         entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
-        arrivals: the channel into each stage of this process, by its number.
-        departures: the channel out of each.
+        arrivals, departures: the channel into, and out of, each stage of this process, by its number.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class Transport:
             self._add_skips(layout, count)
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        """A new channel from stage ``a`` to stage ``b``. ``number`` is its number among all channels between stages."""
+        """A new channel from stage ``a`` to stage ``b``, with its ``number`` among all channels between stages."""
         channel = self._remote(number)
         if channel is None:
             source, target = self._places[a], self._places[b]
@@ -64,7 +60,6 @@ class Transport:
         return channel
 
     def _add_skips(self, layout: SkipLayout, count: int) -> None:
-        """Combine the main channel of each stage that has skips with those of the skips."""
         popped: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.arrivals.items()}
         stashed: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.departures.items()}
         # Every process gives a skip the same number, also if it has neither end of it.
@@ -79,7 +74,6 @@ class Transport:
         self.departures |= {j: Ports(stashed[j]) for j in self.departures if len(stashed[j]) > 1}
 
     def cancel(self) -> None:
-        """Cancel all present and future waits."""
         # Not those at both ends, where nobody waits.
         for channel in self._inner:
             channel.cancel()

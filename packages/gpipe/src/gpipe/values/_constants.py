@@ -14,10 +14,8 @@ from microbatch import flatten, is_flat, leaf_paths
 
 
 class Note:
-    """An immutable object that may be passed between stages beside tensors: a constant.
-
-    Attributes:
-        content: what :mod:`gpipe.distributed` can write, without tensors.
+    """An immutable object that may be passed between stages beside tensors. :mod:`gpipe.distributed` can pickle its
+    content.
     """
 
     __slots__ = ("content",)
@@ -39,7 +37,6 @@ _CONSTANTS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Whether ``value`` is a constant, which contains no tensors."""
     return isinstance(value, _CONSTANTS)
 
 
@@ -60,7 +57,6 @@ def expect_plain(value: Any, partition: int) -> None:
 
 
 def _path(value: Any, index: int) -> str:
-    """The path of leaf number ``index`` of ``value``, for messages."""
     return list(leaf_paths(value, "output"))[index]
 
 

@@ -21,7 +21,6 @@ class Activation:
     """A value that one stage sends to the next for a micro-batch, with the list of its tensors.
 
     Args:
-        value: an input or output of layers: a tensor, a tuple of tensors, or a tree of them.
         tensors: the tensors in ``value``, in tree order; found if not given.
         ties: for each tensor, what else uses its memory (:mod:`gpipe.values._sharing`). Empty if nothing else does.
     """
@@ -36,7 +35,6 @@ class Activation:
         self.ties = ties
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Activation:
-        """The same structure, and ties, with other tensors."""
         fresh = tuple(tensors)
         if isinstance(self.value, Tensor):
             return Activation(fresh[0], fresh, self.ties)
@@ -45,7 +43,6 @@ class Activation:
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
-    """The tensors in ``value``, in tree order; ``value`` itself if it is a plain tuple of tensors."""
     if isinstance(value, Tensor):
         return (value,)
     return value if is_flat(value) else tuple([leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)])
@@ -70,8 +67,8 @@ def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) ->
 
 
 def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` with the strides that autograd would give it in ``leaf``: the rounding of kernels may depend on
-    them.
+    """``gradient`` with the strides that autograd would give it in ``leaf``, on which the rounding of kernels may
+    depend.
     """
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
         return gradient
@@ -87,19 +84,16 @@ def detach_leaves(activation: Activation) -> Activation:
 
 
 def clone_leaves(activation: Activation) -> Activation:
-    """Like :func:`detach_leaves`, with copies of the tensors."""
     return activation.with_tensors(map(clone, activation.tensors))
 
 
 def as_nonleaf(activation: Activation) -> Activation:
-    """The same tensors, not as leaves, for layers that change them in place: torch refuses that for leaves that require
-    grad, and others would become part of the graph themselves.
-    """
+    """The same tensors, not as leaves, since torch refuses in-place changes of leaves that require grad."""
     return activation.with_tensors(map(_enter, activation.tensors))
 
 
 def versions(activation: Activation) -> list[int]:
-    """The version counter of each tensor: the number of in-place changes that torch has counted."""
+    """The version counter of each tensor."""
     try:
         return [*map(_version, activation.tensors)]
     except RuntimeError:  # inference tensors have no version counter
@@ -117,7 +111,7 @@ def _enter(tensor: Tensor) -> Tensor:
 
 
 class AsNonleaf(torch.autograd.Function):
-    """The identity. Its output is not a leaf, and shares the version counter of its input, so no change is missed."""
+    """The identity. Its output is not a leaf, and shares the version counter of its input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Equal for tensors with the same storage, as long as both are alive."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -24,5 +23,4 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """A leaf like ``tensor``, in new memory."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

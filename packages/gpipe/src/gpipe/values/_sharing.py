@@ -3,10 +3,9 @@
 Each tensor has a tie, which is sent with it:
 
 - ``OWN``: nothing else uses the memory.
-- ``KEPT``: the memory must stay as it is, because a checkpointed cell or the caller needs it. A layer that works in
-  place gets a clone.
-- ``SEEN``: a change would be visible elsewhere: through another tensor of the value, through a skip, or to the layer
-  that owns this parameter or buffer. In-place work is refused, because autograd would not see the change there.
+- ``KEPT``: a checkpointed cell or the caller needs the memory as it is. A layer that works in place gets a clone.
+- ``SEEN``: a change would be visible elsewhere: through another tensor of the value, a skip, or the layer that owns
+  this parameter or buffer. In-place work is refused, because autograd would not see the change there.
 
 Of several ties the largest counts. Tensors with one storage count as sharing memory, wherever they lie in it.
 """
@@ -29,20 +28,17 @@ OWN, KEPT, SEEN = 0, 1, 2
 
 
 def ties_of(activation: Activation) -> Sequence[int]:
-    """The tie of each tensor."""
     return activation.ties or [OWN] * len(activation.tensors)
 
 
 def with_ties(activation: Activation, ties: Sequence[int]) -> Activation:
-    """``activation`` with these ties instead of its own."""
     return Activation(activation.value, activation.tensors, ties if any(ties) else ())
 
 
 def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
-    """``outputs`` with ties for the memory that they share; ``SEEN`` where it is with each other.
+    """``outputs`` of a stage with ties for the memory that they share; ``SEEN`` where it is with each other.
 
     Args:
-        outputs: of a stage.
         inputs: of the stage; an output in the memory of one of them gets its tie.
         others: more tensors, with the tie that an output in their memory gets.
     """
@@ -57,10 +53,7 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
 
 
 def owned(activation: Activation) -> Activation:
-    """``activation`` with clones of tensors that are ``KEPT``.
-
-    Those that are ``SEEN`` are not cloned: changing a clone would go unnoticed where it has to be refused.
-    """
+    """``activation`` with clones of tensors that are ``KEPT``; a change of ``SEEN`` ones is refused."""
     if KEPT not in activation.ties:
         return activation
     pairs = zip(activation.tensors, activation.ties, strict=True)
@@ -77,13 +70,8 @@ def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
 def expect_unseen(
     who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Raise RuntimeError if a ``SEEN`` tensor has changed.
-
-    Args:
-        who: what may have changed it.
-        activation: has the tensors.
-        before: their versions before.
-        uncounted: what :func:`uncounted_of` gave before.
+    """Raise RuntimeError if ``who`` has changed a ``SEEN`` tensor since :func:`versions` and :func:`uncounted_of` were
+    taken.
     """
     seen = [tie == SEEN for tie in activation.ties]
     counted = any(flag and a != b for flag, a, b in zip(seen, before, versions(activation), strict=False))
@@ -96,12 +84,10 @@ def expect_unseen(
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether an element has another value; not-a-number is one value."""
     return bool(((a != b) & ((a == a) | (b == b))).any())
 
 
 def joined(parts: Sequence[Activation]) -> Activation:
-    """One activation, whose value is the tuple of the values of ``parts``."""
     whole = Activation(tuple([part.value for part in parts]))
     return with_ties(whole, [tie for part in parts for tie in ties_of(part)])
 
@@ -129,7 +115,6 @@ def guarded(activation: Activation) -> Activation:
 
 
 def unchangeable(tensor: Tensor) -> Tensor:
-    """``tensor`` so that torch refuses to change it in place if it requires grad."""
     # torch refuses in-place changes of a view that came from an operation with several outputs, such as unbind.
     return tensor.unsqueeze(0).unbind(0)[0] if tensor.requires_grad else tensor
 
@@ -148,11 +133,6 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
 
     Tensors that share memory in a micro-batch have memory of their own where there are several. The plain model would
     change all of them with one; so torch refuses to change those that require grad.
-
-    Args:
-        outputs: one for each micro-batch.
-        batches: the micro-batches that went in, of which only the rows count.
-        spec: how leaves are put together, as :func:`microbatch.gather` takes it.
     """
     if len(outputs) == 1:
         outputs = [guarded(outputs[0])]

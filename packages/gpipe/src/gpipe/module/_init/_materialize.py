@@ -21,17 +21,7 @@ _UNWRITTEN = 255
 
 
 def expect_materializable(layers: Layers, places: Sequence[torch.device], means: Means) -> None:
-    """Raise, before anything changes, unless ``means`` can give data to ``layers`` on ``places``.
-
-    Args:
-        layers: of the model, by their names.
-        places: the devices of the partitions.
-        means: how layers get their values.
-
-    Raises:
-        ValueError: a place is ``meta``, or no tensor of the layers is there, or one that cannot be made elsewhere; or
-            ``means`` has other names than the model.
-    """
+    """Raise ValueError, before anything changes, unless ``means`` can give data to ``layers`` on ``places``."""
     if any(place.type == "meta" for place in places):
         raise ValueError(
             "devices: nothing on 'meta' can hold the data that init= is for; leave init= out, or give others"
@@ -55,14 +45,7 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], means:
 def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], means: Means) -> None:
     """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
 
-    Args:
-        partitions: of the model; their layers are changed in place.
-        places: the device of each partition.
-        means: how layers get their values.
-
-    Raises:
-        ValueError: ``means`` left tensors without values.
-        Exception: what ``means`` raises, with a note that names the layer.
+    ValueError if ``means`` left tensors without values.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
     layers: Layers = {name: layer for block in blocks for name, layer in block.items()}
@@ -91,11 +74,7 @@ def _materialize_layer(layers: Layers, name: str, device: torch.device, memory: 
 
 
 class Memory:
-    """The memory of tensors that were on ``meta``. Tensors that share a storage on ``meta`` share one here too.
-
-    Attributes:
-        fresh: the tensors, by identity.
-    """
+    """The memory of tensors that were on ``meta``. Tensors that share a storage on ``meta`` share one here too."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, Tensor] = {}

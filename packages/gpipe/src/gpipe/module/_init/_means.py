@@ -24,7 +24,6 @@ identity.
 
 
 def means_of(init: Any) -> Means | None:
-    """The means of ``init``; None if there is none."""
     if init is None:
         return None
     if isinstance(init, str) and init == "reset":
@@ -73,7 +72,6 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 @contextmanager
 def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Afterwards ``tensors`` have the values that they have now."""
     values = [tensor.clone() for tensor in tensors]
     try:
         yield
@@ -83,19 +81,16 @@ def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 class Loaded:
-    """Loads every layer with what a state dict has under the model's own names.
+    """Loads every layer with what a state dict has under the model's own names; it may load values when they are asked
+    for.
 
     Buffers that no state dict has are computed by the modules' own methods.
-
-    Args:
-        state: may load its values when they are asked for.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def expect_names(self, layers: Layers) -> None:
-        """Raise ValueError, naming all, if the names are other ones than those of the model."""
         expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
         there = {id(expected[key]) for key in self._state if key in expected}  # a tied tensor may have one name only
         missing = [key for key, tensor in expected.items() if id(tensor) not in there]

@@ -19,8 +19,8 @@ class Owned(NamedTuple):
 
     Attributes:
         path: its name in the model.
-        owner: the nearest model around it that initialises any of its modules, by ``_init_weights(module)``, as those
-            of Hugging Face do.
+        owner: the nearest model around it that initialises its modules, by ``_init_weights(module)``, as Hugging Face's
+            do.
     """
 
     path: str
@@ -28,29 +28,25 @@ class Owned(NamedTuple):
     owner: Any
 
     def named(self, name: str) -> str:
-        """The model's name of a tensor of this module."""
         return f"{self.path}.{name}" if self.path else name
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers of the module itself."""
         for own in (self.module._parameters, self.module._buffers):
             for name, tensor in own.items():
                 if tensor is not None and not is_placeholder(tensor):
                     yield name, tensor
 
     def computed(self) -> Iterator[Tensor]:
-        """Buffers that no state dict has."""
         return (tensor for name, tensor in self.tensors() if name in self.module._non_persistent_buffers_set)
 
 
 def modules_of(layers: Layers) -> Iterator[Owned]:
-    """The modules of all layers, those inside of a module before it, as ``nn.Module.apply`` goes."""
+    """The modules of all layers, those inside of a module before it, as in ``nn.Module.apply``."""
     for name in layers:
         yield from modules_of_layer(layers, name)
 
 
 def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
-    """The same of one layer."""
     layer = layers[name]
     if isinstance(layer, Part):
         return _walk(layer.path, layer.net, _owner_around(layers, layer.path))
@@ -71,7 +67,7 @@ def _initialises(module: nn.Module) -> bool:
 
 
 def _owner_around(layers: Layers, path: str) -> Any:
-    """Of a block, which does not know the model around it: what the first segment has above it."""
+    """For a block, which does not know the model around it: what the first segment has above it."""
     first = next(iter(layers.values()))
     module: nn.Module | None = first.net if isinstance(first, Part) else None
     owner = None
@@ -84,6 +80,6 @@ def _owner_around(layers: Layers, path: str) -> Any:
 
 
 def names_of(layers: Layers, name: str) -> dict[str, Any]:
-    """What a state dict of the model has of one layer: tensors, themselves, and extra state, as it is."""
+    """The entries of one layer in the model's state dict."""
     found: dict[str, Any] = layers[name].state_dict(prefix=f"{name}.", keep_vars=True)
     return found

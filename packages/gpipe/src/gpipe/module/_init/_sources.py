@@ -15,13 +15,7 @@ _IN_FOLDERS = ("model.safetensors.index.json", "model.safetensors")
 
 
 def state_dict_at(path: str | os.PathLike[str]) -> Any:
-    """The state dict at ``path``, or whatever else ``torch.save`` has written there.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        ValueError: a folder without a checkpoint of a known kind.
-        ImportError: it takes the package ``safetensors``, which is not there.
-    """
+    """The state dict at ``path``, or whatever else ``torch.save`` has written there."""
     file = Path(path)
     if file.is_dir():
         file = next((file / name for name in _IN_FOLDERS if (file / name).exists()), file)
