@@ -21,6 +21,7 @@ PARTS = {
         "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
     ),
     "ranks": ("compare.of_ranks", "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes"),
+    "alternatives": ("alternatives.run", "what a user would pick instead: naive, DDP, FSDP2, torch's own pipeline"),
     "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
     "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
     "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
@@ -81,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument(
-        "--workload", nargs="+", metavar="NAME", help="compare, ranks: only W, 'W 256', U-Net, ResNet, GPT-2"
+        "--workload", nargs="+", metavar="NAME", help="compare, ranks: only these, such as W, 'W 256', Llama"
     )
     parser.add_argument(
         "--before", type=Path, metavar="FOLDER", help="solve: older sources of blockpartition to compare with"

@@ -11,7 +11,8 @@ CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
 STAGES = 2
 PEERS = ("torchgpipe", "fairscale", "distributed")
-RANKS = ("ranks", "ranks, even cuts", "distributed", "distributed, even cuts")  # two processes each
+RANKS = ("ranks", "ranks, even cuts", "distributed", "distributed, even cuts")
+IN_TWO_PROCESSES = (*RANKS, "DDP", "FSDP2", "torch.distributed.pipelining", "Rank")
 PIPELINES = ("gpipe", "inline", *PEERS, *RANKS)
 
 

@@ -131,20 +131,26 @@ def pop(name: str) -> tuple[str, Tensor | None]:
 
 
 class SkipRelay(nn.Sequential):
-    """A stage that takes `(x, *skips named in incoming)` and returns `(x, *skips named in outgoing)`."""
+    """A stage that takes `(*x, *skips named in incoming)` and returns `(*x, *skips named in outgoing)`.
+
+    Where layers pass a tuple to each other, x is several tensors.
+    """
 
     incoming: list[str]
     outgoing: list[str]
 
-    def forward(self, x: Tensor, *skips: Tensor) -> Any:
-        for skip in skips:
-            if skip.requires_grad:
-                skip.register_hook(Tensor.contiguous)  # gloo sends no other gradients
-        held = dict(zip(self.incoming, skips, strict=True))
+    def forward(self, *values: Tensor) -> Any:
+        for value in values[1:]:
+            if value.requires_grad:
+                value.register_hook(Tensor.contiguous)  # gloo sends no other gradients
+        own = len(values) - len(self.incoming)
+        x: Any = values[0] if own == 1 else values[:own]
+        held = dict(zip(self.incoming, values[own:], strict=True))
         for layer in self:
             result = layer(x)
             x = _serve(result, held) if isinstance(result, Generator) else result
-        return (x, *(held[name] for name in self.outgoing)) if self.outgoing else x
+        found = (*(x if isinstance(x, tuple) else (x,)), *(held[name] for name in self.outgoing))
+        return found if len(found) > 1 else x
 
 
 def connect(stages: list[SkipRelay]) -> None:

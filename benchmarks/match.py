@@ -101,9 +101,9 @@ class Match:
                 outcomes[process.contender] = Outcome(failure=failure)
         return outcomes
 
-    def ask(self, contender: Contender, name: str) -> Any:
-        """What a contender that has played answers to a command of `process.Server`, from its first process."""
-        return self._processes[contender].ask(name)[0]
+    def ask(self, contender: Contender, name: str) -> list[Any]:
+        """What each process of a contender that has played answers to a command of `process.Server`."""
+        return self._processes[contender].ask(name)
 
     def _check(self, processes: list[Process], reference: Process, outcomes: Outcomes) -> None:
         file = self._folder / "results.pt"

@@ -86,7 +86,7 @@ def _steps(task: Task, keep_memory: bool, rounds: int) -> dict[str, Row]:
         outcomes = match.play(task, field, lambda contender: True)
         if failures := [f"{one.name}: {outcome.failure}" for one, outcome in outcomes.items() if outcome.failure]:
             raise RuntimeError("; ".join(failures))
-        predicted = {name: _makespan(name, match.ask(one, "costs")) for name, one in inline.items()}
+        predicted = {name: _makespan(name, match.ask(one, "costs")[0]) for name, one in inline.items()}
     return {name: (one, *_row(outcomes, loop, two_loops, one, predicted[name])) for name, one in ours.items()}
 
 

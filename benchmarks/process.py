@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import measure
-from .contenders import RANKS, Contender, Task
+from .contenders import IN_TWO_PROCESSES, Contender, Task
 from .measure import Step
 from .programs import Costs, Program, build, named_results
 
@@ -44,7 +44,7 @@ class Process:
     def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
         self.failure: str | None = None
-        self._ranks = 2 if contender.library in RANKS else 1
+        self._ranks = 2 if contender.library in IN_TWO_PROCESSES else 1
         self._connections: list[Connection] = []
         self._ids: list[int] = []
         address = tempfile.mktemp(dir=folder)  # the folder is ours alone
@@ -205,6 +205,11 @@ class Server:
         """What an inline program's actions and its optimizer took."""
         assert self.program is not None
         return self.program.costs()
+
+    def held(self) -> list[int]:
+        """Bytes of parameters, gradients and the optimizer's state, for each device of this process."""
+        assert self.program is not None
+        return self.program.held()
 
     def save(self, file: Path) -> set[str]:
         """Save the results for others to compare with, and return their names."""

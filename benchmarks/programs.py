@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .contenders import STAGES, Contender, Task
+from .contenders import IN_TWO_PROCESSES, STAGES, Contender, Task
 from .measure import bind_to_share, timed
+from .ways import WAYS, model_and_batch
 from .workloads import Workload, by_name
 
 # An optimizer's step costs the same whatever its rate; with this one, thousands of steps leave the results comparable.
@@ -37,21 +38,36 @@ class Program:
         module: has the gradients, under the names of the workload's model.
         prepare: to be called before each step, untimed.
         costs: of an inline program, what its actions and its optimizer took.
+        held: of what a user would pick instead, the bytes of each device of this process.
     """
 
     run: Callable[[], Tensor | None]
     module: nn.Module
     prepare: Callable[[], object] = lambda: None
     costs: Callable[[], Costs | None] = lambda: None
+    held: Callable[[], list[int]] = list
 
 
 def build(contender: Contender, task: Task) -> Program:
     """Set the process's number of threads and make the contender's program for `task`."""
     if contender.threads is not None:
         torch.set_num_threads(contender.threads)
+    if contender.library in WAYS:
+        return _way(contender)
     workload = by_name(task.workload)
     program = LIBRARIES[contender.library](workload, contender, task)
     return program if task.training else _without_gradients(program)
+
+
+def _way(contender: Contender) -> Program:
+    """What a user would write, on the model and the batch of all ways."""
+    import torch.distributed as dist
+
+    several = contender.library in IN_TWO_PROCESSES
+    if several:
+        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+    training = WAYS[contender.library](*model_and_batch())
+    return Program(training.step, training.named, dist.barrier if several else list, held=training.held)
 
 
 def _without_gradients(program: Program) -> Program:
@@ -251,7 +267,13 @@ def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:
         return {"output": output.detach()}
     # torchgpipe and fairscale put each layer that skips into a module of their own.
     found = program.module.named_parameters()
-    return {name.replace(".module.", "."): p.grad for name, p in found if p.grad is not None}
+    return {name.replace(".module.", "."): _whole(p.grad) for name, p in found if p.grad is not None}
+
+
+def _whole(gradient: Any) -> Tensor:
+    """A sharded gradient, from all processes."""
+    found: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
 
 
 def slices(model: nn.Sequential, balance: tuple[int, ...]) -> Iterator[OrderedDict[str, nn.Module]]:

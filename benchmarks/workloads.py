@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from gpipe import skip
 
+from .amoebanet import amoebanet
+
 Skips = Any  # a module with skippable, stash and pop
 
 
@@ -185,6 +187,47 @@ def gpt2(width: int, blocks: int, _: Skips) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), *stack, nn.Linear(width, width))
 
 
+class LlamaBlock(nn.Module):
+    """A block of Llama that takes a tensor and gives one; it has rotary embeddings of its own."""
+
+    def __init__(self, config: Any, k: int, length: int) -> None:
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        self.block = LlamaDecoderLayer(config, layer_idx=k)
+        cos, sin = LlamaRotaryEmbedding(config)(torch.empty(1), torch.arange(length)[None])
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x, position_embeddings=(self.cos, self.sin))
+        return out
+
+
+def llama(width: int, blocks: int, length: int, _: Skips) -> nn.Sequential:
+    """A stack of Llama's blocks below its norm and a linear head."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    config = llama_config(width, blocks)
+    stack = [LlamaBlock(config, k, length) for k in range(blocks)]
+    return nn.Sequential(*stack, LlamaRMSNorm(width), nn.Linear(width, width, bias=False))
+
+
+def llama_config(width: int, blocks: int) -> Any:
+    """Of a Llama with 512 words and, as in the large ones, inner layers 2.7 times as wide."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // 64,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+
+
 WORKLOADS = {
     "W 64": w(64),
     "W 256": w(256),
@@ -202,6 +245,13 @@ WORKLOADS = {
         balance=(6, 8),
         has_batch_norm=True,
     ),
+    "AmoebaNet-D": Workload(
+        lambda _: amoebanet(filters=48, repeats=1),
+        lambda: torch.rand(32, 3, 64, 64, requires_grad=True),
+        half_of_squares,
+        balance=(4, 5),
+        has_batch_norm=True,
+    ),
     "GPT-2": Workload(
         partial(gpt2, 256, 8),
         lambda: torch.randn(8, 64, 256, requires_grad=True),
@@ -209,6 +259,13 @@ WORKLOADS = {
         balance=(5, 5),
         quarters=(3, 2, 2, 3),
         random=True,
+    ),
+    "Llama": Workload(
+        partial(llama, 256, 4, 64),
+        lambda: torch.randn(8, 64, 256, requires_grad=True),
+        half_of_squares,
+        balance=(2, 4),
+        quarters=(1, 1, 1, 3),
     ),
 }
 
