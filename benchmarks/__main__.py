@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from pathlib import Path
 
 from rich.console import Console
 
@@ -83,9 +82,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument(
         "--workload", nargs="+", metavar="NAME", help="compare, ranks: only these, such as W, 'W 256', Llama"
-    )
-    parser.add_argument(
-        "--before", type=Path, metavar="FOLDER", help="solve: older sources of blockpartition to compare with"
     )
     parser.add_argument("--unpinned", action="store_true", help="compare: let the kernel choose cores for everybody")
     return parser.parse_args()

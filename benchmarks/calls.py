@@ -192,7 +192,7 @@ def _modules(package: ModuleType) -> list[ModuleType]:
 
 
 def import_cycles(package: ModuleType) -> list[set[str]]:
-    """Groups of modules that import each other, imports inside of functions and for types included."""
+    """Groups of modules that import each other, imports inside of functions included; not those for types alone."""
     modules = _modules(package)
     known = {module.__name__ for module in modules}
     return cycles({module.__name__: _imports(module, known) for module in modules})
@@ -217,8 +217,18 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def _imports(module: ModuleType, known: set[str]) -> set[str]:
     """Which of the `known` modules the source of `module` imports."""
     package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
-    found = {target for node in ast.walk(_source(module)) for target in _targets(node, package, known)}
+    found = {target for node in _run(_source(module)) for target in _targets(node, package, known)}
     return found - {module.__name__}
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all below it, without what only type checkers see."""
+    yield node
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children = iter(node.orelse)
+    for child in children:
+        yield from _run(child)
 
 
 def _targets(node: ast.AST, package: str, known: set[str]) -> Iterator[str]:

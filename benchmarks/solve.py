@@ -7,19 +7,15 @@ round, where both sides run one after the other.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import statistics
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, product
-from pathlib import Path
 from random import Random
 from time import process_time
-from types import ModuleType
 from typing import Any
 
 import blockpartition
@@ -38,8 +34,6 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     yield Report([_against_torchgpipe(2 if options.quick else 10)])
     yield Report([_under_constraints(rounds, 200 if options.quick else 2000)])
     yield Report([_many_blocks(10**4 if options.quick else 10**6, min(rounds, 5))])
-    if options.before is not None:
-        yield Report([_beside_older(options.before, 1)])
 
 
 def _against_prefix_sums(rounds: int, largest: int) -> Report:
@@ -196,17 +190,6 @@ def _ms(times: list[float]) -> str:
 _UNIFORM, _FLOATS = "1 to 999", "0 to 1, floats"
 
 
-def _beside_older(before: Path, rounds: int) -> Table:
-    """Both take turns in one process; each is given the same problem, and a checker what its own solver found."""
-    old = _load(before)
-    caption = f"the least of {rounds} turns of processor time; before and after in one process"
-    found = Table(PAGE, "growth", caption, ("problem", "before, s", "after, s", "before / after"))
-    for name, prepare, run in _problems():
-        then, now = (_least(partial(run, module, prepare(module)), rounds) for module in (old, blockpartition))
-        found.add(name, f"{then:.3g}", f"{now:.3g}", f"{then / now:.0f}")
-    return found
-
-
 def _many_blocks(n: int, rounds: int) -> Table:
     """A million layers in ever more blocks, against adding them up; both in each turn."""
     caption = (
@@ -265,56 +248,3 @@ def _long(n: int) -> dict[str, list[Any]]:
         "heavy tail": [int(10 * random.paretovariate(1.1)) for _ in range(n)],
         "squares, and one of 10¹⁵": [i * i for i in range(n - 1)] + [10**15],
     }
-
-
-def _problems() -> Iterator[tuple[str, Callable[[ModuleType], Any], Callable[[ModuleType, Any], object]]]:
-    """What is done, what is needed for it, and the call that counts."""
-    random = Random(0)
-
-    def drawn(n: int, limit: int) -> list[int]:
-        return [random.randrange(1, limit) for _ in range(n)]
-
-    for n in (10_000, 20_000):
-        squares = [i * i for i in range(n)] + [10**15]
-        yield f"solve, {n} squares and one of 10¹⁵, k = n/2", _nothing, lambda m, _, c=squares: m.solve(c, len(c) // 2)
-    heavy = [*drawn(4999, 1000), 10**5]
-    yield (
-        "even='exact', n = 5000, k = 500, one heavy layer",
-        _nothing,
-        lambda m, _: m.partition(heavy, 500, even="exact"),
-    )
-    tail = [int(10 * random.paretovariate(1.1)) for _ in range(5000)]
-    yield "even='exact', n = 5000, k = 500, a heavy tail", _nothing, lambda m, _: m.partition(tail, 500, even="exact")
-    costs, transfer = drawn(10**4, 1000), drawn(10**4, 300)
-    yield "place with transfer, n = 10⁴, k = 100", _nothing, lambda m, _: m.place(costs, 100, transfer=transfer)
-    many = drawn(2000, 1000)
-    yield "verify a placement, n = 2000, k = 64", lambda m: m.place(many, 64), lambda m, p: m.verify(p, many, 64)
-    few, paid = drawn(300, 1000), drawn(300, 300)
-    call = {"transfer": paid, "microbatches": 8, "objective": "makespan"}
-    yield (
-        "verify a makespan, n = 300, k = 8",
-        lambda m: m.place(few, [m.Stage(1 + j % 3) for j in range(8)], **call),
-        lambda m, p: m.verify(p, few, [m.Stage(1 + j % 3) for j in range(8)], **call),
-    )
-
-
-def _least(call: Callable[[], object], rounds: int) -> float:
-    return min(timed(call, 1, process_time) for _ in range(rounds))
-
-
-def _nothing(module: ModuleType) -> None:
-    return None
-
-
-def _load(folder: Path) -> ModuleType:
-    """The package in this folder, under another name so that both can be there."""
-    name = "blockpartition_before"
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    if spec is None or spec.loader is None or not (folder / "__init__.py").is_file():
-        raise SystemExit(f"--before must be a folder with the sources of blockpartition, got {folder}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
