@@ -97,7 +97,6 @@ TARGETS = [
     ),
     Target("solve, n=2000, k=64", r"solve, int, n=2000, k=64: ms", 0.6, unit=" ms"),
     Target("solve, n=10⁶ ints, k ≤ 512: time / building prefix sums", r"solve, int, n=1000000, k=\d{1,3}: ratio", 2.5),
-    Target("solve, n=10⁶ ints, more blocks: time / building prefix sums", r"solve, .*, n=1000000, k=\d{4,}: ratio", 10),
 ]
 
 
