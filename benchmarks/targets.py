@@ -28,7 +28,7 @@ class Target:
         return min if self.sign == "≥" else max
 
 
-TRAINING = r"(?!.*forward only)[^:]*: "
+TRAINING = r"(?!ranks|.*forward only)[^:]*: "
 TARGETS = [
     Target("W, D=B=1024: efficiency", r"W 1024, m=8: gpipe, checkpoint never: efficiency", 0.97, "≥"),
     Target("W, D=B=256: efficiency", r"W 256, m=8: gpipe, checkpoint never: efficiency", 0.95, "≥"),
