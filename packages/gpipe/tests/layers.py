@@ -38,6 +38,20 @@ class Call(nn.Module):
         return self.function(value)
 
 
+class Layer(nn.Module):
+    """A layer that is a function of itself and its input, with modules that it may use."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module, **attributes: Any) -> None:
+        super().__init__()
+        self.function, self.m = function, nn.ModuleList(modules)
+        for name, value in attributes.items():
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self, *values)
+
+
 @skippable(stash=["skip"])
 class Stash(nn.Module):
     """Stashes twice what it gets, and returns three times that."""

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from .layers import Layer
+
 WIDTH, ROWS = 16, 32
 
 
@@ -27,19 +29,6 @@ class Fault(NamedTuple):
     layer: str | None = "2"
     target: Tensor | None = None
     loss_fn: Callable[..., Any] | None = None
-
-
-class Layer(nn.Module):
-    """A layer that is a function of itself and its input, with modules that it may use."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module, **attributes: Any) -> None:
-        super().__init__()
-        self.function, self.m = function, nn.ModuleList(modules)
-        for name, value in attributes.items():
-            self.register_buffer(name, value) if isinstance(value, Tensor) else setattr(self, name, value)
-
-    def forward(self, *values: Any) -> Any:
-        return self.function(self, *values)
 
 
 def linear() -> nn.Linear:

@@ -18,30 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from gpipe.engine._split_backward import backward_inputs
 
-from ..layers import DOUBLE, MODES, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, Layer, assert_same, gradients, linears, piped, rows
 from ..models import PARTS, WIDTH, OnMain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Shared(nn.Module):
-    """Uses its weights twice on the way to the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(x).tanh())
 
 
 class Square(torch.autograd.Function):
@@ -58,82 +38,31 @@ class Square(torch.autograd.Function):
         return gradient * 2 * x * weight, (gradient * x.square()).sum(tuple(range(gradient.dim() - 1)))
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Square.apply(x, self.weight)
+def residual() -> nn.Module:
+    parts = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+    return Layer(lambda s, x: x + s.m[2](F.gelu(s.m[1](s.m[0](x)))), *parts)
 
 
-class OneSided(nn.Module):
-    """A function of the weight alone, and one of the input alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.register_buffer("one", torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Square.apply(x, self.one) * Square.apply(self.weight, self.one)
-
-
-class Chunks(nn.Module):
+def chunks(s: Layer, x: Tensor) -> Tensor:
     """A node with several outputs, one of which is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 18)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, _, c = self.inner(x).chunk(3, -1)
-        return a * c.sigmoid()
+    a, _, c = s.m[0](x).chunk(3, -1)
+    return a * c.sigmoid()
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
-        super().__init__()
-        self.inner = kind(6, 6, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    return Layer(lambda s, x: s.m[0](x)[0], kind(6, 6, num_layers=2, batch_first=True))
 
 
-class Rechecked(nn.Module):
-    """Computes its inside again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Residual()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class ByHook(nn.Module):
+def by_hook(s: Layer, x: Tensor) -> Tensor:
     """Changes a gradient on its way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x)
-        if h.requires_grad:
-            h.register_hook(lambda gradient: gradient * 3)
-        return h.tanh()
+    h = s.m[0](x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient * 3)
+    return h.tanh()
 
 
-class Constant(nn.Module):
-    """Adds what comes from its parameters alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias, self.scale = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.bias.exp() * self.scale).tanh()
+def ones() -> nn.Parameter:
+    return nn.Parameter(torch.ones(6))
 
 
 def conv() -> nn.Module:
@@ -144,7 +73,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)),
     "linear without bias": lambda: nn.Linear(6, 6, bias=False),
     "conv, batch norm, relu in place": conv,
-    "residual layer norm": Residual,
+    "residual layer norm": residual,
     "group norm": lambda: nn.GroupNorm(2, 4),
     "embedding": lambda: OnMain(PARTS["embedding"].make()),
     "attention": lambda: OnMain(PARTS["attention"].make()),
@@ -153,15 +82,17 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(6, 6)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
     "prelu": lambda: nn.PReLU(),
-    "shared weights": Shared,
-    "custom function": Custom,
-    "custom functions of one side": OneSided,
-    "several outputs": Chunks,
-    "lstm": Recurrent,
-    "gru": lambda: Recurrent(nn.GRU),
-    "checkpointed": Rechecked,
-    "hook on the way": ByHook,
-    "parameters alone": Constant,
+    "shared weights": lambda: Layer(lambda s, x: s.m[0](s.m[0](x).tanh()), nn.Linear(6, 6)),
+    "custom function": lambda: Layer(lambda s, x: Square.apply(x, s.weight), weight=ones()),
+    "custom functions of one side": lambda: Layer(
+        lambda s, x: Square.apply(x, s.one) * Square.apply(s.weight, s.one), weight=ones(), one=torch.ones(6)
+    ),
+    "several outputs": lambda: Layer(chunks, nn.Linear(6, 18)),
+    "lstm": lambda: recurrent(nn.LSTM),
+    "gru": lambda: recurrent(nn.GRU),
+    "checkpointed": lambda: Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=False), residual()),
+    "hook on the way": lambda: Layer(by_hook, nn.Linear(6, 6)),
+    "parameters alone": lambda: Layer(lambda s, x: x + (s.bias.exp() * s.scale).tanh(), bias=ones(), scale=ones()),
     "nothing": nn.Identity,
 }
 WHOLE = {"shared weights", "custom function", "custom functions of one side", "lstm", "gru", "hook on the way"}
