@@ -2,166 +2,101 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import textwrap
-from contextlib import suppress
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
-)
+from gpipe import GPipe
 
-PREPARED = """
-    import copy, itertools, os, torch, torch._dynamo, torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from gpipe import GPipe
+from ..layers import DOUBLE, Layer, assert_same, linears, piped
+from ..worlds import world
 
-    torch.set_num_threads(1)
-    # Forked where all is imported, DistributedDataParallel's compiler too, and no thread has begun.
-    child = os.fork()
-    rank = 0 if child else 1
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
-    class Sometimes(nn.Module):
-        # Uses its second layer for some inputs only.
-        def __init__(self):
-            super().__init__()
-            self.always, self.rarely = nn.Linear(3, 3), nn.Linear(3, 3)
 
-        def forward(self, x):
-            return self.always(x) + (self.rarely(x) if x.sum() > 0 else 0)
+def batch(step: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(rows, 3, dtype=DOUBLE, generator=generator)
 
-    def linears():
-        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
 
-    def conditional():
-        return nn.Sequential(nn.Linear(3, 3), Sometimes(), nn.Linear(3, 3)).double()
+def pair(model: nn.Sequential, mode: str, chunks: int = 3, **options: Any) -> list[DistributedDataParallel]:
+    pipe = piped(model, [2, len(model) - 2], chunks=chunks, checkpoint=mode)
+    return [DistributedDataParallel(each, **options) for each in (pipe, model)]
 
-    def batch(step, rows):
-        return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
-    def pair(make, mode, **options):
-        torch.manual_seed(0)
-        model = make()
-        pipe = GPipe(copy.deepcopy(model), [2, len(model) - 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-        return DistributedDataParallel(pipe, **options), DistributedDataParallel(model, **options)
+def squares(output: Tensor, _: Any = None) -> Tensor:
+    return output.square().mean()
 
-    def assert_same(ddp, plain):
-        for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9)
-            both = [torch.empty_like(p) for _ in range(2)]
-            dist.all_gather(both, p.detach())
-            assert torch.equal(*both), "replicas drift"
 
-    def descend(*modules):
-        for module in modules:
-            for p in module.parameters():
-                if p.grad is not None:
-                    p.data -= 0.1 * p.grad
-            module.zero_grad()
-"""
+def expect_alike(*replicas: nn.Module) -> None:
+    """The same gradients and, on both processes, the same parameters; then takes a step."""
+    assert_same(*replicas)
+    for parameter in replicas[0].parameters():
+        both = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(both, parameter.detach())
+        assert torch.equal(*both), "replicas drift"
+    for each in replicas:
+        torch.optim.SGD(each.parameters(), 0.1).step()
+        each.zero_grad()
 
-CHANGING_BATCHES = """
+
+def changing_batches(modes: list[str]) -> None:
     options = [{"static_graph": True}, {}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
-    for mode, option in itertools.product(MODES, options):
-        ddp, plain = pair(linears, mode, **option)
+    for mode, option in product(modes, options):
+        ddp, plain = pair(linears(4), mode, **option)
         for step, rows in enumerate((6, 6, 1, 2, 6)):
             for each in (ddp, plain):
                 decay = sum(p.square().sum() for p in each.parameters()) if step % 2 and not option else 0
-                (each(batch(step, rows)).square().mean() + decay).backward()
-            assert_same(ddp, plain)
-            descend(ddp, plain)
+                (squares(each(batch(step, rows))) + decay).backward()
+            expect_alike(ddp, plain)
         ddp.module.close()
-"""
 
-UNUSED = """
-    for mode in MODES:
-        torch.manual_seed(0)
-        model = conditional()
-        pipe = GPipe(copy.deepcopy(model), [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint=mode)
-        ddp, plain = (DistributedDataParallel(each, find_unused_parameters=True) for each in (pipe, model))
+
+def unused(modes: list[str]) -> None:
+    """A layer uses its second part for some inputs only."""
+    for mode in modes:
+        first, *two, last = linears(4)
+        sometimes = Layer(lambda s, x: s.m[0](x) + (s.m[1](x) if x.sum() > 0 else 0), *two)
+        ddp, plain = pair(nn.Sequential(first, sometimes, last), mode, chunks=1, find_unused_parameters=True)
         for step in range(6):
             for each in (ddp, plain):
-                each(batch(step, 4)).square().mean().backward()
-            assert_same(ddp, plain)
-            descend(ddp, plain)
-        pipe.close()
-"""
+                squares(each(batch(step, 4))).backward()
+            expect_alike(ddp, plain)
+        ddp.module.close()
 
-STEP = """
-    ddp, plain = pair(linears, "except_last")
-    loss_fn = lambda o, _: o.square().mean()
-    try:
-        ddp.module.step(batch(0, 6), loss_fn=loss_fn)
-    except RuntimeError as error:
-        assert "DistributedDataParallel around this pipe" in str(error), error
-    else:
-        raise AssertionError("step() would not average gradients")
-    for accumulates in (True, False):
+
+def stepped(_: list[str]) -> None:
+    ddp, plain = pair(linears(4), "except_last")
+    with pytest.raises(RuntimeError, match="DistributedDataParallel around this pipe"):
+        ddp.module.step(batch(0, 6), loss_fn=squares)
+    for _ in range(2):
         with ddp.no_sync(), plain.no_sync():
-            ddp.module.step(batch(1, 6), loss_fn=loss_fn)
-            plain(batch(1, 6)).square().mean().backward()
+            ddp.module.step(batch(1, 6), loss_fn=squares)
+            squares(plain(batch(1, 6))).backward()
         for each in (ddp, plain):
-            each(batch(2, 2)).square().mean().backward()
-        assert_same(ddp, plain)
-        descend(ddp, plain)
+            squares(each(batch(2, 2))).backward()
+        expect_alike(ddp, plain)
     ddp.module.close()
-"""
 
-REENTRANT = """
-    from torch.utils.checkpoint import checkpoint
 
-    class Checkpointed(nn.Linear):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=True)
-
-    model = nn.Sequential(nn.Linear(3, 3), Checkpointed(3, 3)).double()
-    ddp = DistributedDataParallel(GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), static_graph=True)
-    try:
-        ddp(batch(0, 4)).sum().backward()
-    except RuntimeError as error:
-        assert "use use_reentrant=False" in str(error), error
-    else:
-        raise AssertionError("hooks would fire once a micro-batch")
-    ddp.module.close()
-"""
+def reentrant(_: list[str]) -> None:
+    first, last = linears(2)
+    again = Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=True), last)
+    pipe = GPipe(nn.Sequential(first, again), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(RuntimeError, match="use use_reentrant=False"):
+        DistributedDataParallel(pipe, static_graph=True)(batch(0, 4)).sum().backward()
+    pipe.close()
 
 
 @pytest.mark.parametrize("modes", [["except_last"], pytest.param(["never", "always"], marks=pytest.mark.long)])
 def test_data_parallel_over_two_processes(modes: list[str]):
     """Changing numbers of micro-batches; parameters that are not used; ``step()``, which is refused."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    end = "dist.destroy_process_group()\nassert rank or os.waitpid(child, 0)[1] == 0"
-    text = "\n".join(
-        [
-            f"MODES = {modes}",
-            textwrap.dedent(PREPARED),
-            *map(textwrap.dedent, (CHANGING_BATCHES, UNUSED, STEP, REENTRANT)),
-            end,
-        ]
-    )
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", text],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=150)
-        assert process.returncode == 0, output
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also the rank whose other one has failed
-        process.wait()
+    with world(2) as ranks:
+        for check in (changing_batches, unused, stepped, reentrant):
+            ranks.run(check, modes)
