@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -38,8 +37,13 @@ def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor |
     return nodes
 
 
-def hear(calls: list[tuple[str, Tensor | None]], name: str, gradient: Tensor) -> None:
-    calls.append((f"hook of {name}", gradient.clone()))
+def hook(parameter: nn.Parameter, kind: str, name: str, calls: list[tuple[str, Tensor | None]]) -> None:
+    if kind == "see":
+        parameter.register_hook(lambda gradient: calls.append((name, gradient.clone())))
+    elif kind == "scale":
+        parameter.register_hook(lambda gradient: gradient * 0.5 + 1)
+    else:
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append((name, p.grad.clone())))
 
 
 def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, decay: bool) -> None:
@@ -57,7 +61,7 @@ def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, de
 
 @given(
     st.sets(st.sampled_from(NAMES)),
-    st.sets(st.sampled_from(NAMES), max_size=2),
+    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(["see", "scale", "after"])), max_size=4),
     st.sets(st.sampled_from(NAMES), max_size=2),
     st.sampled_from([None, None, *ALONE]),
     st.sampled_from(MODES),
@@ -68,8 +72,8 @@ def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, de
     st.sampled_from([[3], [1, 2], [1, 1, 1]]),
 )
 def test_as_often_and_with_the_same_as_in_the_plain_model(
-    names: set[str], hooked: set[str], filled: set[str], schedule: str | None, mode: str, inline: bool, counted: bool,
-    decay: bool, counts: list[int], balance: list[int],
+    names: set[str], hooked: list[tuple[str, str]], filled: set[str], schedule: str | None, mode: str, inline: bool,
+    counted: bool, decay: bool, counts: list[int], balance: list[int],
 ):  # fmt: skip
     """Whatever number of micro-batches a run has, and whatever else the caller's loss reaches."""
     decay = decay and not hooked and not names
@@ -80,8 +84,9 @@ def test_as_often_and_with_the_same_as_in_the_plain_model(
         calls: list[tuple[str, Tensor | None]] = []
         nodes = listening(each, names, calls)
         for name, parameter in each.named_parameters():
-            if name in hooked:
-                parameter.register_hook(partial(hear, calls, name))
+            for k, (own, kind) in enumerate(hooked):
+                if own == name:
+                    hook(parameter, kind, f"{kind} {k}", calls)
             if name in filled:
                 parameter.grad = torch.ones_like(parameter)
         with closing(each) if isinstance(each, GPipe) else nullcontext(), gpipe.inline() if inline else nullcontext():

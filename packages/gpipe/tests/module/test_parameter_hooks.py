@@ -6,67 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ..layers import Call, assert_same, linears, piped, rows
+from ..layers import Call, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
-
-
-def trained(model: nn.Module, times: int = 1) -> nn.Module:
-    for _ in range(times):
-        model(rows()).square().sum().backward()
-    return model
-
-
-@settings(max_examples=settings.default.max_examples // 2)
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["see", "scale", "after"])), max_size=6),
-    st.sampled_from([[3], [1, 2], [1, 1, 1]]),
-    st.integers(1, 4),
-    st.sampled_from(MODES),
-    st.integers(1, 2),
-)
-def test_as_often_and_with_the_same_as_in_the_plain_model(
-    hooks: list[tuple[int, str]], balance: list[int], chunks: int, mode: str, steps: int
-):
-    model = linears()
-    pipe = piped(model, balance, chunks=chunks, checkpoint=mode)
-    calls: list[list[Any]] = []
-    for each in (model, pipe):
-        calls.append(heard(each, hooks))
-        trained(each, steps)
-    pipe.close()
-    assert_same(pipe, model)
-    expected, found = (sorted(each, key=lambda call: call[:2]) for each in calls)
-    assert [call[:2] for call in found] == [call[:2] for call in expected]
-    torch.testing.assert_close([c[2] for c in found], [c[2] for c in expected])
-
-
-def heard(model: nn.Module, hooks: list[tuple[int, str]]) -> list[Any]:
-    """Attaches hooks; the list of (hook, step, gradient) that they append to."""
-    calls: list[Any] = []
-    parameters = list(model.parameters())
-
-    def hear(k: int, gradient: Tensor) -> None:
-        calls.append((k, sum(call[0] == k for call in calls), gradient.clone()))
-
-    for k, (index, kind) in enumerate(hooks):
-        parameter = parameters[index]
-        if kind == "see":
-            parameter.register_hook(lambda gradient, k=k: hear(k, gradient))
-        elif kind == "scale":
-            parameter.register_hook(lambda gradient: gradient * 0.5 + 1)
-        else:
-            parameter.register_post_accumulate_grad_hook(lambda p, k=k: hear(k, p.grad))
-    return calls
-
-
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_optimizer_in_the_backward(mode: str):
     """Steps as soon as a gradient is whole, and lets it go."""
     models = [linears(), piped(linears(), [1, 2], chunks=3, checkpoint=mode)]
@@ -79,7 +25,8 @@ def test_optimizer_in_the_backward(mode: str):
                 p.grad = None
 
             parameter.register_post_accumulate_grad_hook(step)
-        trained(model, 3)
+        for _ in range(3):
+            model(rows()).square().sum().backward()
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
