@@ -202,7 +202,6 @@ class Part:
         by_microbatch: what it computes depends on how the mini-batch is cut, so that the plain model is no oracle.
         in_place: it changes its input.
         output: whether torch needs its output as it is for the backward, or it is just the input.
-        slope: its backward is the slope of its forward, which is not so where a part of it is detached.
     """
 
     make: Callable[[], nn.Module | list[nn.Module]]
@@ -210,7 +209,6 @@ class Part:
     by_microbatch: bool = False
     in_place: bool = False
     output: Literal["free", "kept", "input"] = "free"
-    slope: bool = True
 
     def layers(self) -> list[nn.Module]:
         made = self.make()
@@ -270,7 +268,7 @@ PARTS = {
     "flip": Part(lambda: Does(lambda x: x.flip(-1))),
     "transposed": Part(lambda: Does(lambda x: x.mT.contiguous().mT), output="input"),
     "slice": Part(lambda: Does(lambda x: x[..., :]), output="input"),
-    "half detached": Part(lambda: Does(lambda x: 0.5 * x + 0.5 * x.detach()), slope=False),
+    "half detached": Part(lambda: Does(lambda x: 0.5 * x + 0.5 * x.detach())),
     "identity": Part(nn.Identity, output="input"),
     "view": Part(Views, output="input"),
     "lstm": Part(lambda: Recurrent(0.0), output="kept"),

@@ -24,13 +24,12 @@ from gpipe import DeferredBatchNorm, GPipe
 from gpipe.schedule import SCHEDULES, v_placement
 from microbatch import Batch, gather
 
-from .layers import DOUBLE, Raise
+from .layers import DOUBLE, MODES, Raise, gradients
 from .models import CHANNELS, PARTS, WIDTH, OnMain, Recipe, main_of, recipes, with_main
 from .module.test_step import LOSSES, Way, floats, ways, weights_for, whole
 from .schedules import LOOPED, V_SHAPED
 from .test_models import WholeNorms, assert_close
 
-MODES = ("never", "except_last", "always")
 PHASES = ("forward", "backward", "recompute")
 
 rows = st.integers(1, 9)
@@ -397,10 +396,6 @@ def is_square(layer: nn.Module) -> bool:
 
 def placement(stages: int) -> tuple[int, ...] | list[int]:
     return v_placement(stages) if stages % 2 == 0 else ()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def detached(output: Any) -> list[Tensor]:

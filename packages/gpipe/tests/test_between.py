@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+
 from typing import Any
 
 import pytest
@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, Call
+from .layers import DOUBLE, MODES, Call, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
 """Without a schedule: forward and backward of the whole mini-batch."""
 
@@ -87,7 +85,7 @@ def lived(plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, i
     pipe = GPipe(model, [1, *[2] * len(layers)], devices=["cpu"] * (1 + len(layers)), chunks=99, checkpoint=mode)
     pipe.chunks = len(plan[0][0])
     outputs = []
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         for acts in plan:
             for layer, own in zip(layers, acts, strict=True):
                 layer.acts = own

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, Call, Overwrites, linears, piped, rows
+from .layers import DOUBLE, MODES, Call, Overwrites, linears, piped, rows, running
 from .schedules import ALONE
 
-MODES = ("never", "except_last", "always")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
@@ -126,7 +125,7 @@ def stepped(case: Case, world: World) -> tuple[Tensor, list[Any]]:
         world.model, list(case.balance), devices=["cpu"] * len(case.balance), chunks=case.chunks, checkpoint=case.mode
     )
     world.net = pipe
-    with closing(pipe), gpipe.inline() if case.inline else nullcontext():
+    with closing(pipe), running(case.inline):
         loss = pipe.step(world.input(), torch.arange(7), loss_fn=case.loss(world), schedule=case.schedule)
     return loss, calls
 

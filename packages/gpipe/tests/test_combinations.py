@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, v_placement
 
-from .layers import DOUBLE, running
+from .layers import DOUBLE, MODES, running
 from .odd_layers import HEARD, NAMES, OUTSIDE, WIDTH, Odd, draws, make
 from .schedules import LOOPED, V_SHAPED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 REFUSALS = (RuntimeError, ValueError, TypeError)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline, is_recomputing
 from gpipe.transport._link import Channel
 
-from .layers import DOUBLE, Call, Raise, numbered, within
+from .layers import DOUBLE, Call, Raise, numbered, within, running
 
 STAGES = CHUNKS = 3
 
@@ -119,7 +119,7 @@ def test_a_frozen_exception_is_the_context_of_the_error_about_it(
 ) -> None:
     pipe, planted = pipes["always"], FrozenError(3)
     pipe[1].faults[phase, 1] = planted
-    with inline() if inlined else nullcontext(), pytest.raises((FrozenInstanceError, FrozenError)) as caught:
+    with running(inlined), pytest.raises((FrozenInstanceError, FrozenError)) as caught:
         train(pipe)
     assert planted in (caught.value, caught.value.__context__)
     assert "in partition 1" in notes(caught.value)[0]

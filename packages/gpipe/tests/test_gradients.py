@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+
 
 import pytest
 import torch
@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 
-from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, piped, rows
+from .layers import DOUBLE, MODES, Blocks, Call, Overwrites, assert_same, piped, rows, running
 from .schedules import ALONE
 
-MODES = ("never", "except_last", "always")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -94,7 +92,7 @@ def test_functions_that_block_or_overwrite_gradients(
     model, balance = stack
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
     x, y = rows(grad=grad), rows(grad=grad)
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         pipe.step(
             x,
             loss_fn=lambda o, _: (o.square().sum(), len(o)) if counted else o.square().sum(),

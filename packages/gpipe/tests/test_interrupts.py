@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, assert_same, linears, rows, within
+from .layers import DOUBLE, MODES, assert_same, linears, rows, within, running
 
 OURS = (str(Path(gpipe.__file__).parents[3]), torch.autograd.grad_mode.__file__)
 WAYS = ("call", "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
-MODES = ("never", "except_last", "always")
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:
@@ -76,7 +75,7 @@ class Trial:
         own[0].weight.register_hook(self.calls.append)
 
     def step(self) -> None:
-        with gpipe.inline() if self.inline else nullcontext():
+        with running(self.inline):
             if self.way == "call":
                 loss(self.pipe(self.x), self.y).backward()
             elif self.way == "evaluate":

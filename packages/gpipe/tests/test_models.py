@@ -22,13 +22,13 @@ import gpipe
 from gpipe import GPipe
 from microbatch import Batch, gather
 
+from .layers import MODES, running
 from .models import PARTS, Recipe, recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 OVERWRITING = ("linear", *(name for name in STEADY if PARTS[name].in_place or PARTS[name].output != "free"))
-SLOPED = tuple(name for name, part in PARTS.items() if part.slope)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -36,7 +36,7 @@ SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_to
 @given(recipes(STEADY), st.booleans())
 def test_pipe_is_its_model(recipe: Recipe, inline: bool):
     model = recipe.model()
-    with piped(recipe, model) as pipe, gpipe.inline() if inline else nullcontext():
+    with piped(recipe, model) as pipe, running(inline):
         oracle = Oracle(recipe, model)
         for x in recipe.batches():
             expected, found = trained(oracle, x, recipe), trained(pipe, x, recipe)
@@ -76,37 +76,6 @@ def test_modes_agree_about_random_numbers(recipe: Recipe):
     results = [lived(recipe, mode, inline) for mode, inline in ways]
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
-
-
-@settings(SLOW, max_examples=SLOW.max_examples // 4)
-@given(recipes(SLOPED))
-def test_chosen_random_numbers_are_one_function(recipe: Recipe):
-    """With the masks of a seed a random model is a function, and its gradient the slope along a straight line."""
-    skips = tuple((a, b, "none" if what == "constant" else what, in_place) for a, b, what, in_place in recipe.skips)
-    recipe = replace(recipe, training=True, dtype=torch.float64, input_needs_grad=True, skips=skips)
-    model = recipe.model()
-    x = recipe.batches()[0]
-    with piped(recipe, model) as pipe:
-        pipe(x.clone())  # whoever draws is known from here on
-        state = copy.deepcopy(pipe.state_dict())
-
-        def loss(at: Tensor) -> Tensor:
-            pipe.load_state_dict(state)
-            torch.manual_seed(0)
-            return weighed(pipe(at * 1), recipe)
-
-        leaf = x.clone().requires_grad_()
-        loss(leaf).backward()
-        gradient = torch.zeros_like(x) if leaf.grad is None else leaf.grad
-        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-        ends = {h: [(x + sign * h * direction).requires_grad_() for sign in (1, -1)] for h in (1e-6, 1e-7)}
-        slopes = [float((loss(up) - loss(down)).detach()) / (2 * h) for h, (up, down) in ends.items()]
-        if abs(slopes[0] - slopes[1]) > 1e-4 * (1 + abs(slopes[0])):
-            return  # a kink between the two points, where a slope says nothing
-        assert float((gradient * direction).sum()) == pytest.approx(slopes[0], rel=1e-3, abs=1e-4)
-
-
-MODES = ("never", "except_last", "always")
 
 
 class piped:  # noqa: N801
@@ -203,7 +172,7 @@ def step(model: nn.Module) -> None:
 def lived(recipe: Recipe, checkpoint: str | list[str], inline: bool) -> list[dict[str, Any]]:
     """What two steps of training leave behind."""
     results = []
-    with piped(recipe, recipe.model(), checkpoint) as pipe, gpipe.inline() if inline else nullcontext():
+    with piped(recipe, recipe.model(), checkpoint) as pipe, running(inline):
         torch.manual_seed(recipe.seed)
         for x in recipe.batches():
             results.append(trained(pipe, x, recipe))

@@ -12,12 +12,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from gpipe import GPipe
 
-from .layers import OnBackward, assert_same, assert_trains_like, linears, piped, rows
+from .layers import OnBackward, assert_same, assert_trains_like, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def both(mode: str = "except_last", chunks: int = 3) -> list[Any]:

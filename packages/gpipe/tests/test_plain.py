@@ -21,11 +21,10 @@ from torch.utils import _pytree
 from gpipe import GPipe, inline
 from microbatch import flatten
 
-from .layers import Call, assert_same, assert_trains_like, linears, piped, rows
+from .layers import MODES, Call, assert_same, assert_trains_like, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 
 
 @dataclass

@@ -17,14 +17,12 @@ import microbatch
 from gpipe import GPipe, inline
 from microbatch import Arguments, Mean, Replicate, Split, Sum
 
-from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .layers import DOUBLE, MODES, Call, assert_same, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")
 
-each_mode = pytest.mark.parametrize("mode", MODES)
 each_way = pytest.mark.parametrize("way", [contextlib.nullcontext, inline], ids=["threaded", "inline"])
 
 # What a last layer makes of (n, 3), and what out_spec says of it. Means are over the rows.

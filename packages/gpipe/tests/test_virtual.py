@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe
 
-from .layers import OnBackward, linears, rows, within
+from .layers import OnBackward, linears, rows, within, running
 from .virtual import virtual_devices
 
 pytestmark = [pytest.mark.cuda]
@@ -51,7 +50,7 @@ def test_nobody_reads_before_it_is_written(slow: int, mode: str, inline: bool, h
     plain = linears(3)
     wanted = trained(plain, rows(), "call")
     layers = [nn.Sequential(layer, Slow()) if j == slow else layer for j, layer in enumerate(copy.deepcopy(linears(3)))]
-    with virtual_devices(), gpipe.inline() if inline else nullcontext():
+    with virtual_devices(), running(inline):
         pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cuda:0"] * 3, chunks=3, checkpoint=mode)
         found = within(60, lambda: trained(pipe, rows().to("cuda:0"), how))
     torch.testing.assert_close(found, wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe import inline
 
-from ..layers import Call, assert_same, linears, piped, rows
+from ..layers import Call, assert_same, linears, piped, rows, running
 
 
 @given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 5), st.sampled_from(["1f1b", "fill_drain"]), st.booleans())
@@ -24,7 +23,7 @@ def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
 ) -> None:
     model, x, y = linears(), rows(count), rows(others)
     pipe = piped(model, [1, 2], chunks=chunks)
-    with inline() if inlined else nullcontext():
+    with running(inlined):
         if count != others:
             with pytest.raises(ValueError, match=rf"target has {others} rows .*, the input {count} rows "):
                 pipe.step(x, y, loss_fn=F.mse_loss, schedule=schedule)
@@ -79,7 +78,7 @@ def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
     layer = Call(lambda pair: tokens_of_samples(*(pair[::-1] if swapped else pair)))
     pipe = piped(nn.Sequential(layer, *linears()), [2, 2], chunks=chunks)
     cuts = [[len(part) for part in each.chunk(chunks)] for each in inputs]
-    with inline() if inlined else nullcontext():
+    with running(inlined):
         if sorted(cuts)[1] == [tokens * own for own in sorted(cuts)[0]]:
             torch.testing.assert_close(pipe(inputs), pipe[:](inputs))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
-from ..layers import MODES, Call, each_mode
+from ..layers import MODES, Call, each_mode, running
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, some_schedule
 
@@ -54,7 +53,7 @@ class Way:
         balance = recipe.balance(len(model))
         pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=recipe.chunks, checkpoint=self.checkpoint)
         torch.manual_seed(recipe.seed)
-        with gpipe.inline() if self.inline else nullcontext():
+        with running(self.inline):
             for x in recipe.batches():
                 pipe.zero_grad()
                 leaf = x.clone().requires_grad_()
@@ -144,7 +143,7 @@ def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bo
     torch.manual_seed(0)  # as theirs, so that nobody mistakes one for the other
     pipe = GPipe(nn.Sequential(Drawn(plan), Drawn(plan)), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
     plain = nn.Sequential(Drawn(plan), Drawn(plan))
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         for _ in range(2):
             x = torch.ones(6, 5, requires_grad=True)
             output = pipe(x)
@@ -228,7 +227,7 @@ def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inlin
     pipe = GPipe(
         nn.Sequential(nn.Linear(6, 6), make(), nn.Dropout()), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
     )
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         for schedule in (None, "1f1b", "fill_drain", "zero_bubble"):
             torch.manual_seed(5)
             torch.rand(3)
@@ -278,7 +277,7 @@ def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode
         model = nn.Sequential(*(RACING[name]() for name in names))
         pipe = GPipe(model, [1] * len(names), devices=["cpu"] * len(names), chunks=4, checkpoint=mode)
         found: list[Any] = []
-        with gpipe.inline() if inline else nullcontext():
+        with running(inline):
             for _ in range(4):
                 pipe.zero_grad()
                 x = torch.ones(8, 6, requires_grad=True)

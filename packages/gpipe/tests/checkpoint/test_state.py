@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import gpipe
 from gpipe import GPipe, is_recomputing
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows
+from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,7 +217,7 @@ def live(
 
     model = built()
     pipe = GPipe(built(), [3, 1] if early else [1, 3], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         for run in range(runs):
             x = rows(2 * chunks) * (run + 1)
             try:
@@ -277,7 +276,7 @@ def test_a_layer_that_changes_what_is_not_copied_keeps_its_graph(
 def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | None, inline: bool) -> None:
     model = nn.Sequential(*linears(1), REMEMBERING["list"](0), *linears(1))
     pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-    with gpipe.inline() if inline else nullcontext(), pytest.raises(RuntimeError, match="another output") as caught:
+    with running(inline), pytest.raises(RuntimeError, match="another output") as caught:
         train(pipe, rows(), way)
     assert "in partition 1 (layers '1' to '2')" in "".join(caught.value.__notes__)
     assert "is_recomputing" in str(caught.value)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import gpipe
 from gpipe import GPipe
 
-from ..layers import MODES, Call, assert_same, each_mode, linears, piped, rows
+from ..layers import MODES, Call, assert_same, each_mode, linears, piped, rows, running
 from ..schedules import ALONE
 
 NAMES = sorted(name for name, _ in linears().named_parameters())
@@ -89,7 +88,7 @@ def test_as_often_and_with_the_same_as_in_the_plain_model(
                     hook(parameter, kind, f"{kind} {k}", calls)
             if name in filled:
                 parameter.grad = torch.ones_like(parameter)
-        with closing(each) if isinstance(each, GPipe) else nullcontext(), gpipe.inline() if inline else nullcontext():
+        with closing(each) if isinstance(each, GPipe) else nullcontext(), running(inline):
             for count in counts:
                 trained(each, schedule, rows(count), counted, decay)
         assert len(nodes) == len(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import gpipe
 from gpipe import GPipe
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows, running
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,7 +195,7 @@ class TestCheckpointed:
 
         model, target = linears(), rows(7)
         pipe = piped(model, [1, 2], chunks=3, checkpoint=mode)
-        with gpipe.inline() if inline else nullcontext():
+        with running(inline):
             loss, metrics, outputs = pipe.step(rows(7), target, loss_fn=loss_fn, schedule=schedule, return_outputs=True)
         assert sorted(seen) == sorted(part[:, 0].tolist() for part in target.split(3))
         expected = F.mse_loss(model(rows(7)), target)

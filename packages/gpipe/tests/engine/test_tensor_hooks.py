@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows, running
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,7 +112,7 @@ def test_as_often_and_with_the_same_as_in_the_plain_loop(
     pipe = gpipe.GPipe(
         hooked(layers, heard[1]), balance, devices=[f"cpu:{j}" for j in range(stages)], chunks=chunks, checkpoint=mode
     )
-    with closing(pipe), gpipe.inline() if inline else nullcontext():
+    with closing(pipe), running(inline):
         for first in (0, 6):
             x = numbered_rows(first)
             if schedule is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-import gpipe
 from gpipe import GPipe
 from profiler._allocations import AllocationTracker
 
+from ..layers import running
 from ..models import CHANNELS, PARTS, WIDTH, Counts
 
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
@@ -88,7 +88,7 @@ def test_a_state_dict_makes_the_plain_model(drawn: Any, seed: int, inline: bool,
     assert [module.training for module in meta.modules()] == modes
     assert [p.requires_grad for p in pipe.parameters()] == [p.requires_grad for p in plain.parameters()]
     x = torch.rand(3, CHANNELS, WIDTH, dtype=dtype)
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         torch.testing.assert_close(pipe.eval()(x), plain.eval()(x))
 
 

@@ -21,7 +21,7 @@ import gpipe
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, each_mode, linears, piped, rows, running
 from ..models import PARTS, Recipe, recipes
 from ..schedules import ALONE, CHOICES, V_SHAPED, some_schedule
 from ..test_models import Oracle, assert_close
@@ -29,11 +29,9 @@ from ..test_models import step as optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
 
-each_mode = pytest.mark.parametrize("mode", MODES)
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
@@ -59,7 +57,7 @@ class Way:
         return "zero_bubble" if self.schedule in V_SHAPED and stages % 2 else self.schedule
 
     def where(self) -> AbstractContextManager[None]:
-        return gpipe.inline() if self.inline else nullcontext()
+        return running(self.inline)
 
 
 NOT_CONTIGUOUS = Recipe(
@@ -233,7 +231,7 @@ def test_any_order_that_is_valid_is_right(order: tuple[Schedule, int, int, int],
     model, x, target = linears(n), rows(m * 2), rows(m * 2)
     mode = {0: "never", m: "always"}.get(stop, "except_last")
     with closing(piped(model, [1] * n, chunks=m, checkpoint=mode)) as pipe:
-        with gpipe.inline() if inline else nullcontext():
+        with running(inline):
             loss = pipe.step(x, target, loss_fn=F.mse_loss, schedule=schedule)
         expected = F.mse_loss(model(x), target)
         expected.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from contextlib import nullcontext
+
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe
 from gpipe.nn import Residual, flatten_nested
+
+from ..layers import gradients, running
 
 WIDTH, ROWS = 3, 6
 
@@ -82,10 +83,6 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 ways = st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble"])
 """Schedules of a step; None is a forward, and a backward after it."""
 
@@ -105,7 +102,7 @@ def test_a_flat_model_trains_as_the_nested_one(
     trains = any(parameter.requires_grad for parameter in plain.parameters())
     if trains:
         expected.backward()
-    with gpipe.inline() if inline else nullcontext():
+    with running(inline):
         if way is None or not trains:
             loss = pipe(batch()).square().sum()
             if trains:

@@ -20,11 +20,10 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 from gpipe.skip._store import current_store
 
-from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
+from ..layers import DOUBLE, MODES, Call, OnBackward, assert_same, assert_trains_like, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 
 
 @skippable(stash=["skip"])
