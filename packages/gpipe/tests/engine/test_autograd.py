@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, Layer, OnBackward, assert_same, assert_trains_like, linears, piped, rows
 
-each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+each_mode = pytest.mark.parametrize("checkpoint", MODES)
 
 SECOND = "backward through the same run of a pipeline a second time"
 NO_GRAD_CALL = r"torch.autograd.grad\(\) and backward\(inputs=...\) cannot go through it"
@@ -77,15 +77,6 @@ class TestAllowed:
         assert_same(pipe, model)
 
     @each_mode
-    def test_checkpointing_by_saved_tensor_hooks_inside_a_layer(self, checkpoint: str) -> None:
-        class Rechecked(nn.Sequential):
-            def forward(self, x: Tensor) -> Any:
-                return torch_checkpoint(super().forward, x, use_reentrant=False)
-
-        model = nn.Sequential(*linears(1), Rechecked(*linears(2), nn.Tanh()), *linears(1))
-        assert_trains_like(piped(model, [1, 2], chunks=3, checkpoint=checkpoint), model)
-
-    @each_mode
     def test_a_sparse_gradient(self, checkpoint: str) -> None:
         model = nn.Sequential(nn.Embedding(5, 3, sparse=True, dtype=DOUBLE), *linears(1))
         pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
@@ -139,15 +130,8 @@ class TestParts:
 
     @each_mode
     def test_a_parameter_handed_to_the_next_stage(self, checkpoint: str) -> None:
-        class Hand(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(rows(2))
-
-            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-                return x, self.weight
-
-        model = nn.Sequential(*linears(1), Hand(), Call(lambda t: t[0] @ t[1].T * t[1].sum()))
+        hand = Layer(lambda s, x: (x, s.weight), weight=nn.Parameter(rows(2)))
+        model = nn.Sequential(*linears(1), hand, Call(lambda t: t[0] @ t[1].T * t[1].sum()))
         assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
 
 

@@ -23,33 +23,13 @@ SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
 
 
-def attribute(layer: Leaving, value: Any) -> None:
-    layer.aux = value
-
-
-def in_a_list(layer: Leaving, value: Any) -> None:
-    layer.all = [*layer.all[-3:], value]
-
-
-def in_a_dict(layer: Leaving, value: Any) -> None:
-    layer.named["aux"] = value
-
-
-def in_a_global(layer: Leaving, value: Any) -> None:
-    GLOBAL["aux"] = value
-
-
-def in_a_variable(layer: Leaving, value: Any) -> None:
-    SEEN.set(value)
-
-
 # How a layer leaves a tensor, how the loss finds it, and whether it is outside of all layers.
 WAYS: dict[str, tuple[Callable[[Leaving, Any], None], Callable[[Leaving], Any], bool]] = {
-    "attribute": (attribute, lambda layer: layer.aux, False),
-    "list": (in_a_list, lambda layer: layer.all[-1], False),
-    "dict": (in_a_dict, lambda layer: layer.named["aux"], False),
-    "global": (in_a_global, lambda layer: GLOBAL["aux"], True),
-    "context variable": (in_a_variable, lambda layer: SEEN.get(), True),
+    "attribute": (lambda layer, value: setattr(layer, "aux", value), lambda layer: layer.aux, False),
+    "list": (lambda layer, value: setattr(layer, "all", [*layer.all[-3:], value]), lambda layer: layer.all[-1], False),
+    "dict": (lambda layer, value: layer.named.update(aux=value), lambda layer: layer.named["aux"], False),
+    "global": (lambda layer, value: GLOBAL.update(aux=value), lambda layer: GLOBAL["aux"], True),
+    "context variable": (lambda layer, value: SEEN.set(value), lambda layer: SEEN.get(), True),
 }
 
 

@@ -30,16 +30,6 @@ def square(output: Tensor) -> Tensor:
 
 
 class TestWithoutTarget:
-    @each_schedule
-    def test_a_function_of_the_output_alone(self, schedule: str) -> None:
-        pipe, plain = piped(linears(), [1, 2], chunks=3), linears()
-        loss = pipe.step(rows(7), loss_fn=square, schedule=schedule)
-        expected = square(plain(rows(7)))
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(pipe.evaluate(rows(7), loss_fn=square), expected.detach())
-        assert_same(pipe, plain)
-
     def test_a_function_of_two_gets_none(self) -> None:
         seen: list[Any] = []
 
