@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline, is_recomputing
+from gpipe import GPipe, is_recomputing
 from gpipe.transport._link import Channel
 
 from .layers import DOUBLE, Call, Raise, numbered, within, running
@@ -135,11 +133,16 @@ class TestTable:
     def test_every_fault(self, pipes: dict[str, GPipe], phase: str, name: str, inlined: bool) -> None:
         checkpoint = "always" if phase == "recompute" else "except_last"
         pipe = pipes[checkpoint]
+
+        def once() -> None:
+            with running(inlined):
+                train(pipe)
+
         for stage in range(STAGES):
             for i in range(CHUNKS):
                 planted = pipe[stage].faults[phase, i] = ERRORS[name]()
                 with pytest.raises(BaseException) as caught:  # noqa: PT011
-                    within(20, lambda: self.once(pipe, inlined))
+                    within(20, once)
                 assert caught.value is planted
                 assert caught.traceback[-1].name in ("forward", "backward")
                 (note,) = notes(planted)
@@ -150,14 +153,6 @@ class TestTable:
                 )
                 pipe[stage].faults.clear()
         expect_same(pipe)
-
-    @staticmethod
-    def once(pipe: GPipe, inlined: bool) -> None:
-        if inlined:
-            with inline():
-                train(pipe)
-        else:
-            train(pipe)
 
 
 class TestSeveral:
@@ -217,67 +212,44 @@ class TestSeveral:
             within(20, lambda: pipe(numbered(4)))
 
 
-PRELUDE = """
-    import os, signal, sys, threading, time, traceback
-    import torch
-    from torch import nn
-    from gpipe import GPipe
+EXITS = """
+import sys, threading, time, traceback
+import torch
+from torch import nn
+from gpipe import GPipe
 
-    class Call(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.function = function
-        def forward(self, x):
-            return self.function(x)
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+    def forward(self, x):
+        return self.function(x)
 
-    def pipe_of(*functions, chunks=4):
-        layers = [Call(f) if callable(f) and not isinstance(f, nn.Module) else f for f in functions]
-        return GPipe(nn.Sequential(*layers), [1] * len(layers), devices=["cpu"] * len(layers), chunks=chunks)
+def pipe_of(*layers):
+    return GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=4)
+
+x = torch.zeros(4, 3)
+idle, waiting = (pipe_of(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+idle(x).sum().backward()
+output = waiting(x)
+failed = pipe_of(nn.Linear(3, 3), Call(lambda x: 1 / 0))
+try:
+    failed(x)
+except ZeroDivisionError:
+    traceback.print_exc(file=sys.stdout)
+busy = threading.Event()
+slow = pipe_of(Call(lambda x: (busy.set(), time.sleep(600))), nn.Identity())
+threading.Thread(target=slow, args=(x,), daemon=True).start()
+busy.wait()
+pipe_of(nn.Linear(3, 3), Call(lambda x: sys.exit(7)))(x)
 """
 
 
-@contextmanager
-def started(body: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process of its own, which does not outlive the block."""
-    code = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
-    paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n"
-    command = [sys.executable, "-c", paths + code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Its exit status and what it wrote since, if it ends in time."""
-    output, errors = process.communicate(timeout=300)
-    return process.returncode, output, errors
-
-
-class TestProcess:
-    """What becomes of a whole process: each of these runs in one of its own."""
-
-    def test_the_interpreter_exits_at_once_with_its_own_status(self) -> None:
-        """Although pipes are idle, between forward and backward, failed, or computing; and one raises SystemExit."""
-        with started("""
-            x = torch.zeros(4, 3)
-            idle, waiting = (pipe_of(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
-            idle(x).sum().backward()
-            output = waiting(x)
-            failed = pipe_of(nn.Linear(3, 3), lambda x: 1 / 0)
-            try:
-                failed(x)
-            except ZeroDivisionError:
-                traceback.print_exc(file=sys.stdout)
-            busy = threading.Event()
-            slow = pipe_of(lambda x: (busy.set(), time.sleep(600)))
-            threading.Thread(target=slow, args=(x,), daemon=True).start()
-            busy.wait()
-            pipe_of(nn.Linear(3, 3), lambda x: sys.exit(7))(x)
-        """) as process:
-            code, output, errors = ended(process)
-            assert (code, errors) == (7, "")
-            assert "ZeroDivisionError: division by zero\n" in output
-            if sys.version_info >= (3, 11):  # whose tracebacks show notes
-                assert "by zero\nin partition 1 (layers '1')" in output
+def test_the_interpreter_exits_at_once_with_its_own_status() -> None:
+    """Although pipes are idle, between forward and backward, failed, or computing; and one raises SystemExit."""
+    program = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n{EXITS}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "")
+    assert "ZeroDivisionError: division by zero\n" in ended.stdout
+    if sys.version_info >= (3, 11):  # whose tracebacks show notes
+        assert "by zero\nin partition 1 (layers '1')" in ended.stdout
