@@ -443,5 +443,6 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
     "nothing to train": {
         "detached": lambda: Fault(nn.Sequential(linear(), Layer(lambda s, x: x.detach())), rows(), None),
         "whole numbers": lambda: Fault(nn.Sequential(linear(), Layer(lambda s, x: x.argmax(1))), rows(), None),
+        "frozen": lambda: Fault(nn.Sequential(linear(), linear()).requires_grad_(False), rows(), None),
     },
 }

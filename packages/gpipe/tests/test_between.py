@@ -77,27 +77,6 @@ def trained(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
     return pipe.step(x, loss_fn=loss_fn, schedule=way, reduction="sum", return_outputs=True)[1]
 
 
-def lived(plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, inline: bool) -> list[Tensor]:
-    """The outputs of a pipe that trains as ``plan`` says for each run, stage and micro-batch, all checked."""
-    first = Call(lambda x: x * 1)  # memory of its own for the layer that works in place
-    layers = [Varied(acts) for acts in plan[0]]
-    model = nn.Sequential(first, *(each for layer in layers for each in (layer, Call(lambda x: x * 1))))
-    pipe = GPipe(model, [1, *[2] * len(layers)], devices=["cpu"] * (1 + len(layers)), chunks=99, checkpoint=mode)
-    pipe.chunks = len(plan[0][0])
-    outputs = []
-    with running(inline):
-        for acts in plan:
-            for layer, own in zip(layers, acts, strict=True):
-                layer.acts = own
-            x = numbered_rows(pipe.chunks).requires_grad_()
-            torch.manual_seed(3)
-            output = trained(pipe, x, way)
-            outputs.append(output)
-            assert_gradient_belongs(x, output, acts)
-    pipe.close()
-    return outputs
-
-
 def assert_gradient_belongs(x: Tensor, output: Tensor, acts: tuple[tuple[str, ...], ...]) -> None:
     """Output and gradient of each micro-batch are those of the same linear function, unless it was detached."""
     for i, own in enumerate(zip(*acts, strict=True)):
@@ -132,4 +111,16 @@ def plans() -> st.SearchStrategy[list[tuple[tuple[str, ...], ...]]]:
 def test_each_micro_batch_gets_the_gradient_of_what_happened_to_it(
     plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, inline: bool
 ) -> None:
-    lived(plan, mode, way, inline)
+    first = Call(lambda x: x * 1)  # memory of its own for the layer that works in place
+    layers = [Varied(acts) for acts in plan[0]]
+    model = nn.Sequential(first, *(each for layer in layers for each in (layer, Call(lambda x: x * 1))))
+    pipe = GPipe(model, [1, *[2] * len(layers)], devices=["cpu"] * (1 + len(layers)), chunks=99, checkpoint=mode)
+    pipe.chunks = len(plan[0][0])
+    with running(inline):
+        for acts in plan:
+            for layer, own in zip(layers, acts, strict=True):
+                layer.acts = own
+            x = numbered_rows(pipe.chunks).requires_grad_()
+            torch.manual_seed(3)
+            assert_gradient_belongs(x, trained(pipe, x, way), acts)
+    pipe.close()
