@@ -97,12 +97,16 @@ def tied() -> Clean:
     return chain(embed, linear(), head, sample=tokens())
 
 
-def with_loss(loss_fn: Callable[..., Any], target: Tensor) -> Clean:
+def with_loss(loss_fn: Callable[..., Any], target: Tensor | None) -> Clean:
     return Clean(nn.Sequential(linear(), nn.ReLU(), linear()), rows(), target, loss_fn)
 
 
 def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(y, target, reduction="sum"), (target != -100).sum()
+
+
+def returned(s: Layer, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": x.square().mean(), "logits": x}
 
 
 LABELS = torch.arange(ROWS) % WIDTH
@@ -139,20 +143,8 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     "batch norm in evaluation": lambda: one(nn.BatchNorm1d(WIDTH).eval()),
     "weight norm": lambda: one(nn.utils.parametrizations.weight_norm(linear())),
     "orthogonal weights": lambda: one(nn.utils.parametrizations.orthogonal(linear())),
-    "convolutions": lambda: (
-        chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(), nn.Flatten(), nn.LazyLinear(4))._replace(
-            sample=images()
-        )
-        if False
-        else chain(
-            nn.Conv2d(3, 4, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout2d(),
-            nn.Flatten(),
-            nn.Linear(36, 4),
-            sample=images(),
-        )
+    "convolutions": lambda: chain(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(), nn.Flatten(), nn.Linear(36, 4), sample=images()
     ),
     "attention": lambda: chain(
         nn.Embedding(11, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True), sample=tokens()
@@ -212,4 +204,12 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     "a loss for each element": lambda: with_loss(nn.BCEWithLogitsLoss(), torch.rand(ROWS, WIDTH)),
     "a loss in single precision": lambda: with_loss(lambda y, t: F.mse_loss(y.float(), t.float()), rows()),
     "a loss that draws": lambda: with_loss(lambda y, t: F.mse_loss(F.dropout(y), t), rows()),
+    "a loss of the output alone": lambda: with_loss(lambda y: y.square().mean(), None),
+    "a loss of no target": lambda: with_loss(lambda y, t: y.square().mean(), None),
+    "a loss with metrics": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), {"largest": y.max()}), rows()),
+    "a sum, a count and metrics": lambda: with_loss(
+        lambda y, t: ((y - t).square().sum(), y.numel(), {"largest": y.max()}), rows()
+    ),
+    "a model that returns its loss": lambda: chain(linear(), Layer(returned)),
+    "a model that returns its loss, of uneven rows": lambda: chain(linear(), Layer(returned), sample=rows()[3:]),
 }

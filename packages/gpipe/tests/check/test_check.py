@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,35 +98,6 @@ def test_notes_and_rounding_are_no_faults() -> None:
     report = check(model.append(layer), rows())
     assert [(finding.layer, finding.code) for finding in report.findings] == [("2", "random")]
     assert report.ok
-
-
-FORMS: dict[str, tuple[Callable[..., Any], bool]] = {
-    "of the output alone": (lambda output: output.square().mean(), False),
-    "of no target": (lambda output, target: output.square().mean(), False),
-    "metrics": (lambda output, target: (F.mse_loss(output, target), {"largest": output.max()}), True),
-    "sum, count and metrics": (
-        lambda output, target: ((output - target).square().sum(), output.numel(), {"largest": output.max()}),
-        True,
-    ),
-    "a module": (nn.MSELoss(), True),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form_that_step_takes_is_taken(name: str) -> None:
-    loss_fn, has_target = FORMS[name]
-    target = rows() if has_target else None
-    report = check(between(nn.GELU()), rows(), target=target, loss_fn=loss_fn)
-    assert report.findings == ()
-    assert report.compared
-
-
-@pytest.mark.parametrize("count", [ROWS, ROWS - 3])
-def test_a_plain_mean_that_a_model_returns_is_right(count: int) -> None:
-    own = Layer(lambda s, x: {"loss": x.square().mean(), "logits": x})
-    report = check(nn.Sequential(linear(), own), torch.randn(count, WIDTH))
-    assert report.findings == ()
-    assert report.compared
 
 
 def test_a_flattened_model_that_returns_its_loss() -> None:
