@@ -19,7 +19,7 @@ import gpipe
 from gpipe import GPipe, record
 from gpipe.schedule import SCHEDULES
 
-from ..layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, Call, Layer, Pop, Stash, assert_same, linears, piped, rows, running
 from ..models import Recipe, recipes
 from ..schedules import V_SHAPED
 from ..test_models import assert_close
@@ -83,15 +83,8 @@ def test_skips_into_out_of_and_inside_of_blocks():
                 assert_same(pipe, whole)
 
 
-class Uses(nn.Module):
-    """A module that other layers use as well."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
+def uses(module: nn.Module) -> nn.Module:
+    return Layer(lambda s, x: s.m[0](x), module)
 
 
 @settings(max_examples=20)
@@ -106,8 +99,8 @@ def test_what_blocks_share_is_as_in_a_whole_partition(
 ):
     """Also what their forwards change; of two partitions, weights alone."""
     linear, norm = linears(1), nn.BatchNorm1d(3, dtype=DOUBLE)
-    make = {"own": lambda: linears(1), "linear": lambda: Uses(linear), "norm": lambda: Uses(norm)}
-    plain = nn.Sequential(linears(1), *(make[kind]() for kind in kinds), Uses(linear), linears(1))
+    make = {"own": lambda: linears(1), "linear": lambda: uses(linear), "norm": lambda: uses(norm)}
+    plain = nn.Sequential(linears(1), *(make[kind]() for kind in kinds), uses(linear), linears(1))
     options: Any = {"chunks": 2, "checkpoint": [[True, *choice], "never"]}
     with closing(piped(plain, [6, 2], **options)) as pipe, running(inline):
         for _ in range(2):
@@ -149,40 +142,25 @@ def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
         piped(linears(3), [2, 1], checkpoint=choice)
 
 
-class Counts(nn.Module):
+def counts(s: Layer, x: Tensor) -> Tensor:
     """Depends on how often it was called, which nobody can put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[None] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(None)
-        return (x * len(self.calls)).sin()
+    s.calls.append(None)
+    return (x * len(s.calls)).sin()
 
 
-class SavesMore(Counts):
+def saves_more(s: Layer, x: Tensor) -> Tensor:
     """Gives the same each time, by other operations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(None)
-        return x.sin() if len(self.calls) < 2 else x.sin() + (x * x) * 0
-
-
-class Spoils(nn.Module):
-    """Changes what the layer before it has saved."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
+    s.calls.append(None)
+    return x.sin() if len(s.calls) < 2 else x.sin() + (x * x) * 0
 
 
 @each_way
 @pytest.mark.parametrize(
     ("layers", "choice", "says"),
     [
-        ([Counts()], [True, False], "gave another output"),
-        ([SavesMore()], [True, False], "did other operations"),
-        ([nn.Sigmoid(), Spoils()], [True, True, False], "modified by an inplace operation"),
+        ([Layer(counts, calls=[])], [True, False], "gave another output"),
+        ([Layer(saves_more, calls=[])], [True, False], "did other operations"),
+        ([nn.Sigmoid(), Call(lambda x: x.mul_(2))], [True, True, False], "modified by an inplace operation"),
     ],
     ids=["other output", "other operations", "in place"],
 )
