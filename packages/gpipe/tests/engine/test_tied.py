@@ -17,7 +17,7 @@ from gpipe import GPipe
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
-from ..layers import DOUBLE, MODES, assert_same, assert_trains_like, each_way, gradients, linears, rows, within
+from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, each_way, gradients, linears, rows, within
 
 HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
 
@@ -192,17 +192,9 @@ class TestAsInThePlainModel:
             assert_sees_the_same(watched)
 
     def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str) -> None:
-        class Head(nn.Module):
-            def __init__(self, table: nn.Embedding) -> None:
-                super().__init__()
-                self.table = table
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x @ self.table.weight.T
-
         def built(sparse: bool) -> nn.Sequential:
             table = nn.Embedding.from_pretrained(rows(5), freeze=False, sparse=sparse, padding_idx=0)
-            return nn.Sequential(table, linears(1)[0], Head(table))
+            return nn.Sequential(table, linears(1)[0], Layer(lambda s, x: x @ s.m[0].weight.T, table))
 
         words = torch.tensor([[0, 1], [2, 3], [4, 4], [1, 0]])
         for sparse in (False, True):
@@ -230,19 +222,16 @@ class TestAsInThePlainModel:
             assert_sees_the_same(watched)
 
 
-class Counts(nn.Module):
+def counting(change: Callable[[Any], Any], total: float = 0.0) -> nn.Module:
     """Has a buffer that it may change."""
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(1, dtype=DOUBLE))
-        self.scale = 1.0
-        self.seen = torch.zeros(1)
-        self.change = change
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        change(s)
+        return x + s.total
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(self)
-        return x + self.total
+    layer = Layer(forward, total=torch.full((1,), total, dtype=DOUBLE), scale=1.0)
+    layer.seen = torch.zeros(1)
+    return layer
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -257,13 +246,18 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+def shared(what: nn.Module) -> nn.Sequential:
+    """A model whose first and last layer contain ``what``."""
+    return nn.Sequential(nn.Sequential(what), linears(1)[0], nn.Sequential(what))
+
+
 @places
 @hows
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str, change: str) -> None:
     function, name = CHANGES[change]
-    counts = Counts(function)
-    pipe = pipe_of(nn.Sequential(nn.Sequential(counts), linears(1)[0], nn.Sequential(counts)), checkpoint="always")
+    counts = counting(function)
+    pipe = pipe_of(shared(counts), checkpoint="always")
     with place(), pytest.raises(RuntimeError, match=name):
         trained(pipe, how)
     assert pipe[1].weight.grad is None
@@ -272,13 +266,9 @@ def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str, change: s
 
 @places
 def test_a_buffer_that_nobody_changes(place: Any) -> None:
-    def built() -> nn.Sequential:
-        counts = Counts(lambda layer: None)
-        counts.total.fill_(3)
-        return nn.Sequential(nn.Sequential(counts), linears(1)[0], nn.Sequential(counts))
-
     with place():
-        assert_trains_like(pipe_of(built()), built())
+        pipe, plain = pipe_of(shared(counting(lambda layer: None, 3.0))), shared(counting(lambda layer: None, 3.0))
+        assert_trains_like(pipe, plain)
 
 
 @hows
@@ -289,11 +279,6 @@ def test_renorming_is_refused(how: str) -> None:
     pipe = pipe_of(nn.Sequential(table, head))
     with pytest.raises(RuntimeError, match=r"'0\.weight' of partition 0 in place"):
         squares(pipe(torch.arange(5))).backward()
-
-
-def shared(what: nn.Module) -> nn.Sequential:
-    """A model whose first and last layer contain ``what``."""
-    return nn.Sequential(nn.Sequential(what), linears(1)[0], nn.Sequential(what))
 
 
 def with_forward(layer: nn.Module) -> nn.Module:
