@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from gpipe import DeferredBatchNorm, GPipe, inline
 from gpipe.schedule import Schedule
 
+from .layers import MODES, Layer
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 3), nn.BatchNorm3d: (2, 1, 2)}
 
 
@@ -175,11 +176,6 @@ class Shifted(nn.BatchNorm1d):
         return super().forward(x) + 1
 
 
-class Squared(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * weight
-
-
 def hooked(register: str) -> nn.Module:
     norm = nn.BatchNorm1d(3)
     getattr(norm, register)(lambda *_: None)
@@ -191,7 +187,7 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
     "hooks": lambda: hooked("register_forward_hook"),
     "hooks, before": lambda: hooked("register_forward_pre_hook"),
     "hooks, backward": lambda: hooked("register_full_backward_hook"),
-    "parametrizations": lambda: register_parametrization(nn.BatchNorm1d(3), "weight", Squared()),
+    "parametrizations": lambda: register_parametrization(nn.BatchNorm1d(3), "weight", Layer(lambda s, w: w * w)),
 }
 
 

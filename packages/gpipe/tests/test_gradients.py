@@ -11,66 +11,53 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 
-from .layers import DOUBLE, MODES, Blocks, Call, Overwrites, assert_same, piped, rows, running
+from .layers import DOUBLE, MODES, Blocks, Call, Layer, Overwrites, assert_same, piped, rows, running
 from .schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Shifted(nn.Module):
+def shifted(s: Layer, x: Tensor) -> Tensor:
     """Hands the gradient that arrives at its parameter on as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.ones(3, dtype=DOUBLE))
-        self.same = nn.Parameter(torch.ones(2, 3, dtype=DOUBLE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift = self.same if len(x) == 2 else self.shift
-        return x + shift
+    return x + (s.same if len(x) == 2 else s.shift)
 
 
-class Hooked(nn.Module):
+def hooked(s: Layer, x: Tensor) -> Tensor:
     """A linear layer whose hook of a tensor changes the gradient there."""
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=DOUBLE)
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: None if gradient is None else gradient * 2)
-        return output.sin() if self.inside else output
+    output = s.m[0](x)
+    if output.requires_grad:
+        output.register_hook(lambda gradient: None if gradient is None else gradient * 2)
+    return output.sin() if s.inside else output
 
 
-class Residual(nn.Module):
+def residual(before: nn.Module, after: nn.Module) -> nn.Module:
     """Two ways of which the one that was computed last gets its gradient first."""
 
-    def __init__(self, before: nn.Module, after: nn.Module) -> None:
-        super().__init__()
-        self.before, self.after = before, after
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        first = s.m[0](x)
+        return s.m[1](x) + first
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.before(x)
-        return self.after(x) + first
+    return Layer(forward, before, after)
 
 
 def linear() -> nn.Module:
     return nn.Linear(3, 3, dtype=DOUBLE)
 
 
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, dtype=DOUBLE))
+
+
 LAYERS = {
     "linear": linear,
-    "shifted": Shifted,
+    "shifted": lambda: Layer(shifted, shift=ones(3), same=ones(2, 3)),
     "blocks": lambda: Call(Blocks.apply),
     "overwrites": lambda: Call(Overwrites.apply),
     "in place": lambda: Call(lambda x: x.add_(1)),
-    "hooked": lambda: Hooked(False),
-    "hooked inside": lambda: Hooked(True),
-    "residual": lambda: Residual(linear(), nn.Sequential(linear(), Call(Overwrites.apply))),
-    "corrupting": lambda: Residual(nn.Sequential(linear(), Call(lambda x: x + 0)), Call(Overwrites.apply)),
+    "hooked": lambda: Layer(hooked, linear(), inside=False),
+    "hooked inside": lambda: Layer(hooked, linear(), inside=True),
+    "residual": lambda: residual(linear(), nn.Sequential(linear(), Call(Overwrites.apply))),
+    "corrupting": lambda: residual(nn.Sequential(linear(), Call(lambda x: x + 0)), Call(Overwrites.apply)),
 }
 
 

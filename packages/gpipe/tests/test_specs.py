@@ -100,15 +100,11 @@ class TestForward:
         torch.testing.assert_close(x.grad, y.grad)
 
 
-def masked(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    return x * mask * scale
-
-
 class Masked(nn.Module):
     """A first layer of several arguments."""
 
     def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-        return masked(x, mask, scale)
+        return x * mask * scale
 
 
 class TestArguments:
@@ -124,7 +120,7 @@ class TestArguments:
         with way():
             found = pipe(rows(7), mask=whole(mask), scale=whole(2.0))
             found.square().sum().backward()
-        expected = model[2](model[1](masked(rows(7), same, 2.0)))
+        expected = model[2](model[1](model[0](rows(7), same, 2.0)))
         torch.testing.assert_close(found, expected)
         expected.square().sum().backward()
         torch.testing.assert_close(mask.grad, same.grad)

@@ -17,23 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
-from ..layers import MODES, Call, each_mode, running
+from ..layers import MODES, Call, Layer, each_mode, running
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Checkpointed(nn.Module):
+def checkpointed(use_reentrant: bool, p: float = 0.0) -> nn.Module:
     """Has a checkpoint of its own inside."""
-
-    def __init__(self, use_reentrant: bool, p: float = 0.0, **options: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
-        self.options = {"use_reentrant": use_reentrant, **options}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, **self.options)
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
+    return Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=use_reentrant), inner)
 
 
 @dataclass(frozen=True)
@@ -195,8 +189,8 @@ def noisy(x: Tensor) -> Tensor:
 IN_BACKWARD = "drawn on the CPU in a backward"
 SEEDED = "after torch's generator was given another seed"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "checkpoint": (lambda: Checkpointed(False, 0.5), IN_BACKWARD),
-    "reentrant checkpoint": (lambda: Checkpointed(True, 0.5), IN_BACKWARD),
+    "checkpoint": (lambda: checkpointed(False, 0.5), IN_BACKWARD),
+    "reentrant checkpoint": (lambda: checkpointed(True, 0.5), IN_BACKWARD),
     "reversible": (lambda: Call(Reversed.apply), IN_BACKWARD),
     "noise on gradients": (lambda: Call(noisy), IN_BACKWARD),
     "seed": (lambda: Call(seeded(17)), SEEDED),
@@ -249,8 +243,8 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
 
 
 RACING = {
-    "checkpoint": lambda: Checkpointed(False),
-    "reentrant checkpoint": lambda: Checkpointed(True),
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
     "dropout": nn.Dropout,
     "forks": lambda: Call(lambda x: (_forks(), x * 1)[1]),
 }

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,11 +103,7 @@ def test_a_model_may_compute_its_loss(kind: str, count: int, chunks: int, inline
 )
 @each_schedule
 def test_an_output_that_is_no_loss_is_refused(schedule: str, output: Callable[[Tensor], Any], message: str):
-    class Last(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return output(x)
-
-    pipe = piped(nn.Sequential(*linears(), Last()), [2, 2], chunks=3)
+    pipe = piped(nn.Sequential(*linears(), Call(output)), [2, 2], chunks=3)
     for parameter in pipe.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(TypeError, match=f"without a loss_fn the output must be the loss.*{message}"):

@@ -18,22 +18,16 @@ from torch import Tensor, nn
 from gpipe import GPipe
 from gpipe.nn import Residual, flatten_nested
 
-from ..layers import gradients, running
+from ..layers import Layer, gradients, running
 
 WIDTH, ROWS = 3, 6
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Weighed(nn.Module):
+def weighed() -> nn.Module:
     """A join with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return y.tanh() + self.weight * x
+    return Layer(lambda s, y, x: y.tanh() + s.weight * x, weight=nn.Parameter(torch.tensor(0.5)))
 
 
 class Own(nn.Sequential):
@@ -51,7 +45,7 @@ LEAVES = {
 }
 leaves = st.sampled_from(list(LEAVES)).map(lambda kind: (kind,))
 SHORTCUTS = {"none": lambda: None, "linear": lambda: nn.Linear(WIDTH, WIDTH)}
-JOINS = {"sum": {}, "product": {"join": torch.mul}, "module": {"join": Weighed}}
+JOINS = {"sum": dict, "product": lambda: {"join": torch.mul}, "module": lambda: {"join": weighed()}}
 
 
 def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -70,8 +64,7 @@ def build(recipe: Any) -> nn.Module:
     layers = map(build, rest[0])
     if kind == "row":
         return nn.Sequential(*layers)
-    join = {name: it() if isinstance(it, type) else it for name, it in JOINS[rest[2]].items()}
-    return Residual(*layers, shortcut=SHORTCUTS[rest[1]](), **join)
+    return Residual(*layers, shortcut=SHORTCUTS[rest[1]](), **JOINS[rest[2]]())
 
 
 def model_of(recipe: Any) -> nn.Sequential:

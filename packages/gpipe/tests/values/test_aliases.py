@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from ..layers import DOUBLE, MODES, Call, assert_same, each_mode, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, Layer, assert_same, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -347,22 +347,12 @@ def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str
             pipe(rows(4, WIDTH)).sum().backward()
 
 
-class Gives(nn.Module):
-    """Gives its state along."""
-
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
-        state = torch.ones(1, WIDTH, dtype=DOUBLE)
-        self.register_parameter("state", nn.Parameter(state)) if trained else self.register_buffer("state", state)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.state[:, :2]
-
-
 @each_mode
 @pytest.mark.parametrize("trained", [False, True])
 def test_state_that_a_layer_gives_away_is_not_overwritten(trained: bool, mode: str):
-    layers = [Gives(trained), Call(lambda v: (v[0], v[1].mul_(2))), Call(lambda v: v[0] * v[1].sum())]
+    state = torch.ones(1, WIDTH, dtype=DOUBLE)
+    gives = Layer(lambda s, x: (x, s.state[:, :2]), state=nn.Parameter(state) if trained else state)
+    layers = [gives, Call(lambda v: (v[0], v[1].mul_(2))), Call(lambda v: v[0] * v[1].sum())]
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
     with inline(), pytest.raises(RuntimeError, match="shares its memory"):
         pipe(rows(4, WIDTH))
