@@ -7,7 +7,8 @@ loop over the micro-batches is. Where layers draw, what every mode of the pipe c
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_to
 @given(recipes(STEADY), st.booleans())
 def test_pipe_is_its_model(recipe: Recipe, inline: bool):
     model = recipe.model()
-    with piped(recipe, model) as pipe, running(inline):
+    with closing(pipe_of(recipe, model)) as pipe, running(inline):
         oracle = Oracle(recipe, model)
         for x in recipe.batches():
             expected, found = trained(oracle, x, recipe), trained(pipe, x, recipe)
@@ -51,7 +52,7 @@ def test_pipe_is_its_model(recipe: Recipe, inline: bool):
 def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_error(recipe: Recipe):
     recipe = replace(recipe, overwrites=True)
     x, model = recipe.batches()[0], recipe.model()
-    with piped(recipe, model) as pipe, gpipe.inline():
+    with closing(pipe_of(recipe, model)) as pipe, gpipe.inline():
         try:
             found = trained(pipe, x, recipe)
         except RuntimeError as refusal:
@@ -78,25 +79,19 @@ def test_modes_agree_about_random_numbers(recipe: Recipe):
         torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
 
 
-class piped:  # noqa: N801
-    """A pipe of a copy of ``model``, closed in the end."""
-
-    def __init__(self, recipe: Recipe, model: nn.Sequential, checkpoint: str | list[str] | None = None) -> None:
-        balance = recipe.balance(len(model))
-        self.pipe = GPipe(
-            copy.deepcopy(model),
-            balance,
-            devices=["cpu"] * len(balance),
-            chunks=recipe.chunks,
-            checkpoint=checkpoint or recipe.modes(len(balance)),
-            deferred_batch_norm=recipe.deferred,
-        )
-
-    def __enter__(self) -> GPipe:
-        return self.pipe
-
-    def __exit__(self, *_: object) -> None:
-        self.pipe.close()
+def pipe_of(
+    recipe: Recipe, model: nn.Sequential, checkpoint: Any = None, devices: Callable[[int], list[str]] | None = None
+) -> GPipe:
+    """A pipe of a copy of ``model``, with stages on the CPU unless ``devices`` says where so many are."""
+    balance = recipe.balance(len(model))
+    return GPipe(
+        copy.deepcopy(model),
+        balance,
+        devices=devices(len(balance)) if devices else ["cpu"] * len(balance),
+        chunks=recipe.chunks,
+        checkpoint=checkpoint or recipe.modes(len(balance)),
+        deferred_batch_norm=recipe.deferred,
+    )
 
 
 class Oracle(nn.Module):
@@ -172,7 +167,7 @@ def step(model: nn.Module) -> None:
 def lived(recipe: Recipe, checkpoint: str | list[str], inline: bool) -> list[dict[str, Any]]:
     """What two steps of training leave behind."""
     results = []
-    with piped(recipe, recipe.model(), checkpoint) as pipe, running(inline):
+    with closing(pipe_of(recipe, recipe.model(), checkpoint)) as pipe, running(inline):
         torch.manual_seed(recipe.seed)
         for x in recipe.batches():
             results.append(trained(pipe, x, recipe))

@@ -23,7 +23,7 @@ from ..layers import DOUBLE, Call, Layer, Pop, Stash, assert_same, linears, pipe
 from ..models import Recipe, recipes
 from ..schedules import V_SHAPED
 from ..test_models import assert_close
-from .test_step import SLOW, Way, lived_by, ways
+from .test_step import SLOW, Way, lived, ways
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,13 +36,6 @@ def flags(balance: list[int], choices: list[bool]) -> list[list[bool]]:
     return [[next(every) for _ in range(size)] for size in balance]
 
 
-def lived(recipe: Recipe, way: Way, balance: list[int], checkpoint: Any) -> list[Any]:
-    """What two steps of training leave behind."""
-    options = {"chunks": recipe.chunks, "checkpoint": checkpoint, "deferred_batch_norm": recipe.deferred}
-    pipe = GPipe(recipe.model(), balance, devices=way.devices(len(balance)), **options)
-    return lived_by(pipe, recipe, way)
-
-
 @settings(SLOW, max_examples=SLOW.max_examples // 2)
 @given(recipes(), ways, st.lists(st.booleans(), min_size=1, max_size=9))
 def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
@@ -50,7 +43,7 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
     recipe = replace(recipe, training=True, input_needs_grad=True)
     balance = recipe.balance(len(recipe.model()))
     checkpoint = flags(balance, choices)
-    found, plain = lived(recipe, way, balance, checkpoint), lived(recipe, way, balance, "never")
+    found, plain = (lived(recipe, way, each) for each in (checkpoint, "never"))
     assert_close(found, plain, recipe)
     if not any(map(all, checkpoint)):
         torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)

@@ -24,7 +24,7 @@ from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 from ..layers import DOUBLE, MODES, assert_same, each_mode, linears, piped, rows, running
 from ..models import PARTS, Recipe, recipes
 from ..schedules import ALONE, CHOICES, V_SHAPED, some_schedule
-from ..test_models import Oracle, assert_close
+from ..test_models import Oracle, assert_close, pipe_of
 from ..test_models import step as optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,18 +117,6 @@ def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
     return found / LOSSES[loss][1].get("normalizer", 1)
 
 
-def pipe_of(recipe: Recipe, way: Way, model: nn.Sequential, checkpoint: str | None = None) -> GPipe:
-    balance = recipe.balance(len(model))
-    return GPipe(
-        copy.deepcopy(model),
-        balance,
-        devices=way.devices(len(balance)),
-        chunks=recipe.chunks,
-        checkpoint=checkpoint or recipe.modes(len(balance)),
-        deferred_batch_norm=recipe.deferred,
-    )
-
-
 def plainly(oracle: Oracle, x: Tensor, way: Way, recipe: Recipe) -> tuple[dict[str, Any], list[Tensor]] | None:
     """All that one step of training leaves behind, and the weights of the loss; None if there is nothing to train."""
     oracle.zero_grad()
@@ -163,7 +151,7 @@ def stepped(pipe: GPipe, x: Tensor, weights: Any, way: Way, recipe: Recipe, **op
 @given(recipes(STEADY), ways)
 def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
     model = recipe.model()
-    with closing(pipe_of(recipe, way, model)) as pipe:
+    with closing(pipe_of(recipe, model, devices=way.devices)) as pipe:
         oracle = Oracle(recipe, model)
         for x in recipe.batches():
             expected = plainly(oracle, x, way, recipe)
@@ -177,15 +165,10 @@ def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
         assert_close(dict(pipe.state_dict()), dict(model.state_dict()), recipe)
 
 
-def lived(recipe: Recipe, way: Way, checkpoint: str | None = None) -> list[Any]:
+def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
     """What two steps of training leave behind."""
-    return lived_by(pipe_of(recipe, way, recipe.model(), checkpoint), recipe, way)
-
-
-def lived_by(pipe: GPipe, recipe: Recipe, way: Way) -> list[Any]:
-    """The same of ``pipe``, which is closed."""
     results: list[Any] = []
-    with closing(pipe):
+    with closing(pipe_of(recipe, recipe.model(), checkpoint, way.devices)) as pipe:
         with torch.no_grad():
             weights = [weights_for(pipe(x.clone()), recipe.seed) for x in recipe.batches()]
         torch.manual_seed(recipe.seed)
