@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +18,9 @@ from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
 from ..layers import MODES, Call, Layer, each_mode, running
-from ..models import Recipe, main_of, recipes
-from ..schedules import CHOICES, some_schedule
+from ..models import Recipe, recipes
+from ..module.test_step import SLOW, Way, lived, ways
+from ..test_models import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,70 +31,17 @@ def checkpointed(use_reentrant: bool, p: float = 0.0) -> nn.Module:
     return Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=use_reentrant), inner)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a model is computed; printed where a property fails."""
-
-    balance_seed: int
-    stages: int
-    checkpoint: str
-    inline: bool
-    schedule: Any
-
-    def trained(self, recipe: Recipe, loss_fn: Callable[[Any, Any], Tensor]) -> list[Any]:
-        """What two training steps from one seed leave behind."""
-        recipe = replace(recipe, balance_seed=self.balance_seed, stages=self.stages)
-        model, results = recipe.model(), []
-        balance = recipe.balance(len(model))
-        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=recipe.chunks, checkpoint=self.checkpoint)
-        torch.manual_seed(recipe.seed)
-        with running(self.inline):
-            for x in recipe.batches():
-                pipe.zero_grad()
-                leaf = x.clone().requires_grad_()
-                loss, output = pipe.step(
-                    leaf * 1,
-                    x,
-                    loss_fn=loss_fn,
-                    reduction="sum",
-                    schedule=self._schedule(-(-len(x) // -(-len(x) // recipe.chunks)), len(balance)),
-                    return_outputs=True,
-                )
-                results += [loss, main_of(output), leaf.grad, *[p.grad for p in pipe.parameters()]]
-        pipe.close()
-        return results
-
-    def _schedule(self, microbatches: int, stages: int) -> Any:
-        if isinstance(self.schedule, str):
-            return self.schedule
-        stop = {"never": 0, "except_last": microbatches - 1, "always": microbatches}[self.checkpoint]
-        placement = (0,) * stages if self.inline else range(stages)
-        return some_schedule(self.schedule, microbatches, placement, stop, in_order=True)
-
-
-WAYS = st.builds(
-    Way,
-    balance_seed=st.integers(0, 2**16),
-    stages=st.integers(1, 4),
-    checkpoint=st.sampled_from(MODES),
-    inline=st.booleans(),
-    schedule=st.sampled_from(["fill_drain", "1f1b", "interleaved", "zero_bubble"]) | CHOICES,
-)
-LOSSES = {
-    "plain": lambda output, target: main_of(output).square().sum(),
-    "random": lambda output, target: nn.functional.dropout(main_of(output), 0.3).square().sum(),
-}
-
-
-@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
-@given(recipes(), WAYS, WAYS, st.sampled_from(sorted(LOSSES)))
-def test_numbers_depend_on_layer_and_micro_batch_alone(recipe: Recipe, one: Way, other: Way, loss: str):
-    """And not on the balance, the number of partitions, checkpointing, the schedule or threads."""
-    recipe = replace(recipe, training=True, dtype=torch.float64, frozen=frozenset(), deferred=False)
-    layers = (*recipe.layers, ("tensor", "linear"))  # so that there is something to train
-    recipe = replace(recipe, layers=layers)
-    results = [way.trained(recipe, LOSSES[loss]) for way in (one, other)]
-    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9, equal_nan=True)
+@SLOW
+@given(recipes(), ways, ways, st.integers(0, 2**16), st.integers(1, 4), st.sampled_from(MODES), st.booleans())
+def test_numbers_depend_on_layer_and_micro_batch_alone(
+    recipe: Recipe, one: Way, other: Way, seed: int, stages: int, mode: str, random: bool
+):
+    """And not on the balance, the number of partitions, checkpointing, the schedule or threads; also in the loss."""
+    recipe = replace(recipe, training=True, input_needs_grad=True, dtype=torch.float64)
+    loss = "random" if random else one.loss
+    expected = lived(recipe, replace(one, loss=loss))
+    moved = replace(recipe, balance_seed=seed, stages=stages, checkpoint=mode)
+    assert_close(lived(moved, replace(other, loss=loss)), expected, recipe)
 
 
 @settings(max_examples=settings.default.max_examples // 10)

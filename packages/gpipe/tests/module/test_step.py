@@ -76,10 +76,10 @@ NOT_CONTIGUOUS = Recipe(
 )
 """The gradient that the last layer sends back is laid out in memory otherwise than what it was given."""
 
+kinds_of_loss = st.sampled_from(["mean", "sum", "counted"])
 ways = st.builds(
-    Way, st.sampled_from(sorted(SCHEDULES)), st.sampled_from(["mean", "sum", "counted"]), st.integers(1, 3),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    Way, st.sampled_from(sorted(SCHEDULES)), kinds_of_loss, st.integers(1, 3), st.booleans(), st.booleans()
+)
 
 
 def weights_for(output: Any, seed: int) -> list[Tensor]:
@@ -106,6 +106,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any]]] = {
     "mean": (lambda output, weights: losses(output, weights).mean(), {}),
     "sum": (lambda output, weights: losses(output, weights).sum(), {"reduction": "sum", "normalizer": 7}),
     "counted": (counted, {}),
+    "random": (lambda output, weights: losses(output, [F.dropout(w, 0.3) for w in weights]).mean(), {}),
 }
 
 
@@ -176,16 +177,6 @@ def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
             results.append(stepped(pipe, x, w, way, recipe))
             optimize(pipe)
         return [*results, dict(pipe.state_dict())]
-
-
-@settings(SLOW, max_examples=SLOW.max_examples // 4)
-@given(recipes(), ways)
-def test_schedules_agree_about_random_numbers(recipe: Recipe, way: Way):
-    """From one seed every schedule draws the same masks; sums over micro-batches may come in another order."""
-    recipe = replace(recipe, training=True, input_needs_grad=True, dtype=DOUBLE)
-    expected = lived(recipe, way)
-    for schedule in {*SCHEDULES} - {way.schedule}:
-        assert_close(lived(recipe, replace(way, schedule=schedule)), expected, recipe)
 
 
 @settings(SLOW, max_examples=SLOW.max_examples // 2)
