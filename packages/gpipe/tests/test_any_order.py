@@ -242,8 +242,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.assert_equal(found, (expected[0], end))
             self.assert_alike()
 
-    @rule(count=rows, where=st.integers(0, 1), phase=st.sampled_from(PHASES), time=st.integers(1, 4), loss=kinds_of_loss,
-          schedule=schedules)  # fmt: skip
+    @rule(count=rows, where=st.integers(0, 1), phase=st.sampled_from(PHASES), time=st.integers(1, 4),
+          loss=kinds_of_loss, schedule=schedules)  # fmt: skip
     def step_that_fails(self, count: int, where: int, phase: str, time: int, loss: str, schedule: str) -> None:
         x = self.input(count)
         weights = self.weights(x)

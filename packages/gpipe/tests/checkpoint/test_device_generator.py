@@ -11,21 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint import _device_generator, _random
 from gpipe.checkpoint._device_generator import DeviceGenerator
 from gpipe.engine import _stage
 
-from ..layers import Call
+from ..layers import Call, each_mode, each_way
 
 XPU = torch.device("xpu", 0)
-
-
-@pytest.fixture(params=["threads", "inline"])
-def walked(request):
-    with gpipe.inline() if request.param == "inline" else nullcontext():
-        yield
 
 
 @pytest.fixture
@@ -34,10 +27,11 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
 
 
+@each_way
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_dropout_under_checkpointing_is_refused_where_it_cannot_be_repeated(mode, walked, elsewhere):
+def test_dropout_under_checkpointing_is_refused_where_it_cannot_be_repeated(mode, way, elsewhere):
     pipe = GPipe(nn.Sequential(nn.Identity(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-    with pytest.raises(RuntimeError, match=r"draws random numbers on 'hpu:0'.*checkpoint='never'") as caught:
+    with way(), pytest.raises(RuntimeError, match=r"draws random numbers on 'hpu:0'.*checkpoint='never'") as caught:
         pipe(torch.ones(4, 4))
     assert any("partition 1" in note for note in caught.value.__notes__)
 
@@ -88,7 +82,7 @@ def on_a_device(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@each_mode
 @pytest.mark.parametrize(
     "inner", [lambda act, x: act(x), partial(checkpoint, use_reentrant=False)], ids=["alone", "checkpoint"]
 )

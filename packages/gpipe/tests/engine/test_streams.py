@@ -6,7 +6,6 @@ The stand-ins know what waits for what, and a layer queues work on the one that 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 from packages.streams.tests.accelerator import FakeAccelerator, accelerator
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe
 from gpipe.engine import _run
 from streams import current_stream, use_stream
 
-from ..layers import Call, OnBackward, each_mode, rows
+from ..layers import Call, OnBackward, each_mode, each_way, rows
 
 DEVICE = torch.device("xpu", 0)
 
@@ -30,12 +28,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
     with accelerator("xpu") as fake:
         monkeypatch.setattr(_run, "current_stream", lambda device: current_stream(DEVICE))
         yield fake
-
-
-@pytest.fixture(params=["threads", "inline"])
-def walked(request: pytest.FixtureRequest) -> Iterator[None]:
-    with gpipe.inline() if request.param == "inline" else nullcontext():
-        yield
 
 
 class Works(nn.Module):
@@ -67,11 +59,12 @@ def piped(fake: FakeAccelerator, mode: str, *, last: nn.Module | None = None) ->
 
 
 @each_mode
-def test_everything_is_on_the_stream_of_the_forward(fake: FakeAccelerator, mode: str, walked: None) -> None:
+@each_way
+def test_everything_is_on_the_stream_of_the_forward(fake: FakeAccelerator, mode: str, way: Any) -> None:
     """Also a recomputation, whose backward the caller asks for on another stream, with another device current."""
     pipe, seen = piped(fake, mode)
     forth, back = fake.stream(0, 1), fake.stream(0, 2)
-    with use_stream(forth):
+    with way(), use_stream(forth):
         output = pipe(rows())
     fake.set_device_index(2)
     with use_stream(back):
@@ -99,10 +92,11 @@ def breaking() -> Call:
 
 
 @each_mode
-def test_the_caller_waits_also_for_a_backward_that_fails(fake: FakeAccelerator, mode: str, walked: None) -> None:
+@each_way
+def test_the_caller_waits_also_for_a_backward_that_fails(fake: FakeAccelerator, mode: str, way: Any) -> None:
     pipe, _ = piped(fake, mode, last=breaking())
     forth, back = fake.stream(0, 1), fake.stream(0, 2)
-    with use_stream(forth):
+    with way(), use_stream(forth):
         output = pipe(rows())
     with use_stream(back), pytest.raises(BrokenError):
         output.sum().backward()
