@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from gpipe import is_recomputing
 from gpipe.skip import Namespace, pop, skippable, stash
+
+from .layers import Raise
 
 CHANNELS, WIDTH = 4, 6
 
@@ -41,6 +44,22 @@ def with_main(value: Any, x: Tensor) -> Any:
     if isinstance(value, dict):
         return {**value, "main": x}
     return (*value[:2], x, *value[3:]) if isinstance(value, tuple) else x
+
+
+class Failing(nn.Module):
+    """The identity, unless ``error`` gives an error for the phase and the tensor."""
+
+    def __init__(self, error: Callable[[str, Tensor], BaseException | None]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, value: Any) -> Any:
+        x = main_of(value)
+        error = self.error("recompute" if is_recomputing() else "forward", x)
+        if error is not None:
+            raise error
+        error = self.error("backward", x) if x.requires_grad else None
+        return with_main(value, x * 1 if error is None else Raise.apply(x, error))
 
 
 class ToTuple(nn.Module):

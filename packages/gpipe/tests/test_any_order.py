@@ -24,8 +24,8 @@ from gpipe import DeferredBatchNorm, GPipe
 from gpipe.schedule import SCHEDULES, v_placement
 from microbatch import Batch, gather
 
-from .layers import DOUBLE, MODES, Raise, gradients
-from .models import CHANNELS, PARTS, WIDTH, OnMain, Recipe, main_of, recipes, with_main
+from .layers import DOUBLE, MODES, gradients
+from .models import CHANNELS, PARTS, WIDTH, Failing, OnMain, Recipe, main_of, recipes, with_main
 from .module.test_step import LOSSES, Way, floats, kinds_of_loss, ways, weights_for, whole
 from .schedules import LOOPED, V_SHAPED
 from .test_models import WholeNorms, assert_close
@@ -58,24 +58,15 @@ class Order:
         return FailsError("boom") if self.calls == self.time else None
 
 
-class Fails(nn.Module):
-    """The identity, which fails on order. Orders are no attributes, which would be part of what a layer remembers."""
+ORDERS: list[Order] = []
+"""One, or none. Orders are no attributes of layers, which would be part of what these remember."""
 
-    order: Order | None = None
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
+def fails(number: int) -> nn.Module:
+    def asked(phase: str, _: Tensor) -> Exception | None:
+        return next((order.error(phase) for order in ORDERS if order.where == number), None)
 
-    def forward(self, value: Any) -> Any:
-        x, order = main_of(value), Fails.order
-        if order is None or order.where != self.number:
-            return with_main(value, x * 1)
-        error = order.error("recompute" if gpipe.is_recomputing() else "forward")
-        if error is not None:
-            raise error
-        error = order.error("backward") if x.requires_grad else None
-        return with_main(value, x * 1 if error is None else Raise.apply(x, error))
+    return Failing(asked)
 
 
 def doubled(value: Any) -> Any:
@@ -129,7 +120,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.waiting: list[tuple[Forward, Forward]] = []
         layers = list(self.recipe.model())
         for number, place in enumerate(at):
-            layers.insert(place % (len(layers) + 1), Fails(number))
+            layers.insert(place % (len(layers) + 1), fails(number))
         tie(layers, tied)
         self.plain = nn.Sequential(*layers)
         self.draws = any(PARTS[name].draws for _, name in recipe.layers)
@@ -251,7 +242,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         before = gradients(self.pipe)
         copies = {name: None if each is None else each.clone() for name, each in before.items()}
-        Fails.order = Order(where, phase, time)
+        ORDERS[:] = [Order(where, phase, time)]
         try:
             found = self.done(lambda: self.stepped(x, weights, loss, schedule))
         except FailsError as error:
@@ -264,7 +255,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.align()
             return
         finally:
-            Fails.order = None
+            ORDERS.clear()
         self.assert_step(found, x, loss)
 
     def assert_step(self, found: Any, x: Tensor, loss: str) -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, is_recomputing
+from gpipe import GPipe
 from gpipe.transport._link import Channel
 
-from .layers import DOUBLE, Call, Raise, numbered, within, running
+from .layers import DOUBLE, Call, numbered, running, within
+from .models import Failing
 
 STAGES = CHUNKS = 3
 
@@ -53,26 +54,17 @@ class FrozenError(Exception):
     code: int
 
 
-class Faulty(nn.Module):
-    """The identity, until a fault is planted."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        self.stage = stage
-        self.faults: dict[tuple[str, int], BaseException] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        i = int(x.detach().flatten()[0].round())
-        error = self.faults.get(("recompute" if is_recomputing() else "forward", i))
-        if error is not None:
-            raise error
-        error = self.faults.get(("backward", i))
-        return x if error is None else Raise.apply(x, error)
+def fragile() -> Failing:
+    """A layer that fails where one of its ``faults`` says so, by phase and micro-batch."""
+    faults: dict[tuple[str, int], BaseException] = {}
+    layer = Failing(lambda phase, x: faults.get((phase, int(x.detach().flatten()[0].round()))))
+    layer.faults = faults
+    return layer
 
 
 def faulty(**options: Any) -> GPipe:
     """A pipe in which anything can be made to fail; one layer with parameters, that nothing passes by, at the end."""
-    model = nn.Sequential(*(Faulty(j) for j in range(STAGES)), nn.Linear(1, 2, dtype=DOUBLE))
+    model = nn.Sequential(*(fragile() for _ in range(STAGES)), nn.Linear(1, 2, dtype=DOUBLE))
     return GPipe(model, [1, 1, 2], devices=["cpu"] * STAGES, chunks=CHUNKS, **options)
 
 

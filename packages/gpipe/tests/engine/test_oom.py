@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import gpipe
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, v_placement
 
-from ..layers import Call, Raise, assert_same, linears, piped, rows, running
-from ..models import main_of, with_main
+from ..layers import Call, assert_same, linears, piped, rows, running
+from ..models import Failing
 from ..schedules import V_SHAPED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,21 +31,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
-class Limited(nn.Module):
-    """The identity, with memory for so many rows only, in one phase."""
-
-    def __init__(self, limit: int | None = None, phase: str = "forward", error: str = "cuda") -> None:
-        super().__init__()
-        self.limit, self.phase, self.error = limit, phase, error
-
-    def forward(self, value: Any) -> Any:
-        x = main_of(value)
-        if self.limit is not None and len(x) > self.limit:
-            if self.phase == ("recompute" if gpipe.is_recomputing() else "forward"):
-                raise ERRORS[self.error]()
-            if self.phase == "backward" and x.requires_grad:
-                return with_main(value, Raise.apply(x, ERRORS[self.error]()))
-        return with_main(value, x * 1)
+def limited(limit: int, phase: str = "forward", error: str = "cuda") -> nn.Module:
+    """With memory for so many rows only, in one phase."""
+    return Failing(lambda now, x: ERRORS[error]() if now == phase and len(x) > limit else None)
 
 
 def advice(error: BaseException) -> list[str]:
@@ -63,9 +49,9 @@ def advice(error: BaseException) -> list[str]:
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase: str, mode: str, inline: bool):
     devices = [f"cpu:{j}" for j in v_placement(4)] if schedule in V_SHAPED else ["cpu"] * 4
-    plain = nn.Sequential(*linears(3), Limited(None, phase), *linears(1))
+    plain = nn.Sequential(*linears(3), nn.Identity(), *linears(1))
     layers = copy.deepcopy(plain)
-    layers[3].limit = 2
+    layers[3] = limited(2, phase)
     with (
         closing(GPipe(layers, [1, 1, 2, 1], devices=devices, chunks=2, checkpoint=mode)) as pipe,
         running(inline),
@@ -85,7 +71,7 @@ def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase
 def test_what_says_that_memory_ran_out(error: str, wrapped: bool):
     def layer(x: Tensor) -> Tensor:
         try:
-            return Limited(1, error=error)(x)
+            return limited(1, error=error)(x)
         except (RuntimeError, MemoryError) as raised:
             if wrapped:
                 raise ArithmeticError("the library that is called here") from raised
