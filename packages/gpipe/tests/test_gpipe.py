@@ -133,16 +133,6 @@ class TestMoving:
         assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
 
 
-class TestModes:
-    def test_they_reach_every_module_of_the_partitions(self) -> None:
-        pipe = piped(deep(), [2, 3])
-        for mode in (False, True):
-            assert pipe.train(mode) is pipe
-            assert {module.training for module in (*pipe.modules(), *pipe.partitions.modules())} == {mode}
-        assert pipe.eval() is pipe
-        assert not any(partition.training for partition in pipe.partitions)
-
-
 class TestCopies:
     @each_copy
     @pytest.mark.parametrize("used", [False, True])

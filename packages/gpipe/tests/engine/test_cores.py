@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -80,33 +79,21 @@ class TestPipe:
         assert os.sched_getaffinity(0) == usable()
 
 
-def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
-    return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))
-
-
 @many_cores
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-class TestWhatLayersStart:
-    """Which cores threads and processes have that a layer starts on a worker that is bound to a share of them."""
-
-    def seen(self, look: Callable[[], frozenset[int]], monkeypatch: pytest.MonkeyPatch, pin: str) -> Any:
-        monkeypatch.setenv("GPIPE_PIN_WORKERS", pin)
-        found: list[tuple[frozenset[int], frozenset[int], frozenset[int]]] = []
-        layers = [Call(lambda x: found.append((usable(), look(), usable())) or x) for _ in range(2)]
-        pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2)
-        pipe(rows())
-        pipe.close()
-        for before, _, after in found:
-            assert before == after
-        shares = [own for own, _, _ in found]
-        assert (shares == [usable()] * 2) == (pin == "0")
-        return shares, [other for _, other, _ in found]
-
-    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-    @pytest.mark.parametrize("pin", ["0", "1"])
-    def test_a_forked_process_has_all_of_them(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
-        _, theirs = self.seen(lambda: in_a_child(usable), monkeypatch, pin)
-        assert theirs == [usable()] * 2
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("pin", ["0", "1"])
+def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+    """On a worker that is bound to a share of them."""
+    monkeypatch.setenv("GPIPE_PIN_WORKERS", pin)
+    found: list[tuple[frozenset[int], str, frozenset[int]]] = []
+    layer = Call(lambda x: found.append((usable(), in_child(lambda: sorted(usable())), usable())) or x)
+    pipe = GPipe(nn.Sequential(layer, Call(layer.function)), [1, 1], devices=["cpu"] * 2)
+    pipe(rows())
+    pipe.close()
+    assert [theirs for _, theirs, _ in found] == [str(sorted(usable()))] * 2
+    assert all(before == after for before, _, after in found)
+    assert ([own for own, _, _ in found] == [usable()] * 2) == (pin == "0")
 
 
 class TestCallersHelpers:
