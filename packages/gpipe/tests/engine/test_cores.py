@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe import GPipe, inline
 from gpipe.engine import _workers
@@ -24,13 +23,6 @@ from ..layers import Call, rows
 
 many_cores = pytest.mark.skipif(len(usable()) < 2, reason="needs two cores, and a system that binds threads to them")
 core_sets = st.sets(st.integers(0, 255), min_size=1, max_size=64)
-
-
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread that may be bound without harm to the others."""
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
 
 
 class TestShares:
@@ -54,29 +46,17 @@ class TestShares:
 
 
 @many_cores
-class TestPipe:
-    def seen(self) -> tuple[GPipe, list[frozenset[int]]]:
-        """A pipe of two stages, and the cores that each of them may use in a run."""
-        seen: list[frozenset[int]] = [frozenset()] * 2
-
-        def look(j: int) -> Callable[[Tensor], Tensor]:
-            def layer(x: Tensor) -> Tensor:
-                seen[j] = usable()
-                return x * 1
-
-            return layer
-
-        model = nn.Sequential(Call(look(0)), Call(look(1)))
-        return GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), seen
-
-    def test_workers_follow_when_the_caller_is_bound_to_fewer(self, thread: ThreadPoolExecutor) -> None:
-        pipe, seen = self.seen()
-        pipe(rows())
-        one = frozenset({min(usable())})
+def test_workers_follow_when_the_caller_is_bound_to_fewer() -> None:
+    seen: dict[int, frozenset[int]] = {}
+    layers = [Call(lambda x, j=j: seen.update({j: usable()}) or x * 1) for j in range(2)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe(rows())
+    one = frozenset({min(usable())})
+    with ThreadPoolExecutor(1) as thread:  # which may be bound without harm to the others
         thread.submit(bind, one).result()
         thread.submit(pipe, rows()).result()
-        assert seen == [one, one]
-        assert os.sched_getaffinity(0) == usable()
+    assert seen == {0: one, 1: one}
+    assert os.sched_getaffinity(0) == usable()
 
 
 @many_cores
@@ -96,27 +76,17 @@ def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPa
     assert ([own for own, _, _ in found] == [usable()] * 2) == (pin == "0")
 
 
-class TestCallersHelpers:
-    def ended(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Notes a number whenever the helpers of the calling thread are ended."""
-        calls: list[int] = []
-        monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
-        return calls
-
-    def test_they_end_before_every_run_on_cpu_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("GPIPE_PAUSE_HELPERS", raising=False)
-        calls = self.ended(monkeypatch)
-        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+@pytest.mark.parametrize(("value", "way", "times"), [(None, nullcontext, 2), ("0", nullcontext, 0), ("1", inline, 0)])
+def test_helpers_of_the_caller_end_before_every_run_on_cpu_workers(
+    value: str | None, way: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they are to stay, and where nobody needs their cores."""
+    calls: list[int] = []
+    monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
+    monkeypatch.delenv("GPIPE_PAUSE_HELPERS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", value)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    with way():
         pipe(torch.ones(1, 2)).sum().backward()
-        assert calls == [threading.get_ident()] * 2
-
-    @pytest.mark.parametrize("value", ["0", "inline"])
-    def test_they_stay_if_that_is_asked_for_and_where_nobody_needs_their_cores(
-        self, monkeypatch: pytest.MonkeyPatch, value: str
-    ) -> None:
-        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", value if value == "0" else "1")
-        calls = self.ended(monkeypatch)
-        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
-        with inline() if value == "inline" else nullcontext():
-            pipe(torch.ones(1, 2)).sum().backward()
-        assert not calls
+    assert calls == [threading.get_ident()] * times
