@@ -57,24 +57,15 @@ def test_statistics_are_those_of_the_whole_mini_batch(problem: tuple[nn.Module, 
     pipe.close()
 
 
-class Repeated(nn.Module):
+def repeated(s: Layer, x: Tensor) -> Tensor:
     """Calls batch norm as often as the first number of its input says, perhaps inside a checkpoint of its own."""
 
-    def __init__(self, norm: nn.Module, nested: str) -> None:
-        super().__init__()
-        self.norm = norm
-        self.nested = nested
+    def norm(y: Tensor) -> Tensor:
+        return s.m[0](y) * 2 + 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.detach().flatten()[0])):
-            if self.nested == "none":
-                x = self.norm(x) * 2 + 1
-            else:
-                x = checkpoint(self._norm, x, use_reentrant=self.nested == "reentrant")
-        return x
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return self.norm(x) * 2 + 1
+    for _ in range(int(x.detach().flatten()[0])):
+        x = norm(x) if s.nested == "none" else checkpoint(norm, x, use_reentrant=s.nested == "reentrant")
+    return x
 
 
 @st.composite
@@ -97,18 +88,18 @@ def test_whatever_calls_the_layer_and_in_whichever_order(data: st.DataObject):
     for part, times in zip(parts, calls, strict=True):
         part[0, 0] = times + 0.5
     plain = nn.BatchNorm1d(4, momentum=data.draw(st.sampled_from([0.1, None]))).double()
-    model = nn.Sequential(Repeated(copy.deepcopy(plain), nested), nn.Linear(4, 4).double())
+    model = nn.Sequential(Layer(repeated, copy.deepcopy(plain), nested=nested), nn.Linear(4, 4).double())
     pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=len(calls), checkpoint=mode, deferred_batch_norm=True)
     x = torch.cat(parts).requires_grad_()
     with inline():
         pipe.step(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
     for call in range(max(calls)):
         plain(torch.cat([each[call] for part in parts for each in [_inputs(part)] if call < len(each)]))
-    assert_same_statistics(pipe[0].norm, plain)
+    assert_same_statistics(pipe[0].m[0], plain)
 
 
 def _inputs(x: Tensor) -> list[Tensor]:
-    """What :class:`Repeated` hands to batch norm, call by call."""
+    """What :func:`repeated` hands to batch norm, call by call."""
     inputs = [x]
     for _ in range(int(x.flatten()[0])):
         inputs.append(nn.functional.batch_norm(inputs[-1], None, None, training=True) * 2 + 1)

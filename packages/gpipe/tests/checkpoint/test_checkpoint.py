@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline, is_checkpointing, is_recomputing
 
-from ..layers import DOUBLE, MODES, assert_same, assert_trains_like, linears, numbered, piped, rows
+from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, linears, numbered, piped, rows
 
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
 
@@ -208,23 +208,18 @@ class TestChangesBeforeTheRecomputation:
     def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(self, checkpoint: str) -> None:
         """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
 
-        class Has(nn.Module):
-            def __init__(self, shared: nn.Module, *, doubles: bool) -> None:
-                super().__init__()
-                self.own, self.shared, self.doubles = linears(1), shared, doubles
-
-            def forward(self, x: Tensor) -> Tensor:
-                if not self.doubles:
-                    return self.own(x)
-                handle = self.shared.register_forward_hook(lambda module, inputs, output: output * 2)
-                threading.Event().wait(0.01)  # meanwhile the other worker goes on
-                try:
-                    return self.shared(self.own(x))
-                finally:
-                    handle.remove()
+        def doubled(s: Layer, x: Tensor) -> Tensor:
+            own, shared = s.m
+            handle = shared.register_forward_hook(lambda module, inputs, output: output * 2)
+            threading.Event().wait(0.01)  # meanwhile the other worker goes on
+            try:
+                return shared(own(x))
+            finally:
+                handle.remove()
 
         shared = linears(1)
-        model = nn.Sequential(Has(shared, doubles=False), Has(shared, doubles=True))
+        plain = Layer(lambda s, x: s.m[0](x), linears(1), shared)
+        model = nn.Sequential(plain, Layer(doubled, linears(1), shared))
         pipe = piped(model, [1, 1], chunks=4, checkpoint=checkpoint)
         for _ in range(3):
             assert_trains_like(pipe, model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, assert_same, piped, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, piped, rows, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +24,7 @@ GLOBAL: dict[str, Any] = {}
 
 
 # How a layer leaves a tensor, how the loss finds it, and whether it is outside of all layers.
-WAYS: dict[str, tuple[Callable[[Leaving, Any], None], Callable[[Leaving], Any], bool]] = {
+WAYS: dict[str, tuple[Callable[[Layer, Any], None], Callable[[Layer], Any], bool]] = {
     "attribute": (lambda layer, value: setattr(layer, "aux", value), lambda layer: layer.aux, False),
     "list": (lambda layer, value: setattr(layer, "all", [*layer.all[-3:], value]), lambda layer: layer.all[-1], False),
     "dict": (lambda layer, value: layer.named.update(aux=value), lambda layer: layer.named["aux"], False),
@@ -33,30 +33,26 @@ WAYS: dict[str, tuple[Callable[[Leaving, Any], None], Callable[[Leaving], Any], 
 }
 
 
-class Leaving(nn.Module):
+def leave(s: Layer, x: Tensor) -> Tensor:
     """A linear layer that leaves an auxiliary loss, of its output or of a head of its own."""
+    linear, head = s.m
+    y: Tensor = linear(x).tanh()
+    aux = (head(x) if s.has_head else y).square().mean()
+    if not s.has_head:
+        y = y + 0 * head(x)
+    WAYS[s.way][0](s, aux)
+    return y
 
-    def __init__(self, way: str, head: bool) -> None:
-        super().__init__()
-        self.linear, self.head = nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 1, dtype=DOUBLE)
-        self.way, self.has_head = way, head
-        self.aux: Any = 0.0
-        self.all: list[Any] = [0.0]
-        self.named: dict[str, Any] = {"aux": 0.0}
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x).tanh()
-        aux = (self.head(x) if self.has_head else y).square().mean()
-        if not self.has_head:
-            y = y + 0 * self.head(x)
-        WAYS[self.way][0](self, aux)
-        return y
+def leaving(way: str, head: bool) -> Layer:
+    parts = nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 1, dtype=DOUBLE)
+    return Layer(leave, *parts, way=way, has_head=head, aux=0.0, all=[0.0], named={"aux": 0.0})
 
 
 def model_with(way: str, head: bool, at: int) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(3, 3, dtype=DOUBLE) for _ in range(3)]
-    layers[at] = Leaving(way, head)
+    layers[at] = leaving(way, head)
     return nn.Sequential(*layers)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,29 +53,26 @@ def several(k: int, tensor: Tensor, heard: Heard) -> None:
 KINDS = {each.__name__: each for each in (on_tensor, before_node, after_node, retained, several)}
 
 
-class Hooked(nn.Module):
+def hook_from(s: Layer, value: Tensor) -> Tensor:
     """Registers a hook on one of the tensors of its forward, or its node, from a certain row of the input on."""
-
-    def __init__(self, k: int, place: str, kind: str, start: int, heard: Heard) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=DOUBLE)
-        self.scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # one of its own, or no backward could be split
-        self.k, self.place, self.kind, self.start, self.heard = k, place, kind, start, heard
-
-    def forward(self, value: Tensor) -> Tensor:
-        number, x = value[:, :1].detach(), value[:, 1:]
-        own = x.sin()
-        linear = self.linear(own)
-        scaled = linear * self.scale
-        tensor = dict(zip(PLACES, (x, own, linear, scaled), strict=True))[self.place]
-        if tensor.requires_grad and float(number[0]) >= self.start:
-            KINDS[self.kind](self.k, tensor, self.heard)
-        return torch.cat([number, x + scaled], 1)
+    number, x = value[:, :1].detach(), value[:, 1:]
+    own = x.sin()
+    linear = s.m[0](own)
+    scaled = linear * s.scale
+    tensor = dict(zip(PLACES, (x, own, linear, scaled), strict=True))[s.place]
+    if tensor.requires_grad and float(number[0]) >= s.start:
+        KINDS[s.kind](s.k, tensor, s.heard)
+    return torch.cat([number, x + scaled], 1)
 
 
 def hooked(layers: list[tuple[str, str, int]], heard: Heard) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Hooked(k, *layer, heard) for k, layer in enumerate(layers)))
+    made = []
+    for k, (place, kind, start) in enumerate(layers):
+        scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # one of its own, or no backward could be split
+        linear = nn.Linear(3, 3, dtype=DOUBLE)
+        made.append(Layer(hook_from, linear, scale=scale, k=k, place=place, kind=kind, start=start, heard=heard))
+    return nn.Sequential(*made)
 
 
 def numbered_rows(first: int) -> Tensor:
