@@ -142,26 +142,22 @@ class TestInline:
         assert [each is threading.current_thread() for each in threads] == [True, False, True, False]
 
 
-class TestShares:
-    @staticmethod
-    def counting(stages: int) -> tuple[GPipe, list[int]]:
-        counts: list[int] = []
-        layers = [Call(lambda x: (counts.append(torch.get_num_threads()), x)[1]) for _ in range(stages)]
-        return GPipe(nn.Sequential(*layers), [1] * stages, devices=["cpu"] * stages), counts
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
-    @pytest.fixture(autouse=True)
-    def _restored(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        yield
-        torch.set_num_threads(before)
 
-    @pytest.mark.parametrize(("threads", "stages", "share"), [(1, 2, 1), (4, 2, 2), (5, 2, 2), (4, 1, 4), (2, 3, 1)])
-    def test_workers_divide_the_threads_of_the_caller(self, threads: int, stages: int, share: int) -> None:
-        torch.set_num_threads(threads)
-        pipe, counts = self.counting(stages)
-        pipe(rows())
-        assert counts == [share] * stages
-        assert torch.get_num_threads() == threads
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(("threads", "stages", "share"), [(1, 2, 1), (4, 2, 2), (5, 2, 2), (4, 1, 4), (2, 3, 1)])
+def test_workers_divide_the_threads_of_the_caller(threads: int, stages: int, share: int) -> None:
+    torch.set_num_threads(threads)
+    counts: list[int] = []
+    layers = [Call(lambda x: counts.append(torch.get_num_threads()) or x) for _ in range(stages)]
+    GPipe(nn.Sequential(*layers), [1] * stages, devices=["cpu"] * stages)(rows())
+    assert counts == [share] * stages
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
