@@ -116,35 +116,32 @@ def test_a_frozen_exception_is_the_context_of_the_error_about_it(
     expect_same(pipe)
 
 
-class TestTable:
-    """Exception × phase × stage × micro-batch, all of it on pipes that have failed many times before."""
+@pytest.mark.parametrize("inlined", [False, True], ids=["threaded", "inline"])
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_every_fault(pipes: dict[str, GPipe], phase: str, name: str, inlined: bool) -> None:
+    checkpoint = "always" if phase == "recompute" else "except_last"
+    pipe = pipes[checkpoint]
 
-    @pytest.mark.parametrize("inlined", [False, True], ids=["threaded", "inline"])
-    @pytest.mark.parametrize("name", ERRORS)
-    @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
-    def test_every_fault(self, pipes: dict[str, GPipe], phase: str, name: str, inlined: bool) -> None:
-        checkpoint = "always" if phase == "recompute" else "except_last"
-        pipe = pipes[checkpoint]
+    def once() -> None:
+        with running(inlined):
+            train(pipe)
 
-        def once() -> None:
-            with running(inlined):
-                train(pipe)
-
-        for stage in range(STAGES):
-            for i in range(CHUNKS):
-                planted = pipe[stage].faults[phase, i] = ERRORS[name]()
-                with pytest.raises(BaseException) as caught:  # noqa: PT011
-                    within(20, once)
-                assert caught.value is planted
-                assert caught.traceback[-1].name in ("forward", "backward")
-                (note,) = notes(planted)
-                layers = "'2' to '3'" if stage == 2 else f"'{stage}'"
-                assert note == (
-                    f"in partition {stage} (layers {layers}) on cpu, micro-batch {i} of {CHUNKS}, {phase}; "
-                    "input: float64[2, 1]"
-                )
-                pipe[stage].faults.clear()
-        expect_same(pipe)
+    for stage in range(STAGES):
+        for i in range(CHUNKS):
+            planted = pipe[stage].faults[phase, i] = ERRORS[name]()
+            with pytest.raises(BaseException) as caught:  # noqa: PT011
+                within(20, once)
+            assert caught.value is planted
+            assert caught.traceback[-1].name in ("forward", "backward")
+            (note,) = notes(planted)
+            layers = "'2' to '3'" if stage == 2 else f"'{stage}'"
+            assert note == (
+                f"in partition {stage} (layers {layers}) on cpu, micro-batch {i} of {CHUNKS}, {phase}; "
+                "input: float64[2, 1]"
+            )
+            pipe[stage].faults.clear()
+    expect_same(pipe)
 
 
 class TestSeveral:

@@ -111,47 +111,44 @@ class TestSequence:
         assert list(part.named_children()) == list(model[cut].named_children())
 
 
-class TestMoving:
-    @pytest.mark.parametrize(
-        "move",
-        [
-            lambda pipe: pipe.cuda(),
-            lambda pipe: pipe.cuda(0),
-            lambda pipe: pipe.cpu(),
-            lambda pipe: pipe.to("cpu"),
-            lambda pipe: pipe.to(CPU, torch.float32),
-            lambda pipe: pipe.to(device="cuda"),
-            lambda pipe: pipe.to(torch.zeros(1)),
-            lambda pipe: pipe.to_empty(device="cpu"),
-        ],
-    )
-    def test_it_is_denied(self, move: Callable[[GPipe], Any]) -> None:
-        pipe = piped(deep(), [2, 3])
-        before = copy.deepcopy(pipe.state_dict())
-        with pytest.raises(TypeError, match=r"denied to move parameters and buffers.*devices="):
-            move(pipe)
-        assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.cuda(),
+        lambda pipe: pipe.cuda(0),
+        lambda pipe: pipe.cpu(),
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to(CPU, torch.float32),
+        lambda pipe: pipe.to(device="cuda"),
+        lambda pipe: pipe.to(torch.zeros(1)),
+        lambda pipe: pipe.to_empty(device="cpu"),
+    ],
+)
+def test_a_move_is_denied(move: Callable[[GPipe], Any]) -> None:
+    pipe = piped(deep(), [2, 3])
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(TypeError, match=r"denied to move parameters and buffers.*devices="):
+        move(pipe)
+    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
 
 
-class TestCopies:
-    @each_copy
-    @pytest.mark.parametrize("used", [False, True])
-    def test_a_copy_computes_alike_and_on_its_own(self, copied: Callable[[GPipe], GPipe], used: bool) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(DOUBLE)
-        pipe = piped(model, [1, 2], chunks=2, checkpoint="always")
-        if used:
-            assert_trains_like(pipe, model)
-        twin = copied(pipe)
-        before = [parameter.grad for parameter in pipe.parameters()]
-        assert all(a is not b and torch.equal(a, b) for a, b in zip(pipe.parameters(), twin.parameters(), strict=True))
-        assert_trains_like(twin, model)
-        assert [parameter.grad for parameter in pipe.parameters()] == before
-        assert repr(twin) == repr(pipe)
+@each_copy
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_computes_alike_and_on_its_own(copied: Callable[[GPipe], GPipe], used: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(DOUBLE)
+    pipe = piped(model, [1, 2], chunks=2, checkpoint="always")
+    if used:
+        assert_trains_like(pipe, model)
+    twin = copied(pipe)
+    before = [parameter.grad for parameter in pipe.parameters()]
+    assert all(a is not b and torch.equal(a, b) for a, b in zip(pipe.parameters(), twin.parameters(), strict=True))
+    assert_trains_like(twin, model)
+    assert [parameter.grad for parameter in pipe.parameters()] == before
+    assert repr(twin) == repr(pipe)
 
 
-class TestValues:
-    def test_no_layers_are_the_identity(self) -> None:
-        pipe = GPipe(nn.Sequential(), [], devices=["cpu"])
-        x = rows()
-        assert pipe(x) is x
-        assert (len(pipe), pipe.devices, list(pipe.state_dict())) == (0, [], [])
+def test_no_layers_are_the_identity() -> None:
+    pipe = GPipe(nn.Sequential(), [], devices=["cpu"])
+    x = rows()
+    assert pipe(x) is x
+    assert (len(pipe), pipe.devices, list(pipe.state_dict())) == (0, [], [])

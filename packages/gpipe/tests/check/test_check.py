@@ -129,25 +129,24 @@ def test_the_text_names_layer_evidence_and_advice() -> None:
     assert text.splitlines()[-2].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
 
 
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("changes", "error", "message"),
-        [
-            ({"model": "model"}, TypeError, "model must be an nn.Module; got str"),
-            ({"sample": torch.randn(1, WIDTH)}, ValueError, "sample has 1 rows"),
-            ({"sample": torch.randn(0, WIDTH)}, ValueError, "sample has 0 rows"),
-            ({"chunks": 1}, ValueError, "chunks must be at least 2"),
-            ({"chunks": "4"}, TypeError, "chunks"),
-            ({"balance": [1]}, ValueError, "balance"),
-            ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
-            ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
-            ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
-            ({"loss_fn": lambda output: output}, ValueError, "expected a scalar"),
-            ({"model": nn.Sequential()}, ValueError, "model has no layers"),
-            ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),
-        ],
-    )
-    def test_it_is_refused_by_name(self, changes: dict[str, Any], error: type[Exception], message: str) -> None:
-        given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
-        with pytest.raises(error, match=message):
-            check(given.pop("model"), given.pop("sample"), **given)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "model"}, TypeError, "model must be an nn.Module; got str"),
+        ({"sample": torch.randn(1, WIDTH)}, ValueError, "sample has 1 rows"),
+        ({"sample": torch.randn(0, WIDTH)}, ValueError, "sample has 0 rows"),
+        ({"chunks": 1}, ValueError, "chunks must be at least 2"),
+        ({"chunks": "4"}, TypeError, "chunks"),
+        ({"balance": [1]}, ValueError, "balance"),
+        ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
+        ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"loss_fn": lambda output: output}, ValueError, "expected a scalar"),
+        ({"model": nn.Sequential()}, ValueError, "model has no layers"),
+        ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),
+    ],
+)
+def test_bad_input_is_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
+    with pytest.raises(error, match=message):
+        check(given.pop("model"), given.pop("sample"), **given)

@@ -135,19 +135,18 @@ class TestParts:
         assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
 
 
-class TestGradMode:
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    @each_mode
-    def test_without_grad_nothing_is_kept(self, mode: Callable[[], Any], checkpoint: str) -> None:
-        graphs: list[bool] = []
-        spy = Call(lambda x: (graphs.append(x.requires_grad), x)[1])
-        pipe = piped(nn.Sequential(*linears(1), spy), [1, 1], chunks=2, checkpoint=checkpoint)
-        with mode():
-            output = pipe(rows())
-        assert not output.requires_grad
-        assert output.is_inference() == (mode is torch.inference_mode)
-        assert graphs == [False, False]
-        torch.testing.assert_close(output.clone(), linears(1)(rows()))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@each_mode
+def test_without_grad_nothing_is_kept(mode: Callable[[], Any], checkpoint: str) -> None:
+    graphs: list[bool] = []
+    spy = Call(lambda x: (graphs.append(x.requires_grad), x)[1])
+    pipe = piped(nn.Sequential(*linears(1), spy), [1, 1], chunks=2, checkpoint=checkpoint)
+    with mode():
+        output = pipe(rows())
+    assert not output.requires_grad
+    assert output.is_inference() == (mode is torch.inference_mode)
+    assert graphs == [False, False]
+    torch.testing.assert_close(output.clone(), linears(1)(rows()))
 
 
 @pytest.mark.usefixtures("no_collector", "frees_at_once")

@@ -159,20 +159,19 @@ def assert_sees_the_same(watched: Callable[[nn.Module], list[Tensor]]) -> None:
 
 
 @places
-class TestChangesBetweenRuns:
-    def test_tied_untied_and_frozen_later(self, place: Callable[[], Any]) -> None:
-        pipe, plain = pipe_of(model((None,) * 3)), model((None,) * 3)
-        changes: list[Callable[[nn.Module], Any]] = [
-            lambda module: setattr(module[2][0], "weight", module[1][0].weight),
-            lambda module: module[1][0].weight.requires_grad_(False),
-            lambda module: module[1][0].weight.requires_grad_(True),
-            lambda module: setattr(module[2][0], "weight", nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))),
-        ]
-        with place():
-            for change in changes:
-                for module in (pipe, plain):
-                    change(module)
-                assert_trains_like(pipe, plain)
+def test_tied_untied_and_frozen_later(place: Callable[[], Any]) -> None:
+    pipe, plain = pipe_of(model((None,) * 3)), model((None,) * 3)
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda module: setattr(module[2][0], "weight", module[1][0].weight),
+        lambda module: module[1][0].weight.requires_grad_(False),
+        lambda module: module[1][0].weight.requires_grad_(True),
+        lambda module: setattr(module[2][0], "weight", nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))),
+    ]
+    with place():
+        for change in changes:
+            for module in (pipe, plain):
+                change(module)
+            assert_trains_like(pipe, plain)
 
 
 @places

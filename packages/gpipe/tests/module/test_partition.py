@@ -83,9 +83,8 @@ class TestBadModule:
             verify_module(module)
 
 
-class TestBadDevices:
-    @pytest.mark.parametrize("count", [0, 1])
-    def test_too_few(self, count: int) -> None:
-        with pytest.raises(IndexError, match="too few devices") as caught:
-            GPipe(layers(2), [1, 1], devices=["cpu"] * count)
-        assert f"(devices: {count}, partitions: 2)" in str(caught.value)
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_devices(count: int) -> None:
+    with pytest.raises(IndexError, match="too few devices") as caught:
+        GPipe(layers(2), [1, 1], devices=["cpu"] * count)
+    assert f"(devices: {count}, partitions: 2)" in str(caught.value)

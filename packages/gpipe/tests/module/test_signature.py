@@ -79,11 +79,8 @@ def test_of_a_flattened_model(kind: type[nn.Module]) -> None:
     assert type(pipe).__name__ == f"GPipeOf{kind.__name__}"
 
 
-class TestTheClass:
-    """It is one of GPipe's, of its name, made for the signature."""
-
-    def test_equal_pipes_have_one(self) -> None:
-        first, second = (piped(nn.Linear(1, 1), nn.ReLU()) for _ in range(2))
-        assert type(first) is type(second) is type(copy.deepcopy(first)) is type(copy.copy(first))
-        assert isinstance(first, GPipe)
-        assert (type(first).__name__, type(first).__module__) == (GPipe.__name__, GPipe.__module__)
+def test_equal_pipes_have_one() -> None:
+    first, second = (piped(nn.Linear(1, 1), nn.ReLU()) for _ in range(2))
+    assert type(first) is type(second) is type(copy.deepcopy(first)) is type(copy.copy(first))
+    assert isinstance(first, GPipe)
+    assert (type(first).__name__, type(first).__module__) == (GPipe.__name__, GPipe.__module__)

@@ -227,11 +227,10 @@ def test_recomputations_that_are_left_out_are_done_all_the_same(mode: str, devic
     pipe.close()
 
 
-class TestValues:
-    def test_targets_get_no_gradient(self) -> None:
-        pipe, target = piped(linears(), [1, 2], chunks=2), rows(grad=True)
-        pipe.step(rows(), target, loss_fn=F.mse_loss)
-        assert target.grad is None
+def test_targets_get_no_gradient() -> None:
+    pipe, target = piped(linears(), [1, 2], chunks=2), rows(grad=True)
+    pipe.step(rows(), target, loss_fn=F.mse_loss)
+    assert target.grad is None
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -307,19 +306,18 @@ class Witnessed(nn.Module):
         return output - 1
 
 
-class TestMemory:
-    @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
-    @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-    def test_stage_holds_as_many_microbatches_as_its_program_says(
-        self, where: Callable[[], AbstractContextManager[None]], schedule: str
-    ) -> None:
-        m, n = 12, 4
-        layers = [Witnessed() for _ in range(n)]
-        pipe = GPipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
-        x = torch.zeros(m, 8)
-        with where():
-            pipe.step(x, x, loss_fn=F.mse_loss, schedule=schedule)
-        programs = SCHEDULES[schedule](m, range(n), 0)
-        assert [layer.most for layer in layers] == [in_flight(program) for program in programs]
-        assert [len(layer.alive) for layer in layers] == [0] * n
-        pipe.close()
+@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stage_holds_as_many_microbatches_as_its_program_says(
+    where: Callable[[], AbstractContextManager[None]], schedule: str
+) -> None:
+    m, n = 12, 4
+    layers = [Witnessed() for _ in range(n)]
+    pipe = GPipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
+    x = torch.zeros(m, 8)
+    with where():
+        pipe.step(x, x, loss_fn=F.mse_loss, schedule=schedule)
+    programs = SCHEDULES[schedule](m, range(n), 0)
+    assert [layer.most for layer in layers] == [in_flight(program) for program in programs]
+    assert [len(layer.alive) for layer in layers] == [0] * n
+    pipe.close()
