@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, MODES, Call, Overwrites, linears, piped, rows, running
+from .layers import DOUBLE, MODES, Call, Layer, Overwrites, linears, piped, rows, running
 from .schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -167,23 +167,17 @@ def test_step_trains_what_the_plain_loss_trains(case: Case):
     torch.testing.assert_close([call[2] for call in calls], [call[2] for call in heard])
 
 
-class Reentrant(nn.Module):
+def reentrant(s: Layer, output: Tensor, _: Any) -> Any:
     """A head whose activations are computed again, in a backward of their own."""
-
-    def __init__(self, counted: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=DOUBLE))
-        self.counted = counted
-
-    def forward(self, output: Tensor, target: Any) -> Any:
-        each = torch_checkpoint(lambda o: (o * self.weight).exp(), output, use_reentrant=True)
-        return (each.sum(), each.numel()) if self.counted else each.mean()
+    each = torch_checkpoint(lambda o: (o * s.weight).exp(), output, use_reentrant=True)
+    return (each.sum(), each.numel()) if s.counted else each.mean()
 
 
 @each_schedule
 @each_way
 @pytest.mark.parametrize("counted", [False, True])
 def test_reentrant_checkpoint_in_the_loss(schedule: str, where: Any, counted: bool):
+    head = Layer(reentrant, weight=nn.Parameter(torch.ones(3, dtype=DOUBLE)), counted=counted)
     refused = pytest.raises(RuntimeError, match=r"loss_fn uses .* use_reentrant=True")
     with closing(piped(linears(), [1, 2], chunks=3)) as pipe, where(), refused:
-        pipe.step(rows(7), loss_fn=Reentrant(counted), schedule=schedule)
+        pipe.step(rows(7), loss_fn=head, schedule=schedule)

@@ -25,16 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Way = Callable[[], AbstractContextManager[Any]]
 
 
-class ToPair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x.detach()
-
-
-class FromPair(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
-
-
 class Problem(NamedTuple):
     """Layers, how many each partition has, the rows of each micro-batch, and how many of these are checkpointed."""
 
@@ -55,7 +45,7 @@ def problems(draw: st.DrawFn) -> Problem:
     kinds: dict[str, Callable[[], list[nn.Module]]] = {
         "linear": lambda: list(linears(1)),
         "tanh": lambda: [nn.Tanh()],
-        "pair": lambda: [ToPair(), FromPair()],
+        "pair": lambda: [Call(lambda x: (x * 2, x.detach())), Call(lambda pair: pair[0] * pair[1])],
         "skip": lambda: [Stash(), *linears(1), Pop()],
         "dropout of nothing": lambda: [nn.Dropout(0.0)],
     }

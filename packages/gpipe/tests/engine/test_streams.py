@@ -75,10 +75,6 @@ def test_everything_is_on_the_stream_of_the_forward(fake: FakeAccelerator, mode:
     assert back.comes_after(forth)
 
 
-class BrokenError(RuntimeError):
-    pass
-
-
 def breaking() -> Call:
     """A layer that raises in its second backward."""
     calls: list[None] = []
@@ -86,7 +82,7 @@ def breaking() -> Call:
     def count() -> None:
         calls.append(None)
         if len(calls) == 2:
-            raise BrokenError
+            raise ArithmeticError
 
     return Call(lambda x: OnBackward.apply(x, count))
 
@@ -98,6 +94,6 @@ def test_the_caller_waits_also_for_a_backward_that_fails(fake: FakeAccelerator, 
     forth, back = fake.stream(0, 1), fake.stream(0, 2)
     with way(), use_stream(forth):
         output = pipe(rows())
-    with use_stream(back), pytest.raises(BrokenError):
+    with use_stream(back), pytest.raises(ArithmeticError):
         output.sum().backward()
     assert back.comes_after(forth)
