@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import gpipe
 from gpipe import Event, GPipe, record
 from gpipe._chooser import RUNS, Chooser, Size
 from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named

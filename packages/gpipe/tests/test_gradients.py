@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
 
 from .layers import DOUBLE, MODES, Blocks, Call, Layer, Overwrites, assert_same, piped, rows, running
 from .schedules import ALONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, MODES, assert_same, linears, rows, within, running
+from .layers import DOUBLE, MODES, assert_same, linears, rows, running, within
 
 OURS = (str(Path(gpipe.__file__).parents[3]), torch.autograd.grad_mode.__file__)
 WAYS = ("call", "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")

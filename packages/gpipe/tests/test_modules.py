@@ -17,7 +17,6 @@ from .layers import OnBackward, assert_same, assert_trains_like, each_mode, line
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
 def both(mode: str = "except_last", chunks: int = 3) -> list[Any]:
     """A model, and a pipe of a copy of it."""
     return [linears(), piped(linears(), [1, 2], chunks=chunks, checkpoint=mode)]

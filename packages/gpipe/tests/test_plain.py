@@ -26,7 +26,6 @@ from .layers import MODES, Call, assert_same, assert_trains_like, linears, piped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
 @dataclass
 class Bare:
     x: Any

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .layers import OnBackward, linears, rows, within, running
+from .layers import OnBackward, linears, rows, running, within
 from .virtual import virtual_devices
 
 pytestmark = [pytest.mark.cuda]

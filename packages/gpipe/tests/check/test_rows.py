@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-
-
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 
 from ..layers import Call, assert_same, linears, piped, rows, running
 

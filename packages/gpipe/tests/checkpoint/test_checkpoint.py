@@ -247,9 +247,7 @@ def test_once_the_layers_are_known_a_changed_input_is_refused(checkpoint: str) -
     x = rows()
     output = pipe(x)
     x.add_(1)
-    named = (
-        "the input of checkpointed layers was changed in place" if checkpoint == "always" else "inplace operation"
-    )
+    named = "the input of checkpointed layers was changed in place" if checkpoint == "always" else "inplace operation"
     with pytest.raises(RuntimeError, match=named):
         output.sum().backward()
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe
 
-from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
+from ..layers import DOUBLE, Call, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")

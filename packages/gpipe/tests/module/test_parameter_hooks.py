@@ -12,6 +12,7 @@ from ..layers import Call, each_mode, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
 @each_mode
 def test_optimizer_in_the_backward(mode: str):
     """Steps as soon as a gradient is whole, and lets it go."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-
 from itertools import pairwise
 from typing import Any
 

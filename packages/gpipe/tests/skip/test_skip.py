@@ -25,7 +25,6 @@ from ..layers import DOUBLE, MODES, Call, OnBackward, Stash, assert_same, assert
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
 @skippable(pop=["skip"])
 class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
