@@ -111,11 +111,12 @@ def everything(session: nox.Session) -> None:
 
 @nox.session
 def distributed(session: nox.Session) -> None:
-    """Stages in several processes: what the tests have of them, with what takes long; arguments go to pytest."""
+    """All tests of stages in several processes, those that take long too; arguments go to pytest instead."""
     install_all(session, "all-tests")
     files = sorted(str(path) for path in ROOT.glob("packages/gpipe/tests/**/test_*.py") if "worlds" in path.read_text())
     pages = "tests/test_pages.py::test_a_page_for_several_processes_runs_as_printed"
-    session.run("pytest", *(session.posargs or ["-m", "(long or not long) and not cuda", *files, pages]))
+    whole = [*THREE, "-m", "(long or not long) and not cuda", *files, pages]
+    session.run("pytest", *(session.posargs or whole))
 
 
 @nox.session(name="tests-cuda")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from .worlds import World
+from .worlds import of_each_size
 
 CASES = 1
 """How many cases of a test over several processes run where time is short."""
@@ -40,21 +40,7 @@ def frees_at_once() -> None:
         pytest.skip("workers free what they made in their next run")
 
 
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], World]]:
-    """Processes that talk to each other, by their number; those of the same number are the same."""
-    opened: dict[int, World] = {}
-
-    def of(size: int) -> World:
-        if size in opened and not opened[size].is_fresh:
-            opened.pop(size).close()
-        if size not in opened:
-            opened[size] = World(size)
-        return opened[size]
-
-    yield of
-    for each in opened.values():
-        each.close()
+worlds = pytest.fixture(scope="session")(of_each_size)
 
 
 @pytest.hookimpl(tryfirst=True)

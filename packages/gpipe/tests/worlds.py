@@ -58,10 +58,14 @@ class World:
 
     def answers(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[tuple[bool, Any]]:
         """For each rank, whether it got to the end, and what it returned, or its traceback."""
+        self.send(function, *arguments)
+        return [self.answer(rank, limit) for rank in range(len(self.connections))]
+
+    def send(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begin a call on all ranks."""
         self.runs += 1
         for connection in self.connections:
             connection.send((function, arguments))
-        return [self.answer(rank, limit) for rank in range(len(self.connections))]
 
     def answer(self, rank: int, limit: float = LIMIT) -> tuple[bool, Any]:
         """Whether that rank got to the end of what it was sent, and what it returned, or its traceback."""
@@ -87,8 +91,25 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpipe.distributed", "torch.distributed.checkpoint", "hypothesis", "pytest"])
+    parts = [f"torch.distributed.{part}" for part in ("checkpoint", "fsdp", "tensor.parallel")]
+    context.set_forkserver_preload(["gpipe.distributed", *parts, "hypothesis", "pytest"])
     return context
+
+
+def of_each_size() -> Iterator[Callable[[int], World]]:
+    """Worlds by their size; those of the same size are the same while they are fresh."""
+    opened: dict[int, World] = {}
+
+    def of(size: int) -> World:
+        if size in opened and not opened[size].is_fresh:
+            opened.pop(size).close()
+        if size not in opened:
+            opened[size] = World(size)
+        return opened[size]
+
+    yield of
+    for each in opened.values():
+        each.close()
 
 
 @contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
 from gpipe._current import current
-from gpipe.distributed import Rank
 
 
 class Planted(nn.Module):
@@ -45,7 +46,18 @@ def planted_in(rank: nn.Module) -> Planted:
     return next(layer for layer in rank.modules() if isinstance(layer, Planted))
 
 
-def expect_gradients(rank: Rank, plain: nn.Module) -> None:
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
+
+
+def batch(rows: int = 12, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, the same in every call."""
+    options = {"generator": torch.Generator().manual_seed(0), "dtype": dtype}
+    return torch.randn(rows, 6, **options), torch.randn(rows, 6, **options)
+
+
+def expect_gradients(rank: nn.Module, plain: nn.Module) -> None:
     """Those of a rank are those of the plain model, also if they are sharded, or sparse."""
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     for name, parameter in rank.named_parameters():
@@ -60,3 +72,13 @@ def expect_gradients(rank: Rank, plain: nn.Module) -> None:
 def mesh_of_four() -> Any:
     """Two replicas of two stages."""
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+
+
+def own_half(mesh: Any, *given: Tensor) -> list[Tensor]:
+    """The rows of this process's replica, one of two."""
+    return [each.chunk(2)[mesh["replicas"].get_local_rank()] for each in given]
+
+
+def long_but(cases: Iterable[tuple[Any, ...]], *short: tuple[Any, ...]) -> list[Any]:
+    """Parameters of a test, all of which take long together: only ``short`` ones run where time is short."""
+    return [pytest.param(*case, marks=[] if case in short else pytest.mark.long) for case in cases]

@@ -18,7 +18,7 @@ from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, average_gradients
 
 from ..layers import Tied
-from .planted import Planted, expect_gradients, mesh_of_four
+from .planted import Planted, expect_gradients, mesh_of_four, own_half
 from .test_rendezvous import expect_named
 
 SHAPES = [(3, 2), (), (5,), (2, 2), (4, 3)]
@@ -37,13 +37,10 @@ def test_the_average_of_what_is_there(worlds: Any, first: list[str], second: lis
 
 
 def _expect_average(kinds: list[list[str]], bucket: int) -> None:
-    both = _gradients(kinds)
-    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
-    for parameter, gradient in zip(parameters, _gradients(kinds)[dist.get_rank()], strict=True):
-        parameter.grad = gradient
+    both, parameters = _gradients(kinds), _prepared(kinds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(average, "BUCKET", bucket)
-        assert average_gradients(nn.ParameterList(parameters)) is None
+        assert average_gradients(parameters) is None
     for parameter, pair in zip(parameters, zip(*both, strict=True), strict=True):
         there = [gradient for gradient in pair if gradient is not None]
         if not there:
@@ -51,6 +48,14 @@ def _expect_average(kinds: list[list[str]], bucket: int) -> None:
             continue
         expected = sum(gradient.to_dense() / 2 for gradient in there)
         torch.testing.assert_close(parameter.grad, expected)
+
+
+def _prepared(kinds: list[list[str]]) -> nn.ParameterList:
+    """The parameters of this replica, with their gradients."""
+    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
+    for parameter, gradient in zip(parameters, _gradients(kinds)[dist.get_rank()], strict=True):
+        parameter.grad = gradient
+    return nn.ParameterList(parameters)
 
 
 def _gradients(kinds: list[list[str]]) -> list[list[Tensor | None]]:
@@ -101,7 +106,6 @@ def test_two_replicas_of_two_stages(worlds: Any, schedule: str, checkpoint: str)
 
 def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
     mesh = mesh_of_four()
-    replica = mesh["replicas"].get_local_rank()
     with pytest.raises(ValueError, match=r"a mesh of one dimension, such as mesh\['pp'\]"):
         Rank(network(), [3, 3], group=mesh)
     rank = Rank(network(), [3, 3], chunks=3, checkpoint=checkpoint, group=mesh["stages"], replicas=mesh["replicas"])
@@ -109,16 +113,12 @@ def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
     nn.functional.mse_loss(plain(x), y).backward()
     for _ in range(2):
         rank.zero_grad()
-        own = rank.step(*_half(x, y, replica), loss_fn=nn.functional.mse_loss, schedule=schedule)
+        own = rank.step(*own_half(mesh, x, y), loss_fn=nn.functional.mse_loss, schedule=schedule)
         average_gradients(rank, mesh["replicas"])
         expected = nn.functional.mse_loss(plain(x), y)
         dist.all_reduce(own, group=mesh["replicas"].get_group())
         torch.testing.assert_close(own / 2, expected.detach())
         expect_gradients(rank, plain)
-
-
-def _half(x: Tensor, y: Tensor, replica: int) -> tuple[Tensor, Tensor]:
-    return x.chunk(2)[replica], y.chunk(2)[replica]
 
 
 def test_a_pipe_in_one_process(worlds: Any) -> None:
@@ -130,11 +130,10 @@ def _expect_pipes_as_the_whole() -> None:
     plain, (x, y) = network(), batch()
     nn.functional.mse_loss(plain(x), y).backward()
     pipe = GPipe(network(), [3, 3], devices=["cpu"] * 2, chunks=3)
-    pipe.step(*_half(x, y, dist.get_rank()), loss_fn=nn.functional.mse_loss)
+    x, y = (each.chunk(2)[dist.get_rank()] for each in (x, y))
+    pipe.step(x, y, loss_fn=nn.functional.mse_loss)
     average_gradients(pipe)
-    for parameter, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+    expect_gradients(pipe, plain)
     pipe.close()
 
 
@@ -149,31 +148,17 @@ def _averaged_over_stages() -> None:
 
 
 REPLICAS = 4
-ROWS = ["sparse", "dense", "dense", "dense", "dense"]
+KINDS = [["sparse", "dense", "dense", "dense", "dense"]] * REPLICAS
 
 
-def _prepared() -> nn.ParameterList:
-    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
-    for parameter, gradient in zip(parameters, _gradients([ROWS] * REPLICAS)[dist.get_rank()], strict=True):
-        parameter.grad = gradient
-    return nn.ParameterList(parameters)
-
-
-@pytest.mark.parametrize(
-    ("who", "is_killed"),
-    [
-        pytest.param(who, is_killed, marks=[] if who == 2 else pytest.mark.long)
-        for who in (0, 2, 3)
-        for is_killed in (True, False)
-    ],
-)
-def test_a_replica_that_is_killed_or_fails_is_named(who: int, is_killed: bool) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_replica_that_is_killed_or_fails_is_named(is_killed: bool) -> None:
     """Also by replicas that have no connection to it in a ring; and in the next average."""
-    expect_named(REPLICAS, who, _lose, is_killed)
+    expect_named(REPLICAS, (0, 2, 3), _lose, is_killed)
 
 
 def _lose(who: int, is_killed: bool) -> str:
-    planted, parameters, calls = Planted(), _prepared(), count()
+    planted, parameters, calls = Planted(), _prepared(KINDS), count()
     planted.how = signal.SIGKILL if is_killed else torch.OutOfMemoryError
 
     def dense(parameter: Tensor) -> Tensor:

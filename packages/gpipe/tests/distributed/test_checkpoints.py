@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
 
 from ..layers import Tied
+from .planted import long_but
 from .test_rendezvous import expect_named
 
 LAYERS = 6
@@ -271,13 +272,17 @@ def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: py
 
     operations = [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree")]
     operations += [(FileSystemWriter, "write_data"), (FileSystemWriter, "finish")]
+
+    def interrupt() -> None:
+        raise Interrupted
+
     for last in range(20):
         path, found, calls, completed = tmp_path / str(last), _constant(0.0), count(), False
         if not first:
             save(path, _constant(1.0))
         with monkeypatch.context() as patch, suppress(Interrupted):
             for owner, name in operations:
-                patch.setattr(owner, name, _interrupted(getattr(owner, name), calls, last))
+                patch.setattr(owner, name, _at_call(last, calls, interrupt, getattr(owner, name)))
             save(path, _constant(2.0))
             completed = True
         with suppress(FileNotFoundError) if first else nullcontext():
@@ -293,13 +298,15 @@ def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: py
     raise AssertionError("it was never completed")
 
 
-def _interrupted(function: Callable[..., Any], calls: Iterator[int], last: int) -> Callable[..., Any]:
-    def operation(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == last:
-            raise Interrupted
+def _at_call(k: int, calls: Iterator[int], act: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which acts before its k-th call, as ``calls`` counts them."""
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == k:
+            act()
         return function(*arguments, **options)
 
-    return operation
+    return counted
 
 
 def _constant(value: float) -> nn.Sequential:
@@ -309,23 +316,16 @@ def _constant(value: float) -> nn.Sequential:
     return model
 
 
-PHASES = ["state", "write", "between", "commit", "after"]
+PHASES = ["state", "write", "between", "commit", "after"]  # the last two are the work of the first rank alone
+SAVING = [(0, phase) for phase in PHASES] + [(who, phase) for who in (1, 2) for phase in PHASES[:3]]
 
 
-@pytest.mark.parametrize(
-    ("who", "phase"),
-    [
-        pytest.param(who, phase, marks=[] if (who, phase) == (1, "write") else pytest.mark.long)
-        for who in range(3)
-        for phase in PHASES
-        if who == 0 or phase not in ("commit", "after")  # the first does that for all
-    ],
-)
+@pytest.mark.parametrize(("who", "phase"), long_but(SAVING, (1, "write")))
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: str) -> None:
     """The others hear who it was, also when they save again; the last whole checkpoint is there."""
     path = str(tmp_path / "checkpoint")
     save(path, _constant(1.0))
-    expect_named(3, who, lose_while_saving, path, phase)
+    expect_named(3, [who], lose_while_saving, path, phase)
     found = _constant(0.0)
     load(path, found)
     all_have_written = phase == "after" or (phase == "between" and who != 0)  # and the first makes it the whole one
@@ -350,23 +350,12 @@ def lose_while_saving(who: int, path: str, phase: str) -> str:
             "after": (shutil, "rmtree"),
         }[phase]
         calls = {"between": 1 if who == 0 else 2, "commit": 2, "after": 3}.get(phase, 1)
-        setattr(owner, name, _killed_at(getattr(owner, name), calls))
+        die = partial(os.kill, os.getpid(), signal.SIGKILL)
+        setattr(owner, name, _at_call(calls, count(1), die, getattr(owner, name)))
     for _ in range(2):
         with pytest.raises(LostRankError) as caught:
             save(path, rank)
     return str(caught.value)
-
-
-def _killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """``function``, whose process is killed instead at that call."""
-    calls = count(1)
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-
-    return counted
 
 
 WRONG: dict[str, Callable[[nn.Sequential], nn.Module]] = {

@@ -15,12 +15,9 @@ from gpipe.distributed import export
 from gpipe.schedule import Schedule
 from gpipe.skip import pop, skippable, stash
 
+from .planted import batch, network
+
 OWN = "F0 F1 F2 F3 B1 B0 I3 B2 W3\nF0 F1 F2 F3 B1 B0 I3 B2 W3"
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
 
 
 @skippable(stash=["far"])
@@ -90,9 +87,8 @@ def _expect_as_plain(make: Any, schedule: str, balance: list[int]) -> None:
         schedule=Schedule.parse(schedule) if "F0" in schedule else schedule,
         loss_fn=nn.functional.mse_loss,
     )
-    for step in range(2):  # gradients add up, which torch's default would not leave as they are
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(24, 6, generator=generator), torch.randn(24, 6, generator=generator)
+    x, y = batch(24)
+    for _ in range(2):  # gradients add up, which torch's default would not leave as they are
         losses: list[Tensor] = []
         loss = _plain_step(plain, x, y, chunks)
         first, last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
@@ -129,7 +125,7 @@ def test_outputs_and_sums(worlds):
 
 def _expect_outputs_and_sums() -> None:
     plain = network()
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    x, _ = batch(8)
     _, runtime = export(network(), [4, 4], chunks=4)
     found = runtime.step(*([x] if dist.get_rank() == 0 else []))
     if dist.get_rank() == 1:

@@ -145,7 +145,7 @@ def _train_for_long(steps: int) -> list[int]:
 
 
 def test_who_does_not_come_to_connect_is_named() -> None:
-    expect_named(3, 1, _make_without)
+    expect_named(3, [1], _make_without)
 
 
 def _make_without(who: int) -> str:

@@ -36,17 +36,20 @@ def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
     torch.manual_seed(0)
     plain = nn.Sequential(*[Block() for _ in range(4)])
     shape, names = MESHES[kind]
+    model = copy.deepcopy(plain)
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     replicas = mesh[names[1]] if len(names) == 2 else mesh[names[1:]]._flatten("replicas")
     rows = None if kind == "tp" else replicas if kind == "replicated shards" else mesh["dp"]
-    rank = Rank(copy.deepcopy(plain), [2, 2], ranks=[0, shape[0] - 1], chunks=2, group=mesh["pp"], replicas=replicas)
+    for layer in model if kind == "shards before" else ():
+        fully_shard(layer, mesh=mesh["dp"])
+    rank = Rank(model, [2, 2], ranks=[0, shape[0] - 1], chunks=2, group=mesh["pp"], replicas=replicas)
     for partition in rank.partitions:
         for layer in partition:
             if "tp" in names:
                 parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if kind == "shards of layers":
                 fully_shard(layer, mesh=mesh["dp"])
-        if kind != "tp":
+        if kind not in ("tp", "shards before"):
             fully_shard(partition, mesh=mesh["copies", "dp"] if kind == "replicated shards" else mesh["dp"])
     return plain, rank, rows
 
@@ -54,6 +57,7 @@ def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
 MESHES: dict[str, Any] = {
     "shards": ((2, 2), ("pp", "dp")),
     "shards of layers": ((2, 2), ("pp", "dp")),
+    "shards before": ((2, 2), ("pp", "dp")),  # before the rank is made
     "tp": ((2, 2), ("pp", "tp")),
     "shards and tp": ((1, 2, 2), ("pp", "dp", "tp")),
     "replicated shards": ((1, 2, 2), ("pp", "copies", "dp")),
@@ -81,26 +85,6 @@ def _expect_plain(kind: str) -> None:
         expect_gradients(rank, plain)
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(rank.clip_grad_norm_(0.1), norm)
-    expect_gradients(rank, plain)
-
-
-def test_layers_that_are_sharded_before_the_rank_is_made(worlds: Any) -> None:
-    worlds(4).run(_expect_plain_of_sharded)
-
-
-def _expect_plain_of_sharded() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[Block() for _ in range(4)])
-    model, (x, y) = copy.deepcopy(plain), torch.randn(2, 8, 8)
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for layer in model:
-        fully_shard(layer, mesh=mesh["dp"])
-    rank = Rank(model, [2, 2], chunks=2, group=mesh["pp"], replicas=mesh["dp"])
-    k = mesh["dp"].get_local_rank()
-    rank.step(x.chunk(2)[k], y.chunk(2)[k], loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(plain(x), y).backward()
     expect_gradients(rank, plain)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,18 +19,22 @@ from gpipe.distributed import LostRankError, Rank, RemoteError
 from gpipe.distributed._tied import Twins
 
 from ..worlds import world
-from .planted import Planted, planted_in
+from .planted import Planted, long_but, planted_in
 
 
-def expect_named(size: int, who: int, function: Callable[..., str], *arguments: Any) -> None:
-    """All others say that ``who`` has ended: what ``function(who, *arguments)`` returns there."""
-    with world(size, 600.0) as opened:
-        for connection in opened.connections:
-            connection.send((function, (who, *arguments)))
-        told = [opened.answer(k, 100.0) for k in {*range(size)} - {who}]
-    for succeeded, text in told:
-        assert succeeded, text
-        assert text.startswith(f"rank {who} has ended")
+def expect_named(size: int, whos: Iterable[int], function: Callable[..., str], *arguments: Any) -> None:
+    """All others say that ``who`` has ended: what ``function(who, *arguments)`` returns there.
+
+    Each of ``whos`` ends in a world of its own. These wait at the same time.
+    """
+    with ExitStack() as stack:
+        opened = {who: stack.enter_context(world(size, 600.0)) for who in whos}
+        for who, each in opened.items():
+            each.send(function, who, *arguments)
+        for who, each in opened.items():
+            for succeeded, text in [each.answer(k) for k in {*range(size)} - {who}]:
+                assert succeeded, text
+                assert text.startswith(f"rank {who} has ended"), text
 
 
 def _lose(who: int, phase: str, how: signal.Signals, timeout: float) -> str:
@@ -50,32 +56,23 @@ def _lose(who: int, phase: str, how: signal.Signals, timeout: float) -> str:
     return str(caught.value)
 
 
-def cases(*short: tuple[int, str]) -> list[Any]:
-    """Each rank and phase; all but some take long together."""
-    return [
-        pytest.param(who, phase, marks=[] if (who, phase) in short else pytest.mark.long)
-        for who in range(3)
-        for phase in ("agreement", "forward", "recompute", "backward")
-    ]
+PHASES = ("agreement", "forward", "recompute", "backward")
 
 
-@pytest.mark.parametrize(("who", "phase"), cases((1, "forward")))
-def test_a_rank_that_is_killed_is_named(who: int, phase: str):
-    expect_named(3, who, _lose, phase, signal.SIGKILL, 60.0)
+@pytest.mark.parametrize("phase", long_but(product(PHASES), ("forward",)))
+def test_a_rank_that_is_killed_is_named(phase: str):
+    expect_named(3, range(3), _lose, phase, signal.SIGKILL, 60.0)
 
 
-@pytest.mark.parametrize(("who", "phase"), cases((1, "backward")))
-def test_a_rank_that_freezes_is_named_when_the_time_is_over(who: int, phase: str):
-    expect_named(3, who, _lose, phase, signal.SIGSTOP, 4.0)
+@pytest.mark.parametrize("phase", long_but(product(PHASES), ("backward",)))
+def test_a_rank_that_freezes_is_named_when_the_time_is_over(phase: str):
+    expect_named(3, range(3), _lose, phase, signal.SIGSTOP, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("who", "lazy"),
-    [pytest.param(who, lazy, marks=[] if who == 1 else pytest.mark.long) for who in (0, 1, 3) for lazy in "01"],
-)
-def test_a_rank_that_has_ended_between_two_steps_is_named_by_all(who: int, lazy: str):
+@pytest.mark.parametrize("lazy", "01")
+def test_a_rank_that_has_ended_between_two_steps_is_named_by_all(lazy: str):
     """Long before the timeout, also by those that have found its connections closed before their step, or had none."""
-    expect_named(4, who, _step_after_an_end, lazy)
+    expect_named(4, (0, 1, 3), _step_after_an_end, lazy)
 
 
 def _step_after_an_end(who: int, lazy: str) -> str:
@@ -103,34 +100,31 @@ class Shares(nn.Module):
         return x @ self.weight
 
 
-SHARED = [
-    pytest.param(who, what, how, by_all, marks=[] if (who, what) == (2, "add_up") else pytest.mark.long)
-    for what, how in (("spread_values", "is killed"), ("add_up", "is killed"), ("add_up", "fails"))
-    for who, by_all in ((0, True), (1, True), (2, True), (0, False), (2, False))
-]
+ADDING = [("add_up", "is killed"), ("add_up", "fails")]
 
 
-@pytest.mark.parametrize(("who", "what", "how", "by_all"), SHARED)
-def test_who_is_missing_where_weights_are_shared_is_named(who: int, what: str, how: str, by_all: bool):
+@pytest.mark.parametrize("whos", [(0, 1, 2), (0, 2)], ids=["by all", "by two"])
+@pytest.mark.parametrize(("what", "how"), long_but([("spread_values", "is killed"), *ADDING], *ADDING))
+def test_who_is_missing_where_weights_are_shared_is_named(whos: tuple[int, ...], what: str, how: str):
     """Also by ranks that wait there for others than that one, or do not come there, as they share nothing."""
-    expect_named(3, who, _share, what, how, by_all)
+    expect_named(3, whos, _share, whos, what, how)
 
 
-def _share(who: int, what: str, how: str, by_all: bool) -> str:
+def _share(who: int, sharing: tuple[int, ...], what: str, how: str) -> str:
     planted = Planted()
     planted.how = signal.SIGKILL if how == "is killed" else ArithmeticError
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == who:
             patch.setattr(Twins, what, lambda *_: planted.act())
         with pytest.raises((LostRankError, RemoteError, ArithmeticError)) as caught:
-            _step_sharing(by_all)
+            _step_sharing(sharing)
     return str(caught.value)
 
 
-def _step_sharing(by_all: bool) -> None:
+def _step_sharing(sharing: tuple[int, ...]) -> None:
     """Two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
     weight = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
-    middle = Shares(weight) if by_all else nn.Linear(6, 6)
-    rank = Rank(nn.Sequential(Shares(weight), middle, Shares(weight)), [1, 1, 1], chunks=3)
+    layers = [Shares(weight) if k in sharing else nn.Linear(6, 6) for k in range(3)]
+    rank = Rank(nn.Sequential(*layers), [1, 1, 1], chunks=3)
     for _ in range(2):
         rank.step(torch.randn(6, 6), loss_fn=lambda output: output.square().mean())

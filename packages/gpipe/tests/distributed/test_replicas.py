@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-from .planted import Planted, expect_gradients, mesh_of_four, planted_in
+from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in
 from .test_rendezvous import expect_named
 
 SIZE = 4
@@ -30,22 +30,16 @@ def _rank(mesh: Any, **options: Any) -> Rank:
     return Rank(_network(), [3, 3], replicas=mesh["replicas"].get_group(), **own)
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 6, generator=generator).double()
-
-
 def _step(rank: Rank, mesh: Any, **options: Any) -> None:
-    x, y = (each.chunk(2)[mesh["replicas"].get_local_rank()] for each in _batch())
     rank.zero_grad()
-    rank.step(x, y, loss_fn=nn.functional.mse_loss, **options)
+    rank.step(*own_half(mesh, *batch(dtype=torch.float64)), loss_fn=nn.functional.mse_loss, **options)
 
 
 def _expect_right(rank: Rank, mesh: Any, sharded: bool = False) -> None:
     _step(rank, mesh)
     if not sharded:
         average_gradients(rank, mesh["replicas"].get_group())
-    plain, (x, y) = _network(), _batch()
+    plain, (x, y) = _network(), batch(dtype=torch.float64)
     nn.functional.mse_loss(plain(x), y).backward()
     expect_gradients(rank, plain)
 
@@ -64,14 +58,8 @@ def test_a_failure_reaches_all_replicas(
         worlds(SIZE).run(_fail_everywhere, kind, "", *each)
 
 
-@pytest.mark.parametrize(
-    ("sharded", "who", "phase"),
-    [
-        pytest.param(sharded, *each, marks=[] if (sharded, each) == ("layers", (3, "forward")) else pytest.mark.long)
-        for sharded in ("partitions", "layers")
-        for each in FAILURES
-    ],
-)
+@pytest.mark.parametrize(("who", "phase"), long_but(FAILURES, (3, "forward")))
+@pytest.mark.parametrize("sharded", [pytest.param("partitions", marks=pytest.mark.long), "layers"])
 def test_where_stages_compute_together_no_step_begins_after_a_failure(sharded: str, who: int, phase: str) -> None:
     """Which reaches all replicas, also those that wait for each other in a layer."""
     with world(SIZE, timeout=600.0) as opened:
@@ -84,7 +72,7 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
     if sharded:
         _shard(rank, mesh, sharded)
     _expect_right(rank, mesh, bool(sharded))
-    _expect_on_all(rank, mesh, {who}, phase, kind)
+    _expect_on_all(rank, mesh, who, phase, kind)
     if not sharded:
         assert all(parameter.grad is None for parameter in rank.parameters())
         _expect_right(rank, mesh)
@@ -104,31 +92,26 @@ def _shard(rank: Rank, mesh: Any, what: str) -> None:
         fully_shard(partition, mesh=mesh["replicas"])
 
 
-def _expect_on_all(rank: Rank, mesh: Any, who: set[int], phase: str, kind: type[BaseException]) -> None:
-    """Where it fails its own error, elsewhere one that names a rank that has failed; and no gradient anywhere."""
-    planted, me = planted_in(rank), dist.get_rank()
+def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseException]) -> None:
+    """Where it fails its own error, elsewhere one that names the rank that has failed."""
+    planted, fails = planted_in(rank), dist.get_rank() == who
     dist.barrier()
-    planted.when, planted.how = ((phase, 2) if me in who else None), kind
+    planted.when, planted.how = ((phase, 2) if fails else None), kind
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        _step(rank, mesh, schedule="none such" if me in who and phase == "begin" else "1f1b")
-    if me in who:
-        assert caught.type is (ValueError if phase == "begin" else kind)
-    else:
-        assert caught.type is RemoteError
-        assert any(f"rank {k} " in str(caught.value) for k in who), str(caught.value)
+        _step(rank, mesh, schedule="none such" if fails and phase == "begin" else "1f1b")
+    assert caught.type is (RemoteError if not fails else ValueError if phase == "begin" else kind)
+    assert fails or f"rank {who} " in str(caught.value)
     planted.when = None
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 3])
-def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
-    expect_named(SIZE, who, _lose, signal.SIGKILL, 60.0)
+def test_a_rank_of_another_replica_that_is_killed_is_named() -> None:
+    expect_named(SIZE, (0, 3), _lose, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", range(SIZE))
-def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over(who: int) -> None:
+def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over() -> None:
     """Its own replica waits for ``timeout``, the other one up to four times as long."""
-    expect_named(SIZE, who, _lose, signal.SIGSTOP, 8.0)
+    expect_named(SIZE, range(SIZE), _lose, signal.SIGSTOP, 8.0)
 
 
 def _lose(who: int, number: signal.Signals, timeout: float) -> str:

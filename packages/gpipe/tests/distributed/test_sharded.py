@@ -15,7 +15,7 @@ import gpipe
 from gpipe.distributed import Rank, load, save
 
 from ..layers import Tied
-from .planted import expect_gradients, mesh_of_four
+from .planted import batch, expect_gradients, mesh_of_four, own_half
 
 STAGES = {"two": ([3, 4], [0, 1]), "v": ([2, 1, 2, 2], [0, 1, 1, 0])}
 
@@ -34,11 +34,6 @@ def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.GELU()), nn.Linear(6, 6)]
     return nn.Sequential(*layers, Counts(), nn.Linear(6, 6)).double()
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 6, generator=generator).double()
 
 
 def _counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -76,15 +71,14 @@ def test_like_the_plain_model(
 
 def _expect_like_the_plain_model(stages: str, schedule: str, checkpoint: str, loss: str, nested: bool) -> None:
     rank, mesh = sharded(stages, nested, chunks=3, checkpoint=checkpoint)
-    replica = mesh["replicas"].get_local_rank()
-    plain, (x, y) = network(), batch()
+    plain, (x, y) = network(), batch(dtype=torch.float64)
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
     for _ in range(2):
         for _ in range(2):  # gradients accumulate over steps
             nn.functional.mse_loss(plain(x), y).backward()
             Counts.recomputed = 0
             with _reductions() as reduced:
-                rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=LOSSES[loss], schedule=schedule)
+                rank.step(*own_half(mesh, x, y), loss_fn=LOSSES[loss], schedule=schedule)
             assert len(reduced) == len({*reduced}) > 0
             has_it = any(isinstance(module, Counts) for module in rank.modules())
             assert Counts.recomputed == (3 if checkpoint == "always" and has_it else 0)
@@ -125,14 +119,13 @@ def _expect_reduced_in_another_dtype(loss: str, waits: bool) -> None:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     rank, mesh = sharded("two", chunks=3, mp_policy=policy)
-    replica = mesh["replicas"].get_local_rank()
-    plain, (x, y) = network(), batch()
+    plain, (x, y) = network(), batch(dtype=torch.float64)
     for last in (False, True):
         nn.functional.mse_loss(plain(x), y).backward()
         for partition in rank.partitions:
             partition.set_requires_gradient_sync(last or not waits)
         # The stages compute in float32, and some versions of torch have no loss of two dtypes.
-        rank.step(x.chunk(2)[replica], y.chunk(2)[replica].float(), loss_fn=LOSSES[loss])
+        rank.step(*own_half(mesh, x, y.float()), loss_fn=LOSSES[loss])
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
@@ -144,7 +137,7 @@ def test_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
     plain = network()
     optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
     load(path, plain, optimizer)
-    expected, (x, y) = network(), batch()
+    expected, (x, y) = network(), batch(dtype=torch.float64)
     own = torch.optim.AdamW(expected.parameters(), 1e-2)
     for model, each, steps in ((expected, own, 2), (plain, optimizer, 1)):
         for _ in range(steps):
@@ -161,13 +154,12 @@ def test_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
 
 def _trainable() -> tuple[Rank, Any, Any]:
     rank, mesh = sharded("two", chunks=3)
-    return rank, torch.optim.AdamW(rank.parameters(), 1e-2), mesh["replicas"].get_local_rank()
+    return rank, torch.optim.AdamW(rank.parameters(), 1e-2), mesh
 
 
 def _save(path: str) -> None:
-    rank, optimizer, replica = _trainable()
-    x, y = batch()
-    rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=nn.functional.mse_loss)
+    rank, optimizer, mesh = _trainable()
+    rank.step(*own_half(mesh, *batch(dtype=torch.float64)), loss_fn=nn.functional.mse_loss)
     optimizer.step()
     save(path, rank, optimizer)
 

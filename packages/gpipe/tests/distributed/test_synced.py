@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-from .planted import Planted, expect_gradients, mesh_of_four, planted_in
+from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in
 
 
 class OnHost(nn.SyncBatchNorm):
@@ -37,11 +38,6 @@ def _network(group: Any = None) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(24, 6, generator=generator).double(), torch.randn(24, 6, generator=generator).double()
-
-
 PLACES = {
     "zero_bubble": [0, 1, 1, 0],
     "zbv": [0, 1, 1, 0],
@@ -63,15 +59,13 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
     replicas = mesh["replicas"].get_group()
     options = {"group": mesh["stages"].get_group(), "replicas": replicas, "checkpoint": checkpoint}
     rank = Rank(_network(replicas), [3] * 4, ranks=PLACES[schedule], chunks=4, **options)
-    x, y = _batch()
-    plain = _network()
+    plain, (x, y) = _network(), batch(24, torch.float64)
     for i in range(4):  # of each replica's 12 rows the i-th micro-batch
         rows = torch.cat([torch.arange(3) + 3 * i, torch.arange(3) + 3 * i + 12])
         (nn.functional.mse_loss(plain(x[rows]), y[rows]) / 4).backward()
-    own = slice(12 * mesh["replicas"].get_local_rank(), 12 * (mesh["replicas"].get_local_rank() + 1))
     for _ in range(2):
         rank.zero_grad()
-        rank.step(x[own], y[own], loss_fn=nn.functional.mse_loss, schedule=schedule)
+        rank.step(*own_half(mesh, x, y), loss_fn=nn.functional.mse_loss, schedule=schedule)
         average_gradients(rank, replicas)
         expect_gradients(rank, plain)
 
@@ -86,20 +80,12 @@ def _expect_refused(over: str) -> None:
     mesh = mesh_of_four()
     stages = mesh["stages"].get_group()
     rank = Rank(_network(dist.group.WORLD if over == "all" else stages), [6, 6], group=stages, chunks=2)
-    x, y = _batch()
     with pytest.raises((ValueError, RemoteError), match="computes over a group with rank"):
-        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+        rank.step(*batch(24, torch.float64), loss_fn=nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
-@pytest.mark.parametrize(
-    ("who", "phase"),
-    [
-        pytest.param(who, phase, marks=[] if (who, phase) == (2, "forward") else pytest.mark.long)
-        for phase in ("forward", "backward")
-        for who in range(4)
-    ],
-)
+@pytest.mark.parametrize(("who", "phase"), long_but(product(range(4), ("forward", "backward")), (2, "forward")))
 def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
     with world(4, timeout=600.0) as opened:
         answers = opened.answers(_fail_while_others_wait, who, phase, is_killed)
@@ -116,14 +102,13 @@ def _fail_while_others_wait(who: int, phase: str, is_killed: bool) -> str:
     layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Planted(), OnHost(6, process_group=replicas))]
     rank = Rank(nn.Sequential(*layers), [3, 3], chunks=3, group=mesh["stages"].get_group(), replicas=replicas)
     planted = planted_in(rank)
-    x, y = torch.randn(12, 6), torch.randn(12, 6)
-    rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
     planted.when = (phase, 1) if me == who else None
     planted.how = signal.SIGKILL if is_killed else ArithmeticError
     with pytest.raises((ArithmeticError, RemoteError, LostRankError)) as caught:
-        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
     with pytest.raises((LostRankError, RemoteError)):
-        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
     if me == who:
         return f"rank {who} failed: {caught.type.__name__}"
     return str(caught.value).removeprefix("another replica has failed: ")
