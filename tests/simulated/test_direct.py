@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packages.gpipe.tests.distributed.planted import Planted, planted_in
-from packages.gpipe.tests.worlds import World, world
+from packages.gpipe.tests.worlds import of_each_size, world
 from torch import nn
 
 from gpipe import GPipe
@@ -29,21 +29,7 @@ from .test_tied import model as tied
 
 WIRES, COPY = "gpipe.distributed._wires", "gpipe.transport._copy"
 
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Callable[[int], World]]:
-    opened: dict[int, World] = {}
-
-    def get(size: int) -> World:
-        if size not in opened or not opened[size].is_fresh:
-            if size in opened:
-                opened[size].close()
-            opened[size] = World(size)
-        return opened[size]
-
-    yield get
-    for each in opened.values():
-        each.close()
+worlds = pytest.fixture(scope="module")(of_each_size)
 
 
 class Ranks(NamedTuple):

@@ -54,7 +54,7 @@ SHARED = Check(test_tied.test_in_order_and_equal, ("three devices", "call", "for
 TASKS = Check(test_devices.test_each_part_of_a_task_has_its_stream)
 RESTORED = Check(test_devices.test_threads_in_one_stream_get_back_what_each_had)
 NEW = Check(test_devices.test_the_default_stream_is_the_current_one_until_another_is_used)
-WAITED = Check(test_accelerator.TestOrder().test_waits_that_order, "synchronise the stream")
+WAITED = Check(test_accelerator.test_waits_that_order, "synchronise the stream")
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"

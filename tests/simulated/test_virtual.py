@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from packages.gpipe.tests.virtual import virtual_devices
 
-from .accelerator import found, library
+from .accelerator import found
 from .faults import planted
 from .models import HOWS, MODES, assert_trains_like, model, piped
 from .test_faults import FAULTS
@@ -42,15 +42,6 @@ def train(how: str = "call", mode: str = "never", streams: str = "own", inline: 
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 def test_one_device_works_as_three(how: str, mode: str, inline: bool):
     assert train(how, mode, "foreign" if how == "call" else "own", inline) == []
-
-
-def test_links_wait_and_copy():
-    library().take_counters()
-    assert train() == []
-    with_links = library().take_counters()
-    assert_trains_like(model(), piped(model(), "all on one device", "never"), "call", "own")
-    without = library().take_counters()
-    assert with_links["waits"] > without["waits"]
 
 
 @pytest.mark.parametrize("name", ON_ONE_DEVICE)
