@@ -22,36 +22,6 @@ from .families import transformers
 from .table import distance, gradients, reason, set_dropout
 
 NOT_TRIED = "not tried"
-TEXT = """\
-# Classes of transformers that were tried
-
-Classes of transformers {version} that compute a loss of words were made small, from their configurations, and trained
-in a pipe of two stages with three micro-batches of padded rows, beside the plain model: `step` and `pipe(**batch)` with
-the gradients of all parameters, three steps of AdamW without dropout, and `evaluate`.
-
-**{classes} classes of {families} families are equal, {refused} classes are refused by name, and none computes something
-else.** {others} were not tried: the settings of the test do not make them small, or they need more than words, or the
-plain model fails, or gives other numbers in each run.
-
-`python -m tests.frameworks.every_class` writes this page, and `nox -s frameworks` compares some classes with it;
-{{doc}}`models` has more kinds of training.
-
-## Equal
-
-| family | classes |
-|---|---|
-{equal_rows}
-
-## Refused
-
-| class | why |
-|---|---|
-{refused_rows}
-
-## Not tried
-
-{names}.
-"""
 PAGE = Path(__file__).parents[2] / "docs" / "models-tried.md"
 ROWS, LENGTH, LABELS, WORDS = 6, 12, 3, 96
 SETTINGS = {
@@ -226,25 +196,25 @@ def told() -> dict[str, str]:
 
 
 def write(found: dict[str, str]) -> None:
-    """Write the page anew from the outcome of each class."""
+    """Write the figures and tables of the page anew from the outcome of each class."""
     equal: dict[str, list[str]] = {}
     for name in sorted(found):
         if found[name] == "equal":
             equal.setdefault(classes()[name][0], []).append(f"`{name}`")
     refused = [f"| `{name}` | {why} |" for name, why in sorted(found.items()) if why not in ("equal", NOT_TRIED)]
     others = [f"`{name}`" for name in sorted(found) if found[name] == NOT_TRIED]
-    PAGE.write_text(
-        TEXT.format(
-            classes=sum(map(len, equal.values())),
-            families=len(equal),
-            refused=len(refused),
-            others=len(others),
-            version=transformers.__version__,
-            equal_rows="\n".join(f"| {family} | {', '.join(names)} |" for family, names in equal.items()),
-            refused_rows="\n".join(refused),
-            names=", ".join(others),
-        )
-    )
+    head = PAGE.read_text().partition("\n## ")[0]
+    for pattern, figures in {
+        r"transformers [\d.]+ that": f"transformers {transformers.__version__} that",
+        r"\d+ classes of \d+ families": f"{sum(map(len, equal.values()))} classes of {len(equal)} families",
+        r"\d+ classes are refused": f"{len(refused)} classes are refused",
+        r"\d+ were not tried": f"{len(others)} were not tried",
+    }.items():
+        head = re.sub(pattern, figures, head)
+    families = [f"| {family} | {', '.join(names)} |" for family, names in equal.items()]
+    lines = ["## Equal\n\n| family | classes |\n|---|---|", *families]
+    lines += ["\n## Refused\n\n| class | why |\n|---|---|", *refused]
+    PAGE.write_text("\n".join([head, *lines, f"\n## Not tried\n\n{', '.join(others)}.\n"]))
 
 
 if __name__ == "__main__":

@@ -14,45 +14,16 @@ transformers.logging.set_verbosity_error()
 
 WORDS, ROWS, LENGTH = 128, 6, 12
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": WORDS,
-}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {**VISION, "vocab_size": WORDS}
+VIT = {**VISION, "image_size": 32, "patch_size": 8, "num_labels": 5}
+CLASSES = {**SIZES, "num_labels": 5, "pad_token_id": 0}
 DECODER = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "max_position_embeddings": 64}
+GPT = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": WORDS, "n_positions": 64, **SPECIAL}
+MAMBA = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, **SPECIAL}
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
 BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-
-
-class Family(NamedTuple):
-    """How to make a model, and what it takes.
-
-    Attributes:
-        model, config: names in ``transformers``.
-        settings: of the configuration.
-        inputs: makes a batch.
-        dropout: names of settings that are probabilities of dropout.
-        tolerance: relative, of gradients in float64; some families compute parts in float32.
-        by_micro_batch: whether the model looks at a batch as a whole, as batch norm does.
-    """
-
-    model: str
-    config: str
-    settings: dict[str, Any]
-    inputs: Callable[[int], dict[str, Tensor]]
-    dropout: tuple[str, ...] = ()
-    tolerance: float = 1e-9
-    dtype: torch.dtype = torch.float64
-    by_micro_batch: bool = False
-
-    def make(self, dropout: float = 0.0, **others: Any) -> nn.Module:
-        """The model, in training mode, with ``others`` among its settings; equal for each call."""
-        torch.manual_seed(0)
-        settings = {**self.settings, **dict.fromkeys(self.dropout, dropout), **others}
-        return getattr(transformers, self.model)(getattr(transformers, self.config)(**settings)).to(self.dtype).train()
 
 
 def text(rows: int) -> dict[str, Tensor]:
@@ -79,76 +50,68 @@ def sounds(rows: int) -> dict[str, Tensor]:
     return {"input_features": torch.rand(rows, 8, 24, generator=torch.Generator().manual_seed(rows)).double()}
 
 
+class Family(NamedTuple):
+    """How to make a model, and what it takes.
+
+    Attributes:
+        model: its name in ``transformers``.
+        settings: of the configuration.
+        inputs: makes a batch.
+        dropout: names of settings that are probabilities of dropout.
+        tolerance: relative, of gradients in float64; some families compute parts in float32.
+        by_micro_batch: whether the model looks at a batch as a whole, as batch norm does.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    inputs: Callable[[int], dict[str, Tensor]] = text
+    dropout: tuple[str, ...] = ()
+    tolerance: float = 1e-9
+    dtype: torch.dtype = torch.float64
+    by_micro_batch: bool = False
+
+    def make(self, dropout: float = 0.0, **others: Any) -> nn.Module:
+        """The model, in training mode, with ``others`` among its settings; equal for each call."""
+        torch.manual_seed(0)
+        kind = getattr(transformers, self.model)
+        config = kind.config_class(**{**self.settings, **dict.fromkeys(self.dropout, dropout), **others})
+        return kind(config).to(self.dtype).train()
+
+
 FAMILIES = {
-    "GPT-2": Family(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": WORDS, "n_positions": 64, **SPECIAL},
-        text,
-        GPT2_DROPOUT,
-    ),
-    "Llama": Family("LlamaForCausalLM", "LlamaConfig", DECODER, text, ("attention_dropout",)),
+    "GPT-2": Family("GPT2LMHeadModel", {**GPT, "n_head": 2}, dropout=GPT2_DROPOUT),
+    "Llama": Family("LlamaForCausalLM", DECODER, dropout=("attention_dropout",)),
     "Qwen2": Family(
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        {**DECODER, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-        text,
+        "Qwen2ForCausalLM", {**DECODER, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     ),
-    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}, text),
-    "Mistral": Family("MistralForCausalLM", "MistralConfig", {**DECODER, "head_dim": 8}, text),
-    "Mixtral": Family(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**DECODER, "num_local_experts": 4},
-        text,
-        tolerance=1e-3,
-        dtype=torch.float32,
-    ),
+    "Qwen3": Family("Qwen3ForCausalLM", {**DECODER, "head_dim": 8}),
+    "Mistral": Family("MistralForCausalLM", {**DECODER, "head_dim": 8}),
+    "Mixtral": Family("MixtralForCausalLM", {**DECODER, "num_local_experts": 4}, tolerance=1e-3, dtype=torch.float32),
     "Gemma 3": Family(
         "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
         {**DECODER, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        text,
         tolerance=1e-5,
     ),
-    "BERT": Family("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 5}, text, BERT_DROPOUT),
+    "BERT": Family("BertForSequenceClassification", CLASSES, dropout=BERT_DROPOUT),
     "OPT": Family(
         "OPTForCausalLM",
-        "OPTConfig",
         {**SIZES, **SPECIAL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-        text,
-        ("dropout",),
+        dropout=("dropout",),
     ),
-    "Mamba": Family(
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, **SPECIAL},
-        unmasked,
-        tolerance=1e-5,
-    ),
-    "T5 encoder": Family("T5EncoderModel", "T5Config", T5, text, ("dropout_rate",)),
+    "Mamba": Family("MambaForCausalLM", MAMBA, unmasked, tolerance=1e-5),
+    "T5 encoder": Family("T5EncoderModel", T5, dropout=("dropout_rate",)),
     "T5": Family(
         "T5ForConditionalGeneration",
-        "T5Config",
         {**T5, "num_decoder_layers": 3, "decoder_start_token_id": 0},
         translated,
         ("dropout_rate",),
     ),
-    "ViT": Family(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {k: v for k, v in SIZES.items() if k != "vocab_size"} | {"image_size": 32, "patch_size": 8, "num_labels": 5},
-        pictures,
-        BERT_DROPOUT,
-    ),
+    "ViT": Family("ViTForImageClassification", VIT, pictures, BERT_DROPOUT),
     "Whisper encoder": Family(
         "WhisperForAudioClassification",
-        "WhisperConfig",
         {"d_model": 32, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "num_mel_bins": 8}
         | {"max_source_positions": 12, "num_labels": 5, "classifier_proj_size": 16},
-        lambda rows: {
-            "input_features": torch.rand(rows, 8, 24, generator=torch.Generator().manual_seed(rows)).double()
-        },
+        sounds,
         ("dropout",),
     ),
 }

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import Family
-from .more_families import CLASSES, EVERY
+from .families import CLASSES, Family
+from .more_families import EVERY
 from .table import set_dropout
 
 Batch = dict[str, Any]

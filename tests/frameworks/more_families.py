@@ -6,15 +6,29 @@ from typing import Any
 
 import torch
 
-from .families import DECODER, FAMILIES, SIZES, SPECIAL, WORDS, Family, pictures, sounds, text, translated, unmasked
+from .families import (
+    CLASSES,
+    DECODER,
+    FAMILIES,
+    GPT,
+    MAMBA,
+    SIZES,
+    SPECIAL,
+    VISION,
+    VIT,
+    WORDS,
+    Family,
+    pictures,
+    sounds,
+    text,
+    translated,
+    unmasked,
+)
 
-VISION = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-VIT = {**VISION, "image_size": 32, "patch_size": 8, "num_labels": 5}
-CLASSES = {**SIZES, "num_labels": 5, "pad_token_id": 0}
-GPT = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": WORDS, "n_positions": 64, **SPECIAL}
 EXPERTS = {**DECODER, "head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LAYERS = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-TRANSLATOR = {**LAYERS, "vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+TRANSLATOR = {**LAYERS, **SPECIAL, "vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+SEEING = {**VISION, "image_size": 32, "patch_size": 8}
 PAIRS: dict[str, Any] = {"depths": [2, 2], "num_labels": 5}
 
 
@@ -31,43 +45,31 @@ def bytes_of(rows: int) -> dict[str, torch.Tensor]:
 
 
 def decoder(model: str, tolerance: float = 1e-9, **settings: Any) -> Family:
-    return Family(f"{model}ForCausalLM", f"{model}Config", {**DECODER, **settings}, text, tolerance=tolerance)
+    return Family(f"{model}ForCausalLM", {**DECODER, **settings}, tolerance=tolerance)
 
 
 def experts(model: str, **settings: Any) -> Family:
     """Grouped matrix products are in single precision only."""
-    return Family(
-        f"{model}ForCausalLM",
-        f"{model}Config",
-        {**EXPERTS, **settings},
-        text,
-        tolerance=1e-3,
-        dtype=torch.float32,
-    )
+    return Family(f"{model}ForCausalLM", {**EXPERTS, **settings}, tolerance=1e-3, dtype=torch.float32)
 
 
-def classifier(
-    model: str, settings: dict[str, Any], inputs: Any = text, task: str = "SequenceClassification"
-) -> Family:
-    return Family(f"{model}For{task}", f"{model}Config", settings, inputs)
+def classifier(model: str, settings: dict[str, Any], inputs: Any = text) -> Family:
+    return Family(f"{model}ForSequenceClassification", settings, inputs)
 
 
-def image_classifier(model: str, settings: dict[str, Any], **options: Any) -> Family:
-    return classifier(model, settings, pictures, "ImageClassification")._replace(**options)
+def image_classifier(model: str, settings: dict[str, Any], by_micro_batch: bool = False) -> Family:
+    return Family(f"{model}ForImageClassification", settings, pictures, by_micro_batch=by_micro_batch)
 
 
 MORE = {
-    "GPT": Family("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, text),
-    "CTRL": Family("CTRLLMHeadModel", "CTRLConfig", {**GPT, "dff": 64}, text),
+    "GPT": Family("OpenAIGPTLMHeadModel", GPT),
+    "CTRL": Family("CTRLLMHeadModel", {**GPT, "dff": 64}),
     "GPT-NeoX": decoder("GPTNeoX"),
-    "GPT-J": Family("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}, text),
+    "GPT-J": Family("GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
     "Falcon": decoder("Falcon"),
-    "BLOOM": Family("BloomForCausalLM", "BloomConfig", {**GPT, "hidden_size": 32}, text),
+    "BLOOM": Family("BloomForCausalLM", {**GPT, "hidden_size": 32}),
     "MPT": Family(
-        "MptForCausalLM",
-        "MptConfig",
-        {"vocab_size": WORDS, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64},
-        text,
+        "MptForCausalLM", {"vocab_size": WORDS, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}
     ),
     "Phi": decoder("Phi"),
     "Phi-3": decoder("Phi3"),
@@ -78,33 +80,18 @@ MORE = {
     "Granite": decoder("Granite"),
     "SmolLM3": decoder("SmolLM3"),
     "Nemotron": decoder("Nemotron"),
-    "Llama 4": Family(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {**DECODER, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "attention_chunk_size": 8},
-        text,
-    ),
+    "Llama 4": decoder("Llama4", head_dim=8, num_local_experts=4, intermediate_size_mlp=64, attention_chunk_size=8),
     "Qwen3-MoE": experts("Qwen3Moe", num_experts=4),
     "DeepSeek-V3": experts(
         "DeepseekV3",
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        head_dim=4,
-        first_k_dense_replace=1,
-        num_key_value_heads=4,
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+        **{"v_head_dim": 8, "head_dim": 4},
     ),
     "gpt-oss": experts("GptOss", num_local_experts=4, sliding_window=4),
     "Mamba 2": Family(
         "Mamba2ForCausalLM",
-        "Mamba2Config",
-        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, **SPECIAL}
-        | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+        {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
         unmasked,
         tolerance=1e-5,
     ),
@@ -129,16 +116,10 @@ MORE = {
         bytes_of,
     ),
     "ALBERT": classifier("Albert", {**CLASSES, "embedding_size": 16}),
-    "BART": Family(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        {**TRANSLATOR, **SPECIAL, "max_position_embeddings": 64},
-        translated,
-    ),
+    "BART": Family("BartForConditionalGeneration", {**TRANSLATOR, "max_position_embeddings": 64}, translated),
     "Whisper": Family(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {**TRANSLATOR, **SPECIAL, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64}
+        {**TRANSLATOR, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64}
         | {"decoder_start_token_id": 1},
         heard,
     ),
@@ -151,17 +132,12 @@ MORE = {
     ),
     "CLIP": Family(
         "CLIPModel",
-        "CLIPConfig",
-        {"text_config": {**SIZES, **SPECIAL}, "vision_config": {**VISION, "image_size": 32, "patch_size": 8}},
+        {"text_config": {**SIZES, **SPECIAL}, "vision_config": SEEING},
         lambda rows: {**text(rows), **pictures(rows)},
         by_micro_batch=True,  # it compares every text with every picture
     ),
-    "CLIP vision": Family(
-        "CLIPVisionModel", "CLIPVisionConfig", {**VISION, "image_size": 32, "patch_size": 8}, pictures
-    ),
-    "SigLIP vision": Family(
-        "SiglipVisionModel", "SiglipVisionConfig", {**VISION, "image_size": 32, "patch_size": 8}, pictures
-    ),
+    "CLIP vision": Family("CLIPVisionModel", SEEING, pictures),
+    "SigLIP vision": Family("SiglipVisionModel", SEEING, pictures),
     "DeiT": image_classifier("DeiT", VIT),
     "BEiT": image_classifier("Beit", VIT),
     "DINOv2": image_classifier("Dinov2", VIT),

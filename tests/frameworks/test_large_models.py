@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe import Arguments, GPipe
 
-from .families import FAMILIES, ROWS, Family, transformers
+from .families import FAMILIES, ROWS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning"),
@@ -20,19 +20,13 @@ pytestmark = [
 HALF = ("Mixtral",)
 
 
-def make(family: Family, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**{**family.settings, **settings})
-    return getattr(transformers, family.model)(config)
-
-
 def pair(name: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
     """A model without data, and one with."""
     family = FAMILIES[name]
-    dtype = torch.bfloat16 if name in HALF else family.dtype
+    family = family._replace(dtype=torch.bfloat16 if name in HALF else family.dtype)
     with torch.device("meta"):
-        model = make(family, **settings).to(dtype)
-    return model.eval(), make(family, **settings).to(dtype).eval()
+        model = family.make(**settings)
+    return model.eval(), family.make(**settings).eval()
 
 
 def piped(model: nn.Module, name: str, init: Any, **options: Any) -> GPipe:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .families import DECODER, transformers
-from .more_families import VISION
+from .families import DECODER, VISION, transformers
 from .table import PAGE, distance, gradients
 
 PICTURE, START = 5, 62

@@ -105,19 +105,3 @@ def test_it_goes_on_where_it_was(
     way(run, again, tmp_path)
     again.train(1)
     torch.testing.assert_close(again.model.state_dict(), uninterrupted, rtol=1e-9, atol=1e-12)
-
-
-def test_tied_weights(tmp_path: Path) -> None:
-    """Both names are in the state dict, as in the model's own; what writes files takes the model, which knows of it."""
-    family = FAMILIES["GPT-2"]
-    config = transformers.GPT2Config(**family.settings | {"tie_word_embeddings": True})
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).train()
-    pipe = GPipe(flatten(model, family.inputs(2)), [3, 3], devices=["cpu"] * 2, chunks=2)
-    assert pipe.state_dict().keys() == model.state_dict().keys()
-    pipe(**family.inputs(4)).square().mean().backward()
-    torch.optim.SGD(pipe.parameters(), 0.1).step()
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(again.state_dict(), model.state_dict())
-    assert again.lm_head.weight is again.transformer.wte.weight
