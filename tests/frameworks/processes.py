@@ -1,4 +1,4 @@
-"""Two processes that train together."""
+"""A small network and its data, for frameworks that train it; and two processes that train together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import os
 import socket
 import subprocess
 import sys
+
+import torch
+from torch import nn
+
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(24) % 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def expect_equal_in_two(code: str, **environment: str) -> None:

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .processes import expect_equal_in_two
+from .processes import X, Y, expect_equal_in_two, network
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; see nox -s frameworks")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(24) % 3
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +30,6 @@ def _fresh_state() -> None:
     """All accelerators of a process share one."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> GPipe:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .processes import expect_equal_in_two
+from .processes import X, Y, expect_equal_in_two, network
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -21,13 +21,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings("ignore")
-X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(24) % 3
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def pipe_of(balance: list[int] | None, checkpoint: str = "except_last") -> nn.Module:

@@ -20,6 +20,8 @@ SEEING = {**VISION, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 TOKENS = {"image_token_id": PICTURE, "vision_start_token_id": START, "video_token_id": 61, "vision_end_token_id": 63}
 PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "spatial_merge_size": 2}
+IDEFICS = {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SEEING}
+IDEFICS |= {"image_token_id": PICTURE, "scale_factor": 2}
 HEAD = "| pictures and words | `blocks=` |"
 
 # The name in transformers, its configuration, and how many tokens a picture has.
@@ -33,10 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "PaliGemma": (
         "PaliGemma",
         {"text_config": {"model_type": "gemma", "head_dim": 8, **TEXT}, "image_token_index": PICTURE}
-        | {
-            "vision_config": {"model_type": "siglip_vision_model", "projection_dim": 32, **SEEING},
-            "projection_dim": 32,
-        },
+        | {"vision_config": {"model_type": "siglip_vision_model", "projection_dim": 32, **SEEING}}
+        | {"projection_dim": 32},
         16,
     ),
     "Gemma 3": (
@@ -57,18 +57,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
         | {"vision_config": {**PATCHES, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}},
         4,
     ),
-    "Idefics3": (
-        "Idefics3",
-        {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SEEING}
-        | {"image_token_id": PICTURE, "scale_factor": 2},
-        4,
-    ),
-    "SmolVLM": (
-        "SmolVLM",
-        {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SEEING}
-        | {"image_token_id": PICTURE, "scale_factor": 2},
-        4,
-    ),
+    "Idefics3": ("Idefics3", IDEFICS, 4),
+    "SmolVLM": ("SmolVLM", IDEFICS, 4),
 }
 
 
