@@ -9,8 +9,6 @@ from gpipe import check
 
 from .families import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5", "ViT"])
 def test_a_family_trains_as_without_a_pipe(name: str) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from packages.gpipe.tests.layers import running as running
+from packages.gpipe.tests.layers import MODES, Pop, Stash, running
 from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.schedule import Schedule, zero_bubble
-from gpipe.skip import pop, skippable, stash
 
 from .placements import backward_streams, devices, forward_streams
 
 WIDTH, ROWS = 8, 8
-MODES = ("never", "except_last", "always")
 HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
 """How a pipe is trained: called, with a backward by the caller; or in a step of a schedule."""
 
@@ -34,20 +32,6 @@ def some_of(*sides: Iterable[Any], every: int = 5) -> list[Any]:
     """
     cases = enumerate(product(*sides))
     return [pytest.param(*case, marks=[pytest.mark.long] if k % every else []) for k, case in cases]
-
-
-@skippable(stash=["early"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        yield stash("early", x * 1)
-        return x.tanh()
-
-
-@skippable(pop=["early"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        early = yield pop("early")
-        return x + early
 
 
 def linear() -> nn.Linear:

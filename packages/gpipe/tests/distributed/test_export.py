@@ -13,25 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gpipe import DeferredBatchNorm
 from gpipe.distributed import export
 from gpipe.schedule import Schedule
-from gpipe.skip import pop, skippable, stash
 
+from ..layers import Pop, Stash
 from .planted import batch, network
 
 OWN = "F0 F1 F2 F3 B1 B0 I3 B2 W3\nF0 F1 F2 F3 B1 B0 I3 B2 W3"
-
-
-@skippable(stash=["far"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("far", x)
-        return x
-
-
-@skippable(pop=["far"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        far = yield pop("far")
-        return x - far
 
 
 class Apart(nn.Module):
@@ -175,7 +161,7 @@ def _expect_refused() -> None:
             export(model, [4, 4], chunks=2, **arguments)
     with pytest.raises(ValueError, match=r"DeferredBatchNorm: .*use gpipe.distributed.Rank"):
         export(nn.Sequential(nn.Linear(6, 6), DeferredBatchNorm(6, chunks=2)), [1, 1], chunks=2)
-    with pytest.raises(ValueError, match=r"skip 'far' leads from partition 0 to 1: .*Rank"):
+    with pytest.raises(ValueError, match=r"skip 'skip' leads from partition 0 to 1: .*Rank"):
         export(nn.Sequential(Stash(), Pop()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="duplicate parameters in distinct partitions"):
         export(tied, [4, 4], chunks=2)

@@ -181,22 +181,6 @@ def _disagree(change: dict[str, Any]) -> None:
     rank.step(*batch(), loss_fn=nn.functional.mse_loss)
 
 
-def test_a_batch_norm_that_cannot_be_replaced_leaves_the_layers_as_they_were(worlds):
-    worlds(2).run(_expect_unchanged)
-
-
-def _expect_unchanged() -> None:
-    norm = nn.BatchNorm1d(6, device="meta")
-    norm.register_forward_hook(lambda *_: None)
-    model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.BatchNorm1d(6, device="meta"), norm)
-    layers = list(model)
-    with pytest.raises(ValueError if dist.get_rank() else RemoteError, match="cannot be replaced"):
-        Rank(model, [1, 2], deferred_batch_norm=True, init="reset")
-    if dist.get_rank() == 1:
-        assert list(model) == layers
-        assert all(parameter.is_meta for layer in layers[1:] for parameter in layer.parameters())
-
-
 @pytest.mark.parametrize("what", ["chunks", "method", "grad mode", "schedule", "interrupt"])
 def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, what: str):
     for who in (2, 0):

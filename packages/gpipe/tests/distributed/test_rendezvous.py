@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gpipe.distributed import LostRankError, Rank, RemoteError
 from gpipe.distributed._tied import Twins
 
+from ..layers import Tied
 from ..worlds import world
 from .planted import Planted, long_but, planted_in
 
@@ -89,17 +90,6 @@ def _step_after_an_end(who: int, lazy: str) -> str:
     return str(caught.value)
 
 
-class Shares(nn.Module):
-    """A layer whose weight all ranks have."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
 ADDING = [("add_up", "is killed"), ("add_up", "fails")]
 
 
@@ -123,8 +113,8 @@ def _share(who: int, sharing: tuple[int, ...], what: str, how: str) -> str:
 
 def _step_sharing(sharing: tuple[int, ...]) -> None:
     """Two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
-    weight = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
-    layers = [Shares(weight) if k in sharing else nn.Linear(6, 6) for k in range(3)]
+    first = nn.Linear(6, 6)
+    layers = [Tied(first) if k in sharing else nn.Linear(6, 6) for k in range(3)]
     rank = Rank(nn.Sequential(*layers), [1, 1, 1], chunks=3)
     for _ in range(2):
         rank.step(torch.randn(6, 6), loss_fn=lambda output: output.square().mean())
