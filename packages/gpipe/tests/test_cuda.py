@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,12 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import Call, OnBackward, within
+from .layers import MODES, Call, OnBackward, each_mode, running, within
 
 pytestmark = [pytest.mark.cuda]
 
-MODES = ("never", "except_last", "always")
 LONG = 50_000_000
 """Clock ticks: tens of milliseconds, very much longer than any launch."""
-
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def gpu(k: int = 0) -> torch.device:
@@ -99,6 +96,12 @@ def trained(module: nn.Module, x: Tensor, target: torch.device) -> list[Tensor]:
     return [t.detach().cpu() for t in (output, leaf.grad, *[p.grad for p in module.parameters()])]
 
 
+def ran(work: Callable[[], Any], inline: bool) -> Any:
+    """What ``work`` returns, on this thread alone, or with workers and a time limit."""
+    with running(inline):
+        return work() if inline else within(60, work)
+
+
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("inline", [False, True])
@@ -109,11 +112,7 @@ def test_parity(name: str, mode: str, inline: bool):
         expected = trained(plain, rows(count), torch.device("cpu"))
         for source in ("cpu", places[0]):
             x = rows(count).to(source)
-            if inline:
-                with gpipe.inline():
-                    found = trained(pipe, x, places[-1])
-            else:
-                found = within(60, lambda x=x: trained(pipe, x, places[-1]))
+            found = ran(partial(trained, pipe, x, places[-1]), inline)
             torch.testing.assert_close(found, expected)
 
 
@@ -427,13 +426,8 @@ def test_a_step_whose_losses_are_counted(name: str, schedule: str, mode: str, in
     expected = of_the_plain_model(plain, rows(), target)
     pipe = GPipe(copy.deepcopy(plain), balance, devices=places, chunks=3, checkpoint=mode)
     for source in (torch.device("cpu"), places[0]):
-        options = {"loss_fn": counted, "schedule": schedule}
         x, y = rows().to(source), target.to(places[-1])
-        if inline:
-            with gpipe.inline():
-                found = stepped(pipe, x, y, **options)
-        else:
-            found = within(60, lambda x=x, y=y, options=options: stepped(pipe, x, y, **options))
+        found = ran(partial(stepped, pipe, x, y, loss_fn=counted, schedule=schedule), inline)
         torch.testing.assert_close(found, expected)
 
 
@@ -496,8 +490,7 @@ def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: b
     work = partial(trained, pipe, rows(), places[-1])
     within(60, work)
     # Not on the default stream, on which no time passes.
-    own, where = torch.cuda.stream(torch.cuda.Stream(gpu())), gpipe.inline() if inline else nullcontext()
-    with own, where, gpipe.record() as timeline:
+    with torch.cuda.stream(torch.cuda.Stream(gpu())), running(inline), gpipe.record() as timeline:
         work()
     assert all(event.seconds >= 0 and event.wait >= -1e-4 for event in timeline.events)
     if places[1].type == "cuda":
