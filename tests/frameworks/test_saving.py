@@ -74,14 +74,7 @@ def by_safetensors(run: Run, again: Run, folder: Path) -> None:
     again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
 
-def by_torch(run: Run, again: Run, folder: Path) -> None:
-    torch.save((run.called.state_dict(), run.optimizer.state_dict()), folder / "run.pt")
-    model, optimizer = torch.load(folder / "run.pt", weights_only=True)
-    again.called.load_state_dict(model)
-    again.optimizer.load_state_dict(optimizer)
-
-
-WAYS = [by_checkpoint, by_save_pretrained, by_safetensors, by_torch]
+WAYS = [by_checkpoint, by_save_pretrained, by_safetensors]
 
 
 @pytest.fixture(scope="module")
