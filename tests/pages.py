@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FRAMEWORKS = {"accelerate", "datasets", "lightning", "peft", "safetensors", "tokenizers", "transformers"}
 """What a page may import that only ``nox -s frameworks`` installs."""
 

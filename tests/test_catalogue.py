@@ -17,9 +17,8 @@ from gpipe import GPipe
 from gpipe.schedule import Schedule, validate
 from profiler import profile
 
-from .pages import ROOT
+from .pages import PACKAGES, ROOT
 
-PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 NEEDS_GRAD = torch.ones(4, 2, requires_grad=True)
 ALL = list(chain.from_iterable(map(messages, PACKAGES)))

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from .pages import ROOT
+from .pages import PACKAGES, ROOT
 
 towncrier = pytest.importorskip("towncrier._shell", reason="no changelogs: towncrier is not installed")
 testing = pytest.importorskip("click.testing")  # comes with it
 
-PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 MARK = "<!-- news -->\n"
 each_package = pytest.mark.parametrize("package", PACKAGES)
 

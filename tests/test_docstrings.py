@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+from .pages import PACKAGES
+
 Function = Callable[..., Any]
 
 

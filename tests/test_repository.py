@@ -14,13 +14,13 @@ from types import ModuleType
 
 import pytest
 
+from .pages import PACKAGES, ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 DISTRIBUTIONS = {name: f"gpipe-{'torch' if name == 'gpipe' else name}" for name in PACKAGES}
 
 each_package = pytest.mark.parametrize("package", PACKAGES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from .links import broken
-from .pages import ROOT
+from .pages import PACKAGES, ROOT
 
 LOST = {
     "document": "{doc}`lost-document`",
@@ -62,7 +62,7 @@ def test_a_link_in_a_built_page_is_followed(tmp_path: Path, link: str) -> None:
     assert broken(tmp_path) == [f"index.html: {link}"]
 
 
-@pytest.mark.parametrize("package", ["blockpartition", "microbatch", "streams", "profiler", "gpipe"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_pages_that_a_readme_names_are_links_on_its_page(package: str) -> None:
     page = ROOT / "docs" / "_build" / "html" / "packages" / f"{package}.html"
     if not page.exists():
