@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from packages.gpipe.tests.layers import MODES, Pop, Stash, running
+from packages.gpipe.tests.layers import MODES as MODES
+from packages.gpipe.tests.layers import Pop, Stash, running
 from torch import Tensor, nn
 
 from gpipe import GPipe
