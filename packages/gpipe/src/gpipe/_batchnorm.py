@@ -67,8 +67,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
-        """Replace every batch norm in ``module`` that tracks statistics by a deferred one, with the same parameters and
-        statistics.
+        """Replace every batch norm in ``module`` that tracks statistics by a deferred one, with the same state.
 
         ``SyncBatchNorm``, lazy layers, and layers that track no statistics are not replaced.
 

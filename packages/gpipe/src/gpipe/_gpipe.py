@@ -178,8 +178,9 @@ class GPipe(Stepping):
 
     @property
     def last_schedule(self) -> Choice | None:
-        """The schedule of the last :meth:`step`: its name, the stages whose backward was split, and the seconds that
-        ``"auto"`` expected of each schedule. None before the first step.
+        """The schedule of the last :meth:`step`; None before the first step.
+
+        It has its name, the stages whose backward was split, and the seconds that ``"auto"`` expected of each schedule.
         """
         return self._chooser.last
 
@@ -219,8 +220,7 @@ class GPipe(Stepping):
         return gathered(outputs, batches, self.out_spec)
 
     def close(self) -> None:
-        """End the threads of this pipe; without this call, they end when it is freed. Using the pipe again starts new
-        ones.
+        """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones.
 
         Waits for a run of another thread to end.
         """

@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
-    """Write the format that belongs to the ending of ``path``; ValueError if ``forms`` has none. An existing file is
-    replaced.
-    """
+    """Write the format that belongs to the ending of ``path``; ValueError if ``forms`` has none."""
     file = Path(fspath(path))
     if file.suffix not in forms:
         *others, last = forms

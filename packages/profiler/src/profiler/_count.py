@@ -27,9 +27,7 @@ from ._walk import Visit, walk
 
 
 class _Count(NamedTuple):
-    """What was counted of a layer: a copy of its output, fields of a :class:`LayerProfile`, and what could not be
-    counted.
-    """
+    """What was counted of a layer: its output, fields of a :class:`LayerProfile`, and what could not be counted."""
 
     output: Batch
     figures: dict[str, int]

@@ -69,9 +69,7 @@ FIGURES = [field.name for field in fields(LayerProfile)[2:]]
 
 
 def between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfile:
-    """The costs on the line through those of one layer with fewer and with more rows; ``share`` 0 is ``low``, 1 is
-    ``high``.
-    """
+    """The costs between those of one layer with fewer and with more rows; ``share`` 0 is ``low``, 1 is ``high``."""
     return replace(high, **{name: _on_line(getattr(low, name), getattr(high, name), share) for name in FIGURES})
 
 

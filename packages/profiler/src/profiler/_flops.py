@@ -25,9 +25,7 @@ _POINTWISE = frozenset({"upsample", "cell", "flatten", "combination"})
 
 
 def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """The floating-point operations of ``func``: 0 if it multiplies no matrices; None if it may, and there is no
-    formula.
-    """
+    """The operations of ``func``: 0 if it multiplies no matrices; None if it may, and there is no formula."""
     from torch.utils.flop_counter import flop_registry  # imported late: it takes a while
 
     packet = getattr(func, "_overloadpacket", func)

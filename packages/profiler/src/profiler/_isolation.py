@@ -13,9 +13,7 @@ import streams
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """A context that restores random generators at its end, and in which gradients are enabled. The caller's autocast
-    applies.
-    """
+    """A context with gradients and the caller's autocast, which restores random generators at its end."""
     generators = torch.random.fork_rng([device] if streams.has_streams(device) else [])
     with generators, torch.inference_mode(False), torch.enable_grad(), streams.use_device(device):
         try:

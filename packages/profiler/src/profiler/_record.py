@@ -83,8 +83,7 @@ class Profile:
         return costs
 
     def at(self, rows: int) -> Profile:
-        """The profile of a micro-batch of `rows` rows, by linear interpolation between the two nearest that were
-        measured.
+        """The profile of a micro-batch of `rows` rows, interpolated between the two nearest that were measured.
 
         Args:
             rows: the rows of a micro-batch, at least 1.

@@ -26,8 +26,7 @@ def use_device(device: Device) -> AbstractContextManager[object]:
 
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
-    """Make ``stream`` and its device current for this thread inside a ``with`` block. Does nothing for
-    :data:`CPUStream`.
+    """Make ``stream`` and its device current for this thread inside a ``with`` block; :data:`CPUStream` does nothing.
 
     Unlike ``with stream`` of torch, several threads may use it with the same stream at the same time.
 

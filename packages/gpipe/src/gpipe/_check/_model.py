@@ -54,9 +54,7 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
 def examine_all(
     layers: nn.Sequential, steps: Sequence[LayerRun], dims: Dims, real: Cut, tolerance: float
 ) -> tuple[list[Finding], Dims]:
-    """The findings for all layers, and where the last output has its rows; ``dims`` says where the first input has
-    them.
-    """
+    """The findings for all layers, and where the last output has its rows; ``dims`` is that of the first input."""
     # Three copies of the model in all: state that layers share is then that of their own run.
     cut, findings = finest(steps[0].given, dims, real), list[Finding]()
     again, apart = copy.deepcopy(layers), copy.deepcopy(layers)

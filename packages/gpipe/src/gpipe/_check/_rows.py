@@ -40,9 +40,7 @@ class Cut(NamedTuple):
         return [whole.replaced(row) for row in zip(*columns, strict=True)] or [whole] * len(self.rows)
 
     def dims(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Dims:
-        """The dimensions along which the tensors of micro-batches make up those of the whole; NoRowsError if there are
-        none.
-        """
+        """The dimensions along which micro-batches make up the tensors of the whole; NoRowsError if there are none."""
         if {len(part) for part in parts} != {len(whole)}:
             raise NoRowsError("micro-batches give another number of tensors than the whole")
         return [self._dim(tensor.shape, [part[k].shape for part in parts]) for k, tensor in enumerate(whole)]

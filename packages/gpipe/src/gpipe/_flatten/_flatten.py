@@ -158,9 +158,7 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
 
 
 def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> None:
-    """Raise ValueError for what runs change and several layers have: it may be of another micro-batch, with another's
-    graph.
-    """
+    """Raise ValueError for what runs change and several layers have: it may be another micro-batch's."""
     nets = [layer.net for layer in layers if isinstance(layer, Segment)]
     held = Counter(buffer for net in nets for buffer in set(net.buffers()))
     for path, buffer in changed.buffers:

@@ -56,9 +56,7 @@ def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 class Flattened(nn.Sequential):
-    """The layers of a flattened model; its state dict has the model's names. ``model`` is None if some layers are
-    missing.
-    """
+    """The layers of a flattened model, under its names. ``model`` is None if some layers are missing."""
 
     model: nn.Module | None = None
 

@@ -46,9 +46,7 @@ class Values(NamedTuple):
         return self.mapped(taken)
 
     def variants(self, constants: set[int]) -> Iterator[Values]:
-        """These values, and others in which a part of the first row does not count: labels, masks, or ``constants``
-        such as padding.
-        """
+        """These values, and others in which a part of the first row does not count: labels, masks, ``constants``."""
         yield self
         yield self._replace(returned={key: tensor / 16 for key, tensor in self.returned.items()})
         leaves, tree = self.inputs.leaves()

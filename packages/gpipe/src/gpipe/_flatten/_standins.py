@@ -202,9 +202,7 @@ class Real:
 
 
 class Likeness:
-    """Answers, without data, for a module inside of one that has a stand-in, as in
-    ``self.embeddings.projection.weight.dtype``.
-    """
+    """Answers, without data, for a module inside of one that has a stand-in."""
 
     def __init__(self, module: nn.Module, stand_in: StandIn) -> None:
         vars(self).update(_module=module, _stand_in=stand_in)

@@ -13,8 +13,7 @@ Trunk = list[str]
 
 
 def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None) -> list[Trunk]:
-    """The trunks of ``model`` in the order in which they are called; ValueError if there is none, or it is called
-    otherwise.
+    """The trunks of ``model`` in the order in which they are called; ValueError if there is none.
 
     Args:
         called: the modules that the model calls, in order, each as often as it is called.

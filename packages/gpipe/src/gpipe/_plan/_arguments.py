@@ -92,9 +92,7 @@ def _all_of(device: torch.device) -> int | None:
 
 
 def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
-    """The numbers of micro-batches to search: those given, or some that divide ``rows`` evenly with ``least`` rows at
-    least.
-    """
+    """The numbers of micro-batches to search: those given, or some that divide ``rows``; ``least`` rows at least."""
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
         candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}

@@ -127,9 +127,7 @@ class StageBytes(NamedTuple):
 
 
 def kept_and_peak(layers: Sequence[LayerProfile], flags: Sequence[bool], loss: LayerProfile | None) -> tuple[int, int]:
-    """What a micro-batch keeps after its forward, and the most that it takes; ``flags`` mark layers that are
-    recomputed.
-    """
+    """What a micro-batch keeps after its forward, and the most that it takes; ``flags`` mark recomputed layers."""
     kept = most = 0
     for again, first, end in runs_of(flags):
         own, graph = layers[first:end], kept

@@ -31,9 +31,7 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several layers have, with their numbers and its bytes. A profile counts it for the first of
-    them.
-    """
+    """A parameter that several layers have. A profile counts it for the first of them."""
 
     layers: tuple[int, ...]
     bytes: int
@@ -168,8 +166,8 @@ class Costs:
         )
 
     def reduction(self, sizes: Sequence[int]) -> float:
-        """Seconds until the replicas have averaged their gradients, of the fullest device, on a ring (Patarasu and
-        Yuan, 2009).
+        """Seconds until replicas have averaged the gradients of the fullest device, on a ring (Patarasu and Yuan,
+        2009).
         """
         r, own = self.measured.replicas, [0] * self.measured.devices
         for place, (first, end) in zip(self.measured.placement, bounds(sizes), strict=True):

@@ -144,8 +144,8 @@ def _of_link(name: str, given: Any, k: int) -> Any:
 def layouts_of(
     fleet: Fleet, layers: int, rows: int, chunks: Any, schedules: Sequence[str], least: int = 1
 ) -> list[Layout]:
-    """The layouts to search: all that use every device and give replicas the same number of rows; ValueError if none
-    does.
+    """The layouts to search: those that use every device, with equal rows for each replica; ValueError if there is
+    none.
 
     ``least`` is the number of rows that a micro-batch has at least.
     """
@@ -171,9 +171,7 @@ def layouts_of(
 
 
 def estimated(profile: Profile, fleet: Fleet) -> Profile:
-    """A profile that was counted and not run, with the seconds that a device needs at least for its operations and
-    bytes.
-    """
+    """A profile that was not run, with the seconds that a device needs at least for its operations and bytes."""
     return replace(
         profile,
         layers=tuple(_layer(layer, fleet) for layer in profile.layers),

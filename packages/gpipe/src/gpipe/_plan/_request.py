@@ -96,9 +96,7 @@ def _read_places(devices: Any, layers: int) -> list[torch.device]:
 
 
 def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:
-    """``profile``, if it is one of these layers, or None; an error if it is anything else, or has no seconds where
-    ``timed``.
-    """
+    """``profile``, if it is one of these layers, or None; it must have seconds where ``timed``."""
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
     if profile is not None and profile.names != [name for name, _ in layers.named_children()]:

@@ -46,8 +46,7 @@ Sizes = tuple[int, ...]
 
 
 def search(spaces: Sequence[Space]) -> list[Candidate]:
-    """The best candidate for each number of chunks and each schedule that fits: the best of all, then all by their
-    time.
+    """The best candidate of all, then the best for each number of chunks and each schedule, by their time.
 
     The best has the fewest stages, then the fewest chunks, then the simplest schedule, within :data:`NEAR` of the
     fastest.

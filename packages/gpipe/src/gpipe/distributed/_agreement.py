@@ -49,8 +49,7 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
 
 
 def expect_begun(reports: Sequence[Report], ranks: Sequence[int], first: int, alike: dict[str, Any]) -> None:
-    """Raise the error that keeps all ranks from beginning, if there is any: one that a rank reports, or values that
-    differ.
+    """Raise the error that keeps all ranks from beginning: one that a rank reports, or values that differ.
 
     Args:
         reports: of each rank its ``error``, or what it has ``alike``.

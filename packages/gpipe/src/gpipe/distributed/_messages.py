@@ -128,9 +128,7 @@ class RemoteLink:
         self._coming: _Coming | None = None
 
     def expect(self, messages: int, most: int | None = None) -> None:
-        """Prepare for a run with that many messages, of which ``most`` may be under way before :meth:`put` waits for
-        the oldest.
-        """
+        """Prepare for a run with that many messages; ``most`` may be under way before :meth:`put` waits."""
         self.poisoned, self._most = None, most
         self._expected = self._taken + messages
         self._look_ahead()
@@ -167,9 +165,7 @@ class RemoteLink:
         return pickle.loads(self._next()[1])
 
     def drain(self, *, expected: bool = False) -> None:
-        """After a failed run: receive up to the message that says that nothing more comes, or the last ``expected``
-        one.
-        """
+        """After a failed run: receive up to the message that ends it, or the last ``expected`` one."""
         if self._into is not None:
             self._into.drain()
         with suppress(Cancelled):

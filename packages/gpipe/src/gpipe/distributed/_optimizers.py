@@ -56,8 +56,8 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
 
 
 def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
-    """A state dict for ``optimizer.load_state_dict``, made of states by name, also of other ranks; ValueError if not of
-    it.
+    """A state dict for ``optimizer.load_state_dict``, of states by name, also of other ranks; ValueError if it does not
+    fit.
     """
     own = type(optimizer).__name__
     if found.get("class", own) != own:

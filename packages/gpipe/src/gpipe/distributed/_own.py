@@ -39,9 +39,7 @@ class Share(NamedTuple):
         return dict(zip(self.numbers, self.devices, strict=True))
 
     def told(self, transport: str) -> dict[str, Any]:
-        """What a rank tells the others before they connect: its stages that are ``trained``, and the ``backends`` of
-        their devices.
-        """
+        """What a rank tells the others: its stages that are ``trained``, and the ``backends`` of their devices."""
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
         backends = {j: backend_of(device, transport) for j, device in self.device_of.items()}

@@ -273,9 +273,7 @@ class Ranks(Processes):
                 observer.import_events(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
-        """Raise what kept a rank from beginning; else the earliest failure in the schedule, a RemoteError if of another
-        rank.
-        """
+        """Raise what kept a rank from beginning; else the earliest failure, a RemoteError if of another rank."""
         if error is not None and "error" in reports[self.me]:
             raise error
         members = self._groups.members

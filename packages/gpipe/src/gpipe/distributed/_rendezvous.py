@@ -59,9 +59,7 @@ class Rendezvous:
             raise LostRankError(str(self._lost))
 
     def leave(self) -> None:
-        """Close all connections after an error, where others may have what they waited for; they find this member
-        missing.
-        """
+        """Close all connections after an error; others find this member missing."""
         failed = "a step has failed on this rank alone; start the processes again, from the last checkpoint"
         self._lost = self._lost or LostRankError(failed)
         self.groups.end()

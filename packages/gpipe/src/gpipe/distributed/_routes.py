@@ -33,9 +33,7 @@ def backend_of(device: torch.device, transport: str) -> str | None:
 
 
 def routes_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
-    """The channels between stages of two ranks, those of skips, and those of shared tensors, numbered alike on all
-    ranks.
-    """
+    """The channels between stages of two ranks, of skips, and of shared tensors, numbered alike on all ranks."""
     ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
     return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
 
@@ -45,8 +43,8 @@ def tags(number: int) -> tuple[int, int]:
 
 
 def direct(routes: Iterable[Route], backends: Sequence[str | None]) -> list[Route]:
-    """The directions in which tensors go from device to device, in the same order on all ranks: tag, first and last
-    stage.
+    """The directions in which tensors go from device to device: tag, first and last stage, in the same order on all
+    ranks.
     """
     found = []
     for number, a, b in routes:

@@ -53,9 +53,7 @@ class Stored:
         self._paths = self._metadata.planner_data or {}
 
     def expect_model(self, names: set[str], own: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint has other names than ``names``, or other shapes than ``own``, this
-        process's state.
-        """
+        """Raise ValueError if the checkpoint has other names than ``names``, or other shapes than ``own``."""
         sizes = {
             key.removeprefix("model."): getattr(entry, "size", None)
             for key, entry in self._entries.items()

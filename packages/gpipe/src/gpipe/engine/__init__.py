@@ -1,3 +1,1 @@
-"""Runs a pipeline: ``Pipeline`` makes a ``Run``, in which a ``StageRun`` computes the ``Cell`` of each
-micro-batch.
-"""
+"""Runs a pipeline: a ``Pipeline`` makes a ``Run``, whose ``StageRun`` computes the ``Cell`` of each micro-batch."""

@@ -67,9 +67,7 @@ class Cell:
     def backward_input(
         self, stage: Stage, gradients: Sequence[Tensor | None], sums: GradientSums | None = None
     ) -> list[Tensor | None]:
-        """The first part of a split backward: the gradients of the inputs. The whole backward if the graph cannot be
-        split.
-        """
+        """The first part of a split backward: the gradients of the inputs; the whole backward if it cannot be split."""
         inputs = self.inputs.tensors
         leaves = [leaf for leaf in inputs if leaf.requires_grad]
         outputs, seeds = self._flowing(gradients)

@@ -41,9 +41,7 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
 
 def bind(cores: Cores, of: Cores = frozenset()) -> None:
-    """Let the calling thread, and threads that it starts, run on ``cores`` only (on any if empty); forked processes on
-    ``of``.
-    """
+    """Let the calling thread run on ``cores`` only, on any if empty; processes that it forks on ``of``."""
     current.cores = of
     if cores:
         with suppress(OSError):  # not permitted here: only speed is lost

@@ -38,9 +38,7 @@ class DeferredGradients:
         self._held: dict[int, tuple[Tensor, Tensor | None, list[tuple[Hooks, Hooks]]]] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
-        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every``, of all. No other thread
-        adds to them.
-        """
+        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every``, of all."""
         # Stages on several workers, and the loss, may use one leaf.
         with self._lock:
             for leaf in leaves:
@@ -54,9 +52,7 @@ class DeferredGradients:
                         own.clear()
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """Put ``.grad`` and the hooks back; return the leaves that have a gradient of this run, with ``scale`` times
-        that.
-        """
+        """Put ``.grad`` and the hooks back; return the leaves that have a gradient, with ``scale`` times that."""
         gradients = []
         while self._held:  # one at a time, since an interrupt may come between, after which this is called again
             key, (leaf, before, hooks) = next(iter(self._held.items()))

@@ -141,8 +141,8 @@ class LossStage(Losses):
         self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
 
     def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of ``leaves``. Those of other leaves of the loss, such as its parameters, are kept until the
-        run ends.
+        """The gradients of ``leaves``. Those of other leaves, such as parameters of the loss, are kept until the run
+        ends.
         """
         graph = below([loss], leaves)
         if graph.hides:

@@ -118,8 +118,7 @@ class Pipeline:
         schedule: Schedule | Choice,
         observer: Observer | None = None,
     ) -> None:
-        """Compute forwards, losses and backwards of all micro-batches in the order of ``schedule``; add gradients to
-        ``.grad``.
+        """Compute forwards, losses and backwards of all micro-batches; add gradients to ``.grad``.
 
         After an error, the ``.grad`` of a parameter that had none is None again; to others, gradients of some
         micro-batches may have been added, and a note on the error says so.

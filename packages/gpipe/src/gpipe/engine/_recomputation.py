@@ -90,9 +90,7 @@ class Repeatable:
         self.inputs: Activation | None = None
 
     def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
-        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy if they may change
-        these.
-        """
+        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these."""
         before = versions(inputs)
         self._snapshot = self._shared.look()
         with setting(checkpointing=True, rng=self._random):

@@ -132,8 +132,7 @@ class Run:
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Compute the backwards, and add to ``.grad`` of all parameters but those that are ``left``, whose gradients
-        are returned.
+        """Compute the backwards, and add to ``.grad`` of all parameters; those that are ``left`` are returned instead.
 
         The other result, and ``gradients``, those of the outputs, are by micro-batch and tensor.
         """
@@ -159,8 +158,7 @@ class Run:
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
-        """Compute forwards and backwards in the order of ``walk``; return the gradients of the inputs, by micro-batch
-        and tensor.
+        """Compute forwards and backwards in the order of ``walk``; return the gradients of the inputs.
 
         Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`. Argument ``whole``
         returns the steps of all workers, also in other processes; it is called only after a failure.
@@ -173,8 +171,7 @@ class Run:
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> dict[Tensor, Tensor]:
-        """End the accumulation outside ``.grad``: put ``.grad`` and hooks back; return the scaled gradient of each
-        leaf.
+        """End the accumulation outside ``.grad``: put that and hooks back; return the scaled gradient of each leaf.
 
         Gradients of a leaf that several stages share are added in the order of the stages.
         """

@@ -119,9 +119,7 @@ class Tied:
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
-        """What layers may only read, by a tensor or module and a name in it: memory and version of tensors, entries of
-        modules.
-        """
+        """What layers may only read, by a tensor or module and a name in it."""
         tensors = (tensor for copy, (_, own) in self._owners.items() for tensor in (copy, own))
         seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
         for module in self._modules:

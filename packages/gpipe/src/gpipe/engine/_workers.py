@@ -121,9 +121,7 @@ class Workers:
 
 
 class _Work(Task[Result]):
-    """A work as a worker does it. It refers to nothing of the run when the worker answers, as the worker may keep it a
-    while.
-    """
+    """A work as a worker does it. It refers to nothing of the run when the worker answers."""
 
     __slots__ = ("_run",)
 
@@ -145,9 +143,7 @@ class _Work(Task[Result]):
 
 
 def _settle(threads: int, own: Cores, cores: Cores) -> None:
-    """Give the calling worker its share of the processor: ``threads`` intra-op threads, on its ``own`` of the
-    ``cores``.
-    """
+    """Give the calling worker ``threads`` intra-op threads, on its ``own`` of the ``cores``."""
     bind(own, cores)
     limit_threads(threads)
 

@@ -87,9 +87,7 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
 
 
 def device_map(layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The device of each layer and each parameter, by name. accelerate moves a model whose map has less than two
-    entries.
-    """
+    """The device of each layer and parameter, by name. accelerate moves a model whose map has less than two entries."""
     places = layers | {name: parameter.device for name, parameter in parameters}
     # Torch knows no numbers of CPUs.
     return {name: "cpu" if place.type == "cpu" else str(place) for name, place in places.items()}

@@ -167,9 +167,7 @@ def place_partitions(
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """``balance`` as a list of int; TypeError or BalanceError unless it assigns each of the ``layers`` to one
-    partition.
-    """
+    """``balance`` as a list of int; an error unless it assigns each of the ``layers`` to one partition."""
     example = f"balance={[layers // 2, layers - layers // 2]}"
     sizes = listed("balance", balance, "a list of the numbers of layers of each partition", example)
     for j, size in enumerate(sizes):

@@ -52,8 +52,8 @@ def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.dev
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
-    """Raise ValueError if a module of several partitions cannot be copied shallowly: a pipe, or one with a bound
-    ``forward``.
+    """Raise ValueError if a module of several partitions is a pipe, or has a bound ``forward``: no shallow copy is
+    right.
     """
     earlier: dict[nn.Module, str] = {}
     for j, partition in enumerate(partitions):

@@ -40,9 +40,7 @@ class Link:
 
 
 def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[float]:
-    """For each stage, the seconds of a transfer from the stage before; ``crossing`` is None for a stage on the same
-    worker.
-    """
+    """For each stage, the seconds of a transfer from the stage before; ``crossing`` is None on the same worker."""
     links = crossing[1:]
     each = list(transfer) if isinstance(transfer, (list, tuple)) else [transfer] * len(links)
     if len(each) != len(links):

@@ -14,9 +14,7 @@ from microbatch import flatten, is_flat, leaf_paths
 
 
 class Note:
-    """An immutable object that may be passed between stages beside tensors. :mod:`gpipe.distributed` can pickle its
-    content.
-    """
+    """An immutable object that may be passed between stages beside tensors; its content can be pickled."""
 
     __slots__ = ("content",)
 

@@ -67,9 +67,7 @@ def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) ->
 
 
 def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` with the strides that autograd would give it in ``leaf``, on which the rounding of kernels may
-    depend.
-    """
+    """``gradient`` with the strides that autograd would give it in ``leaf``; rounding may depend on them."""
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)

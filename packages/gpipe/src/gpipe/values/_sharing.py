@@ -70,9 +70,7 @@ def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
 def expect_unseen(
     who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Raise RuntimeError if ``who`` has changed a ``SEEN`` tensor since :func:`versions` and :func:`uncounted_of` were
-    taken.
-    """
+    """Raise RuntimeError if ``who`` has changed a ``SEEN`` tensor since its version was ``before``."""
     seen = [tie == SEEN for tie in activation.ties]
     counted = any(flag and a != b for flag, a, b in zip(seen, before, versions(activation), strict=False))
     if counted or any(_differs(tensor, copy) for tensor, copy in uncounted):

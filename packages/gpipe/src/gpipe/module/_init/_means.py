@@ -81,8 +81,7 @@ def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 class Loaded:
-    """Loads every layer with what a state dict has under the model's own names; it may load values when they are asked
-    for.
+    """Loads every layer with what a state dict, which may be lazy, has under the model's own names.
 
     Buffers that no state dict has are computed by the modules' own methods.
     """
