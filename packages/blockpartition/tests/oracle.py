@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 
@@ -33,18 +32,8 @@ def least_squares(costs: list, k: int) -> Fraction:
     return min(sum((load**2 for load in choice), Fraction(0)) for choice in choices if max(choice) == bottleneck)
 
 
-@dataclass
-class Outcome:
-    """What a placement comes to."""
-
-    times: list[Fraction]
-
-    @property
-    def slowest(self) -> Fraction:
-        return max(self.times)
-
-    def makespan(self, microbatches: int) -> Fraction:
-        return sum(self.times, Fraction(0)) + (microbatches - 1) * self.slowest
+def makespan(times: list[Fraction], microbatches: int) -> Fraction:
+    return sum(times, Fraction(0)) + (microbatches - 1) * max(times)
 
 
 def outcomes(
@@ -58,8 +47,8 @@ def outcomes(
     forbid=(),
     pin=(),
     microbatches=None,
-) -> Iterator[Outcome]:
-    """Every placement that keeps the constraints."""
+) -> Iterator[list[Fraction]]:
+    """What each stage takes, in every placement that keeps the constraints."""
     n, k = len(costs), len(stages)
     alone = memory is None and activations is None
     held, kept = costs if alone else memory or [0] * n, activations or [0] * n
@@ -72,7 +61,7 @@ def outcomes(
         if set(ends) & set(forbid) or set(pin) - set(ends):
             continue
         for modes in product(*(stage.modes or (Mode("plain"),) for stage in stages)):
-            outcome = Outcome([])
+            times = []
             for stage, mode, factor, (start, end) in zip(stages, modes, factors, pairwise(ends), strict=True):
                 share = factor * Fraction(mode.saved) + Fraction(mode.transient)
                 need = total(held[start:end]) + share * total(kept[start:end])
@@ -80,9 +69,9 @@ def outcomes(
                     break
                 sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
                 took = Fraction(mode.time) * total(costs[start:end]) / Fraction(stage.speed)
-                outcome.times.append(took + sent)
+                times.append(took + sent)
             else:
-                yield outcome
+                yield times
 
 
 def agrees(value, exact: Fraction) -> bool:

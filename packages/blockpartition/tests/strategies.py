@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from blockpartition import Mode, Stage
+from blockpartition import Infeasible, Mode, Placement, Stage, place
 
 MAX_LAYERS = 9
 
@@ -62,9 +62,12 @@ class Placing:
     stages: list[Stage]
     constraints: dict[str, Any]
 
-    @property
-    def all(self) -> tuple[list, list[Stage]]:
-        return self.costs, self.stages
+    def placed(self, **more: Any) -> Placement | None:
+        """What `place` finds, with more arguments or others; None where nothing fits."""
+        try:
+            return place(self.costs, self.stages, **{**self.constraints, **more})
+        except Infeasible:
+            return None
 
 
 @st.composite

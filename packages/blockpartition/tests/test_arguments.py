@@ -53,11 +53,6 @@ def test_an_unknown_tie_break_is_named():
         partition([1], 1, even=["quantile"])
 
 
-@cases("transfer", [[5, 1, 5], [5, 1, 5, 99]])
-def test_what_follows_the_last_layer_is_no_cut(transfer):
-    assert place([1, 1, 1, 1], 2, transfer=transfer).times == (3, 2)
-
-
 def test_generators_are_read_once():
     found = place(
         iter([1, 2, 3, 4]), iter([Stage(1, 9), Stage(1, 9)]), memory=iter([3, 3, 3, 3]), activations=iter([0] * 4),

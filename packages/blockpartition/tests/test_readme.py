@@ -7,8 +7,9 @@ import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 
+pytestmark = pytest.mark.skipif(not README.exists(), reason="the tests are here without the package's README")
 
-@pytest.mark.skipif(not README.exists(), reason="the tests are here without the package's README")
+
 def test_examples_do_what_they_say(capsys):
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL):
@@ -21,7 +22,6 @@ def test_examples_do_what_they_say(capsys):
     assert printed == "no placement fits the capacities; a capacity of 11 on each stage is the least that would do\n"
 
 
-@pytest.mark.skipif(not README.exists(), reason="the tests are here without the package's README")
 def test_the_table_is_what_the_command_prints(capsys):
     from blockpartition.__main__ import main
 
