@@ -4,28 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor
 
 from microbatch import Batch
 
 from .same import assert_same
-from .strategies import Output, Pair, Problem, Sample, problems
+from .strategies import Problem, problems
 
 x, y, z = torch.tensor(42), torch.tensor(21), torch.tensor(7)
-
-TREES = [
-    ((), ()),
-    ((x,), (x,)),
-    ((x, None, y), (x, y)),
-    ([x, y], (x, y)),
-    ({"a": x, "b": (y, [z])}, (x, y, z)),
-    (Pair(x, (y, "text")), (x, y)),
-    (Sample(x, y), (x, y)),
-    (Output(a=x, b=y), (x, y)),
-    ((x, {"n": 3}), (x,)),
-    (42, ()),
-]
 
 
 def identical(mine: Any, theirs: Any) -> bool:
@@ -40,11 +27,13 @@ def test_a_tensor_is_atomic() -> None:
     assert identical(batch, [x])
 
 
-@pytest.mark.parametrize(("value", "tensors"), TREES)
-def test_everything_else_runs_over_its_tensors_in_tree_order(value: Any, tensors: tuple[Tensor, ...]) -> None:
-    batch = Batch(value)
+@given(problems())
+@example(Problem(42, 1, None))
+@example(Problem((), 1, None))
+def test_everything_else_runs_over_its_tensors_in_tree_order(problem: Problem) -> None:
+    batch, tensors = Batch(problem.value), [leaf for leaf in problem.leaves if isinstance(leaf, Tensor)]
     assert not batch.atomic
-    assert batch.value is value
+    assert batch.value is problem.value
     assert isinstance(batch.tensors, tuple)
     assert identical(batch.tensors, tensors)
     assert identical(batch.tensor_or_tensors, tensors)

@@ -122,10 +122,9 @@ class Opaque(Tensor):
 
 
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
-@pytest.mark.parametrize("kind", [Opaque])
-def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any, kind: Any) -> None:
-    with pytest.raises(TypeError, match=rf"input\['x'\] is of type {kind.__name__}, which torch cannot cut: ."):
-        cut({"x": kind((4,))}, 2)
+def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any) -> None:
+    with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot cut: ."):
+        cut({"x": Opaque((4,))}, 2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
