@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -75,6 +76,13 @@ def in_child(call: Callable[[], object]) -> str:
         answer = told.read()
     os.waitpid(child, 0)
     return answer or "no answer: the child hung, or died"
+
+
+def in_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
+    """What a Python of its own says that runs ``program`` and can import what this one can."""
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def awake(in_queue: Any) -> None:

@@ -1,9 +1,8 @@
 """The exit of the interpreter neither waits for idle and blocked workers nor kills those that compute."""
 
-import os
-import subprocess
-import sys
 from textwrap import dedent
+
+from .fakes import in_fresh_process
 
 # Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
 SCRIPT = dedent("""
@@ -33,16 +32,6 @@ SCRIPT = dedent("""
 """)
 
 
-def run(script):
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
-    assert run(SCRIPT) == (7, "the idle one said (False, None)\n", "")
+    done = in_fresh_process(SCRIPT)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "the idle one said (False, None)\n", "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 
 import pytest
+
+from .fakes import in_fresh_process
 
 STEPS = """
 import resource, threading, torch
@@ -35,14 +35,8 @@ for prepare in (lambda: True, keep_memory):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
 def test_steps_find_the_memory_of_the_ones_before() -> None:
     """By how many pages five steps of 96 MiB each have to ask the system for, when five have been before."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS],
-        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = in_fresh_process(STEPS)
+    assert not done.stderr
     without, kept = map(int, done.stdout.split())
     pages = 5 * 96 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert kept < pages / 100

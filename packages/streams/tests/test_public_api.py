@@ -1,14 +1,13 @@
 import doctest
 import importlib
-import os
 import pkgutil
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
 
 import streams
+
+from .fakes import in_fresh_process
 
 MODULES = [f"streams.{module.name}" for module in pkgutil.iter_modules(streams.__path__)]
 
@@ -40,12 +39,6 @@ assert "torch._dynamo" not in sys.modules
 
 def test_importing_it_imports_nothing_that_torch_does_not():
     """And a dispatch mode does not import the compiler, which takes seconds."""
-    found = subprocess.run(
-        [sys.executable, "-c", FRESH],
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    found = in_fresh_process(FRESH)
+    assert not found.stderr
     assert set(found.stdout.split()) <= {"streams", "queue", "_queue"}

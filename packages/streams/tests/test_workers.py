@@ -7,7 +7,7 @@ import traceback
 import weakref
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
 
-from .fakes import PATIENCE, FakeDevice, awake, in_child, take, wait
+from .fakes import FakeDevice, awake, in_child, in_thread, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, BaseException]
@@ -275,20 +275,13 @@ class TestForks:
         assert [self.rest(queue) for queue in out_queues] == [["done"], [None if busy else False]]
 
 
-def answers(*tasks, device=CPU, grad_mode=True):
-    """All that a worker of one's own says to ``tasks``."""
-    in_queue, out_queue = SimpleQueue(), SimpleQueue()
-    for each in (*tasks, None):
-        in_queue.put(each)
-    thread = Thread(target=worker, args=(in_queue, out_queue, device, grad_mode), daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return [take(out_queue) for _ in range(out_queue.qsize())]
-
-
 def test_a_device_that_cannot_be_taken_is_the_answer_to_every_task():
     never = task(lambda: pytest.fail("this ran without its device"))
-    first, second, end = answers(never, never, device=torch.device("cuda", 99))
+    in_queue, out_queue = SimpleQueue(), SimpleQueue()
+    for each in (never, never, None):
+        in_queue.put(each)
+    in_thread(lambda: worker(in_queue, out_queue, torch.device("cuda", 99), True))
+    first, second, end = (take(out_queue) for _ in range(out_queue.qsize()))
     for ok, (kind, error, _) in (first, second):
         assert not ok
         assert kind is ValueError
