@@ -2,7 +2,7 @@ import threading
 
 import torch
 
-from profiler._allocations import AllocationTracker
+from profiler import AllocationTracker
 
 
 def test_counts_what_python_or_the_graph_keeps_alive():

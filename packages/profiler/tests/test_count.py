@@ -9,6 +9,7 @@ from torch import nn
 
 from profiler import AllocationTracker, profile, profile_sizes
 
+from .hard_layers import First
 from .strategies import WIDTH, fewer, models, samples
 
 ROW = 4 * WIDTH
@@ -91,15 +92,6 @@ def test_the_peak_of_a_backward_counted_by_hand(device):
     assert second.peak_bytes == 2 * 8 * ROW + weight
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.inner = kind(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.inner(x[None])[0][0]
-
-
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -129,7 +121,7 @@ class Twice(nn.Linear):
         (nn.Tanh, True),
         (lambda: nn.ReLU(inplace=True), True),
         (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), True),
-        (lambda: Recurrent(nn.LSTM), False),  # one kernel gives all gradients
+        (lambda: nn.Sequential(nn.LSTM(WIDTH, WIDTH), First()), False),  # one kernel gives all gradients
         (lambda: Custom(WIDTH, WIDTH), False),
         (lambda: Twice(WIDTH, WIDTH), False),  # gradients of a weight add up
     ],

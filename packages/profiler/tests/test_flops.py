@@ -8,21 +8,16 @@ from torch import nn
 
 from profiler import AllocationTracker, profile
 
+from .hard_layers import First
 from .strategies import fewer
 
 sizes = st.integers(1, 7)
 DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
-class First(nn.Module):
-    """The first of what a layer gives."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
+class Attends(nn.MultiheadAttention):
     def forward(self, x):
-        return self.layer(x)[0]
+        return super().forward(x, x, x, need_weights=False)[0]
 
 
 def product(m: int, k: int, n: int) -> int:
@@ -45,7 +40,7 @@ def test_an_lstm_multiplies_its_matrices_with_each_input_and_state(
     for entering in [width, *(ways * hidden for _ in range(layers - 1))]:
         once += ways * (product(rows * times, entering, 4 * hidden) + product(rows * times, hidden, 4 * hidden))
     # The backward does as much for the inputs, and again for the matrices.
-    assert flops(First(inner), torch.rand(rows, times, width), device) == 3 * once
+    assert flops(nn.Sequential(inner, First()), torch.rand(rows, times, width), device) == 3 * once
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
@@ -54,23 +49,18 @@ def test_no_recurrent_layer_is_free(kind):
     rows, times, width = 4, 6, 8
     layer = kind(width, width, num_layers=2, batch_first=True)
     most = 3 * product(rows * times, 1, sum(p.numel() for p in layer.parameters() if p.dim() == 2))
-    assert 0.85 * most <= flops(First(layer), torch.rand(rows, times, width), "cpu") <= most
+    assert 0.85 * most <= flops(nn.Sequential(layer, First()), torch.rand(rows, times, width), "cpu") <= most
 
 
 @DEVICES
 @fewer
 @given(sizes, sizes, st.integers(1, 3), sizes)
 def test_attention_multiplies_queries_keys_and_values(device, rows, times, heads, width):
-    layer = nn.MultiheadAttention(heads * width, heads, batch_first=True)
-
-    class Attends(First):
-        def forward(self, x):
-            return self.layer(x, x, x, need_weights=False)[0]
-
+    layer = Attends(heads * width, heads, batch_first=True)
     projections = product(rows * times, heads * width, 4 * heads * width)
     scores = 2 * rows * heads * product(times, width, times)
     # Kernels that keep no scores compute them again, for the gradients of queries, keys and values.
-    assert flops(Attends(layer), torch.rand(rows, times, heads * width), device) == 3 * projections + 3.5 * scores
+    assert flops(layer, torch.rand(rows, times, heads * width), device) == 3 * projections + 3.5 * scores
 
 
 @fewer

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from profiler import profile, profile_sizes, profile_times
-from profiler._allocations import AllocationTracker
+from profiler import AllocationTracker, profile, profile_sizes, profile_times
 
 from .strategies import fewer, models, samples
 
