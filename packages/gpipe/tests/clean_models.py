@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe.skip import pop, skippable, stash
 from microbatch import Arguments, Replicate, Split
 
+from .layers import Pop, Stash
 from .planted_faults import ROWS, WIDTH, Layer, between, linear, rows
 
 
@@ -23,20 +23,6 @@ class Clean(NamedTuple):
     sample: Any
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x.tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 class Noted(nn.Module):

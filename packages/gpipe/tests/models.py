@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from gpipe import is_recomputing
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from .layers import Raise
+from .layers import Call, Raise
 
 CHANNELS, WIDTH = 4, 6
 
@@ -137,17 +137,6 @@ class Views(nn.Module):
         return x.flatten(1).unflatten(1, (CHANNELS, WIDTH))
 
 
-class Does(nn.Module):
-    """A layer that is a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 class Residual(nn.Module):
     """A layer and a way around it."""
 
@@ -261,7 +250,7 @@ def _encoder(dropout: float) -> nn.Module:
 
 
 def _image() -> list[nn.Module]:
-    return [Does(lambda x: x.reshape(-1, 2, 3, 4)), nn.Conv2d(2, 2, 3, padding=1), Does(lambda x: x.reshape(-1, 4, 6))]
+    return [Call(lambda x: x.reshape(-1, 2, 3, 4)), nn.Conv2d(2, 2, 3, padding=1), Call(lambda x: x.reshape(-1, 4, 6))]
 
 
 def _row() -> list[nn.Module]:
@@ -284,10 +273,10 @@ PARTS = {
     "residual": Part(lambda: Residual(nn.Linear(WIDTH, WIDTH))),
     "image": Part(_image, output="input"),
     "row": Part(_row),
-    "flip": Part(lambda: Does(lambda x: x.flip(-1))),
-    "transposed": Part(lambda: Does(lambda x: x.mT.contiguous().mT), output="input"),
-    "slice": Part(lambda: Does(lambda x: x[..., :]), output="input"),
-    "half detached": Part(lambda: Does(lambda x: 0.5 * x + 0.5 * x.detach())),
+    "flip": Part(lambda: Call(lambda x: x.flip(-1))),
+    "transposed": Part(lambda: Call(lambda x: x.mT.contiguous().mT), output="input"),
+    "slice": Part(lambda: Call(lambda x: x[..., :]), output="input"),
+    "half detached": Part(lambda: Call(lambda x: 0.5 * x + 0.5 * x.detach())),
     "identity": Part(nn.Identity, output="input"),
     "view": Part(Views, output="input"),
     "lstm": Part(lambda: Recurrent(0.0), output="kept"),

@@ -160,73 +160,25 @@ def unpadded(s: Layer, x: Tensor) -> Tensor:
 
 
 STORE: dict[str, Tensor] = {}
-
-
-class Keeps(nn.Module):
-    """A layer that keeps something of its input for others."""
-
-    def __init__(self, what: Callable[[Tensor], Any], where: dict[str, Any]) -> None:
-        super().__init__()
-        self.what, self.where = what, where
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.where["kept"] = self.what(x)
-        return x.tanh()
-
-
-class Reads(nn.Module):
-    """A layer that uses what another one has kept."""
-
-    def __init__(self, where: dict[str, Any]) -> None:
-        super().__init__()
-        self.where = where
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.where["kept"]
-
-
-class Global(nn.Module):
-    """Keeps and reads in a variable of the module, which no copy of the model copies."""
-
-    def __init__(self, what: Callable[[Tensor], Any] | None) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.what is None:
-            return x + STORE["kept"]
-        STORE["kept"] = self.what(x)
-        return x.tanh()
-
-
 LEFT: ContextVar[Tensor] = ContextVar("LEFT")
 
 
-class Variable(nn.Module):
-    """Keeps and reads in a context variable."""
-
-    def __init__(self, what: Callable[[Tensor], Any] | None) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.what is None:
-            return x + LEFT.get()
-        LEFT.set(self.what(x))
-        return x.tanh()
-
-
 def kept(what: Callable[[Tensor], Any]) -> Fault:
+    """A layer that keeps something of its input for the next one, in a dict that both have."""
     where: dict[str, Any] = {}
-    return Fault(nn.Sequential(linear(), Keeps(what, where), Reads(where), linear()), rows())
+    keeps = Layer(lambda s, x: (s.where.update(kept=what(x)), x.tanh())[1], where=where)
+    reads = Layer(lambda s, x: x + s.where["kept"], where=where)
+    return Fault(nn.Sequential(linear(), keeps, reads, linear()), rows())
+
+
+def kept_outside(what: Callable[[Tensor], Any], put: Callable[[Any], object], get: Callable[[], Any]) -> Fault:
+    """The same where no copy of the model copies it."""
+    keeps = Layer(lambda s, x: (put(what(x)), x.tanh())[1])
+    return Fault(nn.Sequential(linear(), keeps, Layer(lambda s, x: x + get()), linear()), rows())
 
 
 def kept_globally(what: Callable[[Tensor], Any]) -> Fault:
-    return Fault(nn.Sequential(linear(), Global(what), Global(None), linear()), rows())
-
-
-def kept_in_a_variable(what: Callable[[Tensor], Any]) -> Fault:
-    return Fault(nn.Sequential(linear(), Variable(what), Variable(None), linear()), rows())
+    return kept_outside(what, lambda value: STORE.update(kept=value), lambda: STORE["kept"])
 
 
 def embedded(s: Layer, x: Tensor) -> Tensor:
@@ -267,16 +219,10 @@ def discrepancy(y: Tensor, target: Tensor) -> Tensor:
     return torch.exp(-torch.cdist(y, y)).mean() - 2 * torch.exp(-torch.cdist(y, target)).mean()
 
 
-class Warms(nn.Module):
+def warms(s: Layer, y: Tensor, target: Tensor) -> Tensor:
     """A loss that weighs more at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        self.calls += 1
-        return F.mse_loss(y, target) * self.calls
+    s.calls += 1
+    return F.mse_loss(y, target) * s.calls
 
 
 FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
@@ -303,10 +249,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
             Layer(lambda s, x: s.m[0](x, x, x)[0], nn.MultiheadAttention(WIDTH, 2, dropout=0.2))
         ),
         "rows are time": lambda: planted(Layer(lambda s, x: s.m[0](x)[0], nn.LSTM(WIDTH, WIDTH))),
-        "convolution over rows": lambda: (
-            function(lambda x: x.T, nn.Conv1d(WIDTH, ROWS, 1), Layer(lambda s, x: x.T))
-            and function(lambda x: F.avg_pool1d(x.T, 3, 1, 1).T)
-        ),
+        "convolution over rows": lambda: function(lambda x: F.avg_pool1d(x.T, 3, 1, 1).T),
         "sums up to a row": lambda: function(lambda x: x.cumsum(0)),
     },
     "order of rows": {
@@ -408,7 +351,9 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "a statistic of it": lambda: kept(lambda x: x.detach().mean()),
         "their input, globally": lambda: kept_globally(lambda x: x.detach()),
         "a statistic of it, globally": lambda: kept_globally(lambda x: x.detach().mean()),
-        "a statistic of it, in a context variable": lambda: kept_in_a_variable(lambda x: x.detach().mean()),
+        "a statistic of it, in a context variable": lambda: kept_outside(
+            lambda x: x.detach().mean(), LEFT.set, LEFT.get
+        ),
     },
     "losses that are no mean over rows": {
         "padding": lambda: padded(F.cross_entropy),
@@ -431,7 +376,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "pairs": lambda: with_loss(lambda y, t: (y - y.view(-1, 2, WIDTH).flip(1).view_as(y)).square().mean()),
     },
     "losses with a state": {
-        "of calls": lambda: with_loss(Warms()),
+        "of calls": lambda: with_loss(Layer(warms, calls=0)),
         "of Python's generator": lambda: with_loss(lambda y, t: F.mse_loss(y, t) * random.random()),
         "of the clock": lambda: with_loss(lambda y, t: F.mse_loss(y, t) * (time.perf_counter() % 1)),
     },
