@@ -67,19 +67,8 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
     stages = draw(st.integers(1, min(most_stages, len(layers))))
     copied = draw(st.booleans())
     link = draw(st.sampled_from([Link(), Link(1e-3, 1e6)])) if copied else Link()
-    profile = profile_of(layers)
-    return Measured(
-        profile=profile,
-        optimizer=tuple(2 * parameters for _, _, parameters, _ in layers),
-        rows=ROWS,
-        input_bytes=ROWS * 4,
-        needs_gradient=draw(st.booleans()),
-        apart=copied,
-        placement=tuple(range(stages)),
-        links=(Link(), *(link,) * (stages - 1)),
-        action=1e-4,
-        step=1e-3,
-    )
+    links = (Link(), *(link,) * (stages - 1))
+    return replace(measured_of(layers, stages), needs_gradient=draw(st.booleans()), apart=copied, links=links)
 
 
 def space_of(measured: Measured, memory: int | None = None) -> Space:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 
 from gpipe.schedule import Action, Kind, Schedule, Span, Step, fill_drain, one_forward_one_backward, replay, zero_bubble
 from gpipe.simulate import Link, StageCost, makespan, simulate, stage_costs
-from profiler import AllocationTracker, LayerProfile, Profile, profile
+from profiler import AllocationTracker, Profile, profile
 
+from ..plans import layer
 from ..timelines import exact_seconds, fewer, problems
 
 Problem = tuple[Schedule, list[StageCost], list[int]]
@@ -121,23 +123,10 @@ class TestRefused:
 
 def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profile:
     """Layer k takes 2ᵏ seconds forward and twice that backward, keeps 10ᵏ bytes, and hands on k."""
-    records = tuple(
-        LayerProfile(
-            name=f"layer{k}",
-            kind="Linear",
-            forward_seconds=2.0**k if seconds else None,
-            backward_seconds=2.0**k * 2 if seconds else None,
-            trainable_bytes=0,
-            frozen_bytes=0,
-            buffer_bytes=0,
-            saved_bytes=10**k,
-            output_bytes=k,
-            peak_bytes=0,
-            flops=0,
-        )
-        for k in range(layers)
-    )
-    return Profile(records, device, torch="2", threads=1, chunks=4, rows=8, rounds=3)
+    records = [layer(f"layer{k}", 2.0**k, 10**k - k, 0, k, rows=1) for k in range(layers)]
+    if not seconds:
+        records = [replace(each, forward_seconds=None, backward_seconds=None) for each in records]
+    return Profile(tuple(records), device, torch="2", threads=1, chunks=4, rows=8, rounds=3)
 
 
 class TestProfiles:
