@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from gpipe import Arguments, GPipe, flatten
 
+from ..layers import gradients
+
 WIDTH, ROWS = 4, 6
 
 
@@ -84,19 +86,6 @@ def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor is None:
-            assert found[name] is None
-        else:
-            torch.testing.assert_close(found[name], tensor)
-
-
 @st.composite
 def models(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     """How to make a model, and its batches."""
@@ -124,7 +113,7 @@ def test_it_trains_as_the_model_does(
         torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
         pipe.step(inputs, loss_fn=lambda output: output.square().mean(), schedule=schedule)
     plain(**inputs)["logits"].square().mean().backward()
-    assert_equal(gradients(model), gradients(plain))
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def test_a_batch_is_a_mapping():
@@ -136,7 +125,7 @@ def test_a_batch_is_a_mapping():
     with closing(GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=3)) as pipe:
         torch.testing.assert_close(pipe(batch()), expected)
         pipe.step(batch(), loss_fn=lambda output: output.square().mean())
-        assert_equal(gradients(model), gradients(plain))
+        torch.testing.assert_close(gradients(model), gradients(plain))
     layers = flatten(model, (batch(2)["x"], batch(2)["mask"]))
     with closing(GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=2)) as pipe:
         torch.testing.assert_close(pipe(batch()["x"], batch()["mask"]), expected)
@@ -167,7 +156,7 @@ def test_dropout_is_the_same_in_the_recomputation():
         pipe(**batch()).square().sum().backward()
         found.append(gradients(model))
         pipe.close()
-    assert_equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1])
 
 
 class Stages(nn.Module):
@@ -195,7 +184,7 @@ def test_lists_that_are_called_as_a_whole():
     pipe = GPipe(layers, [3, 5], devices=["cpu"] * 2, chunks=2)
     pipe(x).sum().backward()
     plain(x).sum().backward()
-    assert_equal(gradients(model), gradients(plain))
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 class Told(Model):
@@ -345,7 +334,7 @@ def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable
         pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
         pipe.step(x, loss_fn=lambda output, _: output.square().mean(), schedule="1f1b")
         plain(x).square().mean().backward()
-        assert_equal(gradients(model), gradients(plain))
+        torch.testing.assert_close(gradients(model), gradients(plain))
         assert set(pipe.state_dict()) == set(plain.state_dict())
         pipe.close()
 
@@ -372,19 +361,19 @@ def _cached(model: Model, x: Tensor) -> Tensor:
 
 
 each_refusal = pytest.mark.parametrize(
-    ("told", "error", "named"),
+    ("told", "named"),
     [
-        (_between, ValueError, r"an operation \(\w+\) uses what a block returns"),
-        (_module_between, ValueError, r"an operation \(\w+\) uses what a block returns"),
-        (_backwards, ValueError, "once each and in order"),
-        (_twice, ValueError, r"once each and in order: 'body\.blocks\.0' is called 2 times"),
+        (_between, r"an operation \(\w+\) uses what a block returns"),
+        (_module_between, r"an operation \(\w+\) uses what a block returns"),
+        (_backwards, "once each and in order"),
+        (_twice, r"once each and in order: 'body\.blocks\.0' is called 2 times"),
     ],
 )
 
 
 @each_refusal
-def test_what_cannot_be_divided_is_refused(told: Callable[..., Any], error: type[Exception], named: str):
-    with pytest.raises(error, match=named):
+def test_what_cannot_be_divided_is_refused(told: Callable[..., Any], named: str):
+    with pytest.raises(ValueError, match=named):
         flatten(Told(told), torch.randn(2, 2))
 
 
@@ -458,11 +447,3 @@ def test_blocks_and_pick_are_arguments_of_a_pipe_too():
     torch.testing.assert_close(pipe(**batch(labels=True)), plain(**batch())["logits"])
     with pytest.raises(TypeError, match="blocks= and pick="):
         GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], pick="logits")
-
-
-def test_a_pipe_of_any_model_in_one_line():
-    model, plain = pair(others=2)
-    pipe = GPipe(model, devices=["cpu", "cpu"], chunks=2, sample=batch(3))
-    assert len(pipe.balance) == 2
-    torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
-    assert set(pipe.state_dict()) == set(plain.state_dict())
