@@ -15,11 +15,10 @@ from torch import nn
 from gpipe import inline, record
 from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forward_one_backward, zero_bubble
 
-from ..layers import Call, linears, piped
+from ..layers import MODES, Call, linears, piped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
 modes = st.sampled_from(MODES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +25,11 @@ from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named,
 from gpipe.timeline._record import Clock, Look, WatchedLink
 from gpipe.values._leaves import Activation
 
-from ..layers import Call, assert_same, linears, piped, rows
+from ..layers import MODES, Call, assert_same, each_way, linears, piped, rows
 from ..schedules import fitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ("never", "except_last", "always")
-each_way = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
 Block = Callable[[], AbstractContextManager[Any]]
 
 
