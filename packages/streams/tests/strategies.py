@@ -19,7 +19,7 @@ LOG: list[str] = []
 """What hooks and modes wrote; a test looks at it while one thread runs."""
 
 DEVICE_TYPES = torch._C._autocast_supported_devices()
-LOW = [torch.bfloat16, torch.float16]
+Opens = Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,8 @@ def variable(var: ContextVar[Any], value: Any) -> Iterator[None]:
         var.reset(token)
 
 
-def block(name: str, open_: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Block:
-    said = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
-    return Block(f"{name}({said})", lambda: open_(*args, **kwargs))
+def block(open_: Opens, *args: Any) -> Block:
+    return Block(f"{open_.__name__}({', '.join(map(str, args))})", lambda: open_(*args))
 
 
 @contextmanager
@@ -99,32 +98,24 @@ def grad_mode(on: bool) -> Iterator[None]:
         yield
 
 
+def blocks_of(open_: Opens, *args: st.SearchStrategy[Any]) -> st.SearchStrategy[Block]:
+    return st.builds(block, st.just(open_), *args)
+
+
 FLAGS = st.booleans()
+KINDS = st.sampled_from(DEVICE_TYPES)
+LOW = st.sampled_from([torch.bfloat16, torch.float16])
 BLOCKS = st.one_of(
-    FLAGS.map(lambda on: block("grad_mode", grad_mode, on)),
-    FLAGS.map(lambda on: block("inference_mode", torch.inference_mode, on)),
-    st.builds(
-        lambda dtype, on, cache: block("autocast", torch.autocast, "cpu", dtype, on, cache),
-        st.sampled_from(LOW),
-        FLAGS,
-        FLAGS,
-    ),
-    st.builds(
-        lambda kind, dtype, on: block("cast", cast, kind, dtype, on),
-        st.sampled_from(DEVICE_TYPES),
-        st.sampled_from(LOW),
-        FLAGS,
-    ),
-    st.builds(
-        lambda kind, dtype: block("dtype_alone", dtype_alone, kind, dtype),
-        st.sampled_from(DEVICE_TYPES),
-        st.sampled_from(LOW),
-    ),
-    st.sampled_from("ab").map(lambda name: block("hooks", hooks, name)),
-    st.sampled_from(["cpu", "meta"]).map(lambda device: block("device", torch.device, device)),
-    st.sampled_from("xy").map(lambda name: block("logging", Logging, name)),
-    st.sampled_from(["red", "green"]).map(lambda value: block("COLOUR", variable, COLOUR, value)),
-    st.integers(0, 2).map(lambda value: block("SIZE", variable, SIZE, value)),
+    blocks_of(grad_mode, FLAGS),
+    blocks_of(torch.inference_mode, FLAGS),
+    blocks_of(torch.autocast, st.just("cpu"), LOW, FLAGS, FLAGS),
+    blocks_of(cast, KINDS, LOW, FLAGS),
+    blocks_of(dtype_alone, KINDS, LOW),
+    blocks_of(hooks, st.sampled_from("ab")),
+    blocks_of(torch.device, st.sampled_from(["cpu", "meta"])),
+    blocks_of(Logging, st.sampled_from("xy")),
+    blocks_of(variable, st.just(COLOUR), st.sampled_from(["red", "green"])),
+    blocks_of(variable, st.just(SIZE), st.integers(0, 2)),
 )
 
 

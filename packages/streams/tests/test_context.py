@@ -106,10 +106,10 @@ def test_a_worker_sees_what_its_caller_saw(blocks):
 
 
 @given(surroundings(), surroundings())
-@example([], [block("cast", cast, "mps", torch.bfloat16, True)])
+@example([], [block(cast, "mps", torch.bfloat16, True)])
 def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others):
     # Variables are not taken away, so everybody has some.
-    given_variables = [block("COLOUR", variable, COLOUR, "white"), block("SIZE", variable, SIZE, 9)]
+    given_variables = [block(variable, COLOUR, "white"), block(variable, SIZE, 9)]
     with inside(given_variables + blocks):
         context, seen = Context.capture(), observe()
     with inside(others):
@@ -119,7 +119,7 @@ def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others)
 
 
 @given(surroundings(), surroundings())
-@example([block("grad_mode", grad_mode, False), block("logging", Logging, "x")], [block("logging", Logging, "y")])
+@example([block(grad_mode, False), block(Logging, "x")], [block(Logging, "y")])
 def test_no_mode_sees_the_change(blocks, others):
     with inside(blocks):
         context = Context.capture()
