@@ -125,14 +125,11 @@ def leaves(draw: st.DrawFn, rows: list[int]) -> tuple[Any, Any]:
 def _trees(children: st.SearchStrategy[tuple[Any, Any]]) -> st.SearchStrategy[tuple[Any, Any]]:
     some = st.lists(children, max_size=3)
     two = st.tuples(children, children)
+    branches = st.sampled_from([Pair, Sample, lambda a, b: Output(x=a, y=b), *UNREGISTERED])
     return st.one_of(
-        some.map(lambda pairs: (tuple(v for v, _ in pairs), tuple(s for _, s in pairs))),
-        some.map(lambda pairs: ([v for v, _ in pairs], [s for _, s in pairs])),
+        st.builds(lambda kind, p: (kind(v for v, _ in p), kind(s for _, s in p)), st.sampled_from([tuple, list]), some),
         two.map(lambda p: ({"x": p[0][0], "mask": p[1][0]}, {"mask": p[1][1], "x": p[0][1]})),
-        two.map(lambda p: (Output(x=p[0][0], y=p[1][0]), Output(x=p[0][1], y=p[1][1]))),
-        two.map(lambda p: (Pair(p[0][0], p[1][0]), Pair(p[0][1], p[1][1]))),
-        two.map(lambda p: (Sample(p[0][0], p[1][0]), Sample(p[0][1], p[1][1]))),
-        st.builds(lambda make, p: (make(p[0][0], p[1][0]), make(p[0][1], p[1][1])), st.sampled_from(UNREGISTERED), two),
+        st.builds(lambda make, p: (make(p[0][0], p[1][0]), make(p[0][1], p[1][1])), branches, two),
     )
 
 

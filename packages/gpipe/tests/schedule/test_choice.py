@@ -39,19 +39,8 @@ class Case(NamedTuple):
         return named(choice.name, self.microbatches, self.placement, self.checkpoint_stop, choice.split)
 
     def costs(self) -> list[StageCost]:
-        of = {
-            Kind.RECOMPUTE: "recompute",
-            Kind.BACKWARD_INPUT: "backward_input",
-            Kind.BACKWARD_WEIGHT: "backward_weight",
-        }
-        return [
-            StageCost(
-                self.seconds[j, Kind.FORWARD],
-                self.seconds[j, Kind.BACKWARD],
-                **{name: self.seconds.get((j, kind)) for kind, name in of.items()},
-            )
-            for j in range(len(self.placement))
-        ]
+        stages = range(len(self.placement))
+        return [StageCost(**{kind.value: self.seconds.get((j, kind)) for kind in Kind}) for j in stages]
 
 
 @st.composite
