@@ -197,29 +197,37 @@ class Told(Model):
     def forward(self, x: Tensor) -> Tensor:
         return self.told(self, x)
 
+    def through(self, hidden: Tensor) -> Tensor:
+        for block in self.body.blocks:
+            hidden = block(hidden, None)[0]
+        return hidden
 
-def _between(model: Model, x: Tensor) -> Tensor:
+    def past(self, hidden: Tensor) -> Tensor:
+        for other in self.others:
+            hidden = other(hidden)
+        return hidden
+
+
+def _between(model: Told, x: Tensor) -> Tensor:
     hidden = model.embed(x)
     for block in model.body.blocks:
         hidden = block(hidden, None)[0] * 2
     return model.head(hidden)
 
 
-def _module_between(model: Model, x: Tensor) -> Tensor:
+def _module_between(model: Told, x: Tensor) -> Tensor:
     hidden = model.embed(x)
     for block in model.body.blocks:
         hidden = block(model.middle(hidden), None)[0]
     return model.head(hidden)
 
 
-def _long_skip(model: Model, x: Tensor) -> Tensor:
-    first = hidden = model.embed(x)
-    for block in model.body.blocks:
-        hidden = block(hidden, None)[0]
-    return model.head(hidden + first)
+def _long_skip(model: Told, x: Tensor) -> Tensor:
+    first = model.embed(x)
+    return model.head(model.through(first) + first)
 
 
-def _collected(model: Model, x: Tensor) -> Tensor:
+def _collected(model: Told, x: Tensor) -> Tensor:
     hidden, found = model.embed(x), []
     for block in model.body.blocks:
         hidden = block(hidden, None)[0]
@@ -227,32 +235,28 @@ def _collected(model: Model, x: Tensor) -> Tensor:
     return model.head(torch.stack(found).sum(0))
 
 
-def _backwards(model: Model, x: Tensor) -> Tensor:
+def _backwards(model: Told, x: Tensor) -> Tensor:
     hidden = model.embed(x)
     for block in reversed(model.body.blocks):
         hidden = block(hidden, None)[0]
     return model.head(hidden)
 
 
-def _twice(model: Model, x: Tensor) -> Tensor:
+def _twice(model: Told, x: Tensor) -> Tensor:
     hidden = model.embed(x)
     for block in [*model.body.blocks, *model.body.blocks]:
         hidden = block(hidden, None)[0]
     return model.head(hidden)
 
 
-def _gated(model: Model, x: Tensor) -> Tensor:
+def _gated(model: Told, x: Tensor) -> Tensor:
     """Computed at the start from what a module returned, and used at the end."""
     hidden = model.embed(x)
     gate = (hidden * model.factor).sigmoid()
-    for block in model.body.blocks:
-        hidden = block(hidden, None)[0]
-    for other in model.others:
-        hidden = other(hidden)
-    return model.head(hidden * gate)
+    return model.head(model.past(model.through(hidden)) * gate)
 
 
-def _crossed(model: Model, x: Tensor) -> Tensor:
+def _crossed(model: Told, x: Tensor) -> Tensor:
     """Blocks of the second list take what those of the first returned."""
     hidden, found = model.embed(x), []
     for block in model.body.blocks:
@@ -263,59 +267,42 @@ def _crossed(model: Model, x: Tensor) -> Tensor:
     return model.head(model.middle(hidden))
 
 
-def _apart(model: Model, x: Tensor) -> Tensor:
+def _apart(model: Told, x: Tensor) -> Tensor:
     """Two branches that meet at the end, as of a model of texts and pictures."""
     left, right = model.embed(x), model.embed(-x)
-    for block in model.body.blocks:
-        left = block(left, None)[0]
-    left = model.middle(left)
-    for other in model.others:
-        right = other(right)
-    return model.head(left * right)
+    left = model.middle(model.through(left))
+    return model.head(left * model.past(right))
 
 
-def _in_place(model: Model, x: Tensor) -> Tensor:
+def _in_place(model: Told, x: Tensor) -> Tensor:
     """What a module returned is changed before the first block, and between lists."""
     hidden = model.embed(x)
     hidden *= 2
     hidden[:, 0] += model.factor
-    for block in model.body.blocks:
-        hidden = block(hidden, None)[0]
-    hidden = model.middle(hidden)
+    hidden = model.middle(model.through(hidden))
     hidden += 1
-    for other in model.others:
-        hidden = other(hidden)
-    return model.head(hidden)
+    return model.head(model.past(hidden))
 
 
-def _beside(model: Model, x: Tensor) -> Tensor:
+def _beside(model: Told, x: Tensor) -> Tensor:
     """A module is called between blocks, and does not use what these return."""
     first = hidden = model.embed(x)
     for block in model.body.blocks:
         hidden = block(hidden, model.middle(first))[0]
-    for other in model.others:
-        hidden = other(hidden)
-    return model.head(hidden)
+    return model.head(model.past(hidden))
 
 
-def _asked(model: Model, x: Tensor) -> Tensor:
+def _asked(model: Told, x: Tensor) -> Tensor:
     """What is made depends on the parameters that a part has, all of which belong to other layers."""
     hidden = model.embed(x.to(next(model.body.parameters()).dtype))
-    for block in model.body.blocks:
-        hidden = block(hidden, None)[0]
-    for other in model.others:
-        hidden = other(hidden)
+    hidden = model.past(model.through(hidden))
     return model.head(hidden * torch.ones((), dtype=next(model.body.parameters()).dtype))
 
 
-def _tied(model: Model, x: Tensor) -> Tensor:
+def _tied(model: Told, x: Tensor) -> Tensor:
     """What a module returns is used between lists, and its weight once more at the end."""
-    first = hidden = model.embed(x)
-    for block in model.body.blocks:
-        hidden = block(hidden, None)[0]
-    hidden = hidden + first
-    for other in model.others:
-        hidden = other(hidden)
+    first = model.embed(x)
+    hidden = model.past(model.through(first) + first)
     return torch.cat([model.head(hidden), hidden @ model.embed.weight], -1)
 
 
@@ -353,7 +340,7 @@ class Cache:
     """No constant, and no tree of tensors."""
 
 
-def _cached(model: Model, x: Tensor) -> Tensor:
+def _cached(model: Told, x: Tensor) -> Tensor:
     hidden = model.embed(x)
     for block in model.body.blocks:
         hidden = block(hidden, None, scale=Cache())[0]
