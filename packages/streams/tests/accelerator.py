@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -155,11 +155,7 @@ def accelerator(kind: str, devices: int = 3) -> Iterator[FakeAccelerator]:
             (torch.cuda, "current_stream", fake.current_stream),
             (torch.cuda, "default_stream", fake.default_stream),
         ]
-    patches = [mock.patch.object(*change) for change in changes]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
         yield fake
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
