@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,20 +72,15 @@ def test_a_thread_runs_with_as_many_threads_as_it_is_limited_to(number):
 def test_threads_that_live_together_keep_their_own_numbers(numbers):
     before = everybody_elses()
     meet = threading.Barrier(len(numbers))
-    said = {}
 
-    def run(i):
-        limit_threads(numbers[i])
+    def run(number):
+        limit_threads(number)
         meet.wait(PATIENCE)
         torch.ones(200, 200) @ torch.ones(200, 200)
-        said[i] = torch.get_num_threads()
+        return torch.get_num_threads()
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(numbers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert [said[i] for i in range(len(numbers))] == numbers
+    with ThreadPoolExecutor(len(numbers)) as executor:
+        assert list(executor.map(run, numbers)) == numbers
     assert everybody_elses() == before
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -319,17 +319,13 @@ def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> N
 def test_threads_may_call_it_at_once() -> None:
     pipe, plain = both(tokens)
     expected = {rows: plain(**batch(rows, 4, 3))["loss"].detach() for rows in range(1, 9)}
-    found: dict[int, Tensor] = {}
 
-    def call(rows: int) -> None:
+    def call(rows: int) -> Tensor:
         with torch.no_grad():
-            found[rows] = pipe(**batch(rows, 4, 3))["loss"]
+            return pipe(**batch(rows, 4, 3))["loss"]
 
-    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
+    with ThreadPoolExecutor(len(expected)) as executor:
+        found = dict(zip(expected, executor.map(call, expected), strict=True))
     torch.testing.assert_close(found, expected)
 
 
