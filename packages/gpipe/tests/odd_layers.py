@@ -43,7 +43,7 @@ class Odd(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.ones(WIDTH, dtype=DOUBLE))
         self.register_buffer("large", torch.ones(5000, dtype=DOUBLE))
-        self.value: Any = VALUES.get(kind)
+        self.value: Any = STATES[kind][0] if kind in STATES else None
         self.all: list[Any] = []
         self.kept: Any = None
 
@@ -55,29 +55,20 @@ class Odd(nn.Module):
         self.kept = None
 
 
-VALUES: dict[str, Any] = {
-    "number": 1.0,
-    "numpy number": np.float64(1.0),
-    "fraction": Fraction(1, 2),
-    "named tuple": Pair(1, 0.5),
-    "text": "a",
-    "dict anew": {"calls": 1},
-    "tensor": torch.ones((), dtype=DOUBLE),
+STATES: dict[str, tuple[Any, Callable[[Any], tuple[Any, float]]]] = {
+    "number": (1.0, lambda v: (v * 1.25, v)),
+    "numpy number": (np.float64(1.0), lambda v: (v * 1.25, float(v))),
+    "fraction": (Fraction(1, 2), lambda v: (v + Fraction(1, 4), float(v))),
+    "named tuple": (Pair(1, 0.5), lambda v: (v._replace(calls=v.calls + 1), v.calls * v.factor)),
+    "text": ("a", lambda v: (v + "a", len(v) / 4)),
+    "dict anew": ({"calls": 1}, lambda v: ({"calls": v["calls"] + 1}, v["calls"] / 4)),
+    "tensor": (torch.ones((), dtype=DOUBLE), lambda v: (v * 1.25, float(v))),
 }
-NEXT: dict[str, Callable[[Any], tuple[Any, float]]] = {
-    "number": lambda v: (v * 1.25, v),
-    "numpy number": lambda v: (v * 1.25, float(v)),
-    "fraction": lambda v: (v + Fraction(1, 4), float(v)),
-    "named tuple": lambda v: (v._replace(calls=v.calls + 1), v.calls * v.factor),
-    "text": lambda v: (v + "a", len(v) / 4),
-    "dict anew": lambda v: ({"calls": v["calls"] + 1}, v["calls"] / 4),
-    "tensor": lambda v: (v * 1.25, float(v)),
-}
-"""For each kind of state: the next one, and the factor that it stands for."""
+"""For each kind of state: the first one, and for any the next one and the factor that it stands for."""
 
 
 def attribute(s: Odd, x: Tensor) -> Tensor:
-    s.value, factor = NEXT[s.kind](s.value)
+    s.value, factor = STATES[s.kind][1](s.value)
     return s.linear(x) * factor
 
 
@@ -347,7 +338,7 @@ def raises_later(s: Odd, x: Tensor) -> Tensor:
 
 
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
-    **dict.fromkeys(NEXT, attribute),
+    **dict.fromkeys(STATES, attribute),
     "renorms": looked_up,
     **{
         each.__name__: each
