@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 from hypothesis import strategies as st
+from torch import nn
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed
 from gpipe._plan._candidate import Candidate, Space, candidate_of
@@ -46,6 +48,11 @@ def profile_of(figures: Sequence[tuple[float, int, int, int]], rows: Sequence[in
         for n in rows
     ]  # fmt: skip
     return replace(found[-1], others=tuple(found[:-1]))
+
+
+def model_of(found: Profile) -> nn.Sequential:
+    """A model whose layers have the names of a profile's."""
+    return nn.Sequential(OrderedDict((name, nn.Sequential(nn.Linear(3, 3))) for name in found.names))
 
 
 figures = st.tuples(st.sampled_from([1e-3, 2e-3, 5e-3]), st.integers(0, 50), st.integers(0, 400), st.integers(1, 20))

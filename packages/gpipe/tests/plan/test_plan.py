@@ -17,12 +17,12 @@ from gpipe import Plan, inline, plan
 from profiler import profile
 
 from ..layers import Call, assert_same, linears, rows
-from ..plans import ROWS, profile_of
+from ..plans import ROWS, model_of, profile_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPUS = ["cpu", "cpu"]
-LAYERS = [(1e-3, 40, 400, 10), (2e-3, 40, 400, 10), (1e-3, 10, 100, 10), (4e-3, 40, 400, 10)]
+KNOWN = profile_of([(1e-3, 40, 400, 10), (2e-3, 40, 400, 10), (1e-3, 10, 100, 10), (4e-3, 40, 400, 10)])
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -30,23 +30,12 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def model() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in LAYERS))
-
-
-def named_like(found: Any) -> Any:
-    """A made-up profile under the names of the layers of `model`."""
-
-    def renamed(each: Any) -> Any:
-        layers = tuple(replace(layer, name=str(k)) for k, layer in enumerate(each.layers))
-        return replace(each, layers=layers, others=tuple(map(renamed, each.others)))
-
-    return renamed(found)
+    return model_of(KNOWN)
 
 
 def made(**options: Any) -> Plan:
     """A plan of made-up costs, which measures only the engine."""
-    known = named_like(profile_of(LAYERS))
-    given = {"profile": known, "calibrate": False, **options}
+    given = {"profile": KNOWN, "calibrate": False, **options}
     return plan(model(), torch.zeros(ROWS, 3), CPUS, **given)
 
 
@@ -188,7 +177,7 @@ class TestAnotherModel:
         layers = model()
         layers[1] = nn.Tanh()
         with pytest.raises(
-            ValueError, match=r"another model; its layer 1 is '1' \(Sequential, 12 .*here it is '1' \(Tanh"
+            ValueError, match=r"another model; its layer 1 is 'layer1' \(Sequential, 12 .*here it is 'layer1' \(Tanh"
         ):
             example.build(layers)
 
@@ -271,11 +260,7 @@ class TestModels:
         ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, the input 16 rows"),
         ({"chunks": True}, TypeError, "chunks: an integer is expected"),
         ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
-        (
-            {"profile": replace(named_like(profile_of(LAYERS)), rounds=0)},
-            ValueError,
-            "profile: expected one with seconds",
-        ),
+        ({"profile": replace(KNOWN, rounds=0)}, ValueError, "profile: expected one with seconds"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_measured(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -12,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from gpipe import Event, Plan, Report, Timeline, plan
 from gpipe._check._findings import CODES, Finding
 
-from ..plans import ROWS, profile_of
+from ..plans import ROWS, model_of, profile_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,8 +38,7 @@ class Reading(HTMLParser):
 def example() -> Plan:
     """Of made-up costs."""
     known = profile_of([(1e-3, 40, 400, 10)] * 2)
-    model = nn.Sequential(OrderedDict((name, nn.Sequential(nn.Linear(3, 3))) for name in known.names))
-    return plan(model, torch.zeros(ROWS, 3), ["cpu"] * 2, profile=known, chunks=[1, 2], calibrate=False)
+    return plan(model_of(known), torch.zeros(ROWS, 3), ["cpu"] * 2, profile=known, chunks=[1, 2], calibrate=False)
 
 
 @given(texts, texts, st.sampled_from(sorted(CODES)))
