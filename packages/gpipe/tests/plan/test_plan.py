@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpipe import Plan, inline, plan
 from profiler import profile
 
+from ..flatten.test_answers import Model
 from ..layers import Call, assert_same, linears, rows
 from ..plans import ROWS, model_of, profile_of
 
@@ -134,19 +135,15 @@ class TestReport:
         assert page.startswith("<!doctype html>")
         assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
         assert "<svg" in page
-        assert Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8")) == example
-        assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == f"{example}\n"
+        again = Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+        assert again == example
+        assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == f"{again}\n"
         with pytest.raises(ValueError, match=r"path: expected a name that ends in .html, .json or .txt, got .* '.pdf'"):
             example.save(tmp_path / "plan.pdf")
         assert not (tmp_path / "plan.pdf").exists()
 
 
 class TestJson:
-    def test_round_trip(self, example: Plan) -> None:
-        again = Plan.from_json(example.to_json())
-        assert again == example
-        assert str(again) == str(example)
-
     @pytest.mark.parametrize(
         ("name", "value"),
         [("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("modes", ["never"]), ("memory", [True, None])],
@@ -207,19 +204,7 @@ class TestSearch:
 
 class TestModels:
     def test_a_model_that_is_flattened(self) -> None:
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(3, 3)
-                self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.first(x)
-                for layer in self.layers:
-                    x = layer(x).tanh() if isinstance(layer, nn.Tanh) else layer(x)
-                return x
-
-        net, x = Net(), torch.randn(8, 3)
+        net, x = Model(), torch.randn(8, 2)
         found = plan(net, x, CPUS, chunks=4, calibrate=False)
         pipe = found.build(net)
         torch.testing.assert_close(pipe(x), net(x))
