@@ -9,19 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from streams import Context, DispatchMode, spawn_workers
 
 from .fakes import PATIENCE, submit
-from .strategies import (
-    COLOUR,
-    DEVICE_TYPES,
-    LOG,
-    SIZE,
-    Logging,
-    block,
-    cast,
-    grad_mode,
-    inside,
-    surroundings,
-    variable,
-)
+from .strategies import COLOUR, DEVICE_TYPES, LOG, SIZE, Logging, block, cast, grad_mode, inside, surroundings, variable
 
 CPU = torch.device("cpu")
 

@@ -208,10 +208,7 @@ def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     assert any(layer.backward_input_seconds is None for layer in found) == whole
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "times"),
-    [("sgd", 0), ("momentum", 1), ("adam", 2), ("AdamW", 2), (8, 2)],
-)
+@pytest.mark.parametrize(("optimizer", "times"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("AdamW", 2), (8, 2)])
 def test_what_an_optimizer_keeps(optimizer: object, times: int):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4).requires_grad_(False))
     assert optimizer_bytes(optimizer, model) == [times * 20 * 4, 0, 0]

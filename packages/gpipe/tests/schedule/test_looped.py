@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import (
-    Kind,
-    Schedule,
-    Step,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    looped_placement,
-)
+from gpipe.schedule import Kind, Schedule, Step, interleaved, interleaved_zero_bubble, looped_bfs, looped_placement
 
 from ..schedules import held, idle, spans_of
 
