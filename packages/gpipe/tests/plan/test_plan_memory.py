@@ -25,7 +25,7 @@ from gpipe.simulate import Link
 from gpipe.skip import pop, skippable, stash
 from profiler import profile
 
-from ..models import CHANNELS, PARTS, Fresh
+from ..models import CHANNELS, PARTS, Fresh, Residual
 from ..models import WIDTH as PART_WIDTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,15 +69,6 @@ def taken(
         return peak_bytes(pipe, x, None, loss_fn, programs, placement)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
 PIECES = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "relu": nn.ReLU,
@@ -86,7 +77,9 @@ PIECES = {
     "tanh": nn.Tanh,
     "view": nn.Flatten,
     "norm": lambda: nn.LayerNorm(WIDTH),
-    "residual": Residual,
+    "residual": lambda: Residual(
+        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    ),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
 }
 

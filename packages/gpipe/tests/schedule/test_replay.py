@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import SCHEDULES, Kind, Program, Schedule, Span, Step, named, replay
-from gpipe.schedule._named import lanes
+from gpipe.schedule import SCHEDULES, Kind, Program, Schedule, Span, Step, replay
 from gpipe.simulate import Link, StageCost, makespan, simulate
 
-from ..schedules import V_SHAPED, executed, names, needs, orders, shuffled
+from ..schedules import V_SHAPED, executed, needs, orders, shuffled
 from ..timelines import exact_seconds, fewer, problems
 
 SECONDS = st.integers(0, 5)
@@ -64,18 +63,6 @@ def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
     named = {**given, "microbatches": data.draw(st.integers(0, 6))}
     name = data.draw(st.sampled_from([name for name in SCHEDULES if name not in V_SHAPED or len(costs) % 2 == 0]))
     assert makespan(name, costs, **named) == simulate(name, costs, **named).makespan
-
-
-@given(names(), st.integers(0, 9), st.booleans(), st.data())
-def test_steps_made_while_they_are_read_are_those_of_the_schedule(
-    case: tuple[str, list[int]], m: int, alone: bool, data: st.DataObject
-):
-    name, placement = case
-    placement = [0] * len(placement) if alone else placement
-    stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
-    split = data.draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
-    found = tuple(tuple((j, tuple(action)) for j, action in lane) for lane in lanes(name, m, placement, stops, split))
-    assert found == named(name, m, placement, stops, split).on(placement)
 
 
 @pytest.mark.parametrize(
