@@ -6,11 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from gpipe import Event, Timeline
-from gpipe.schedule import Schedule, fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from gpipe.schedule import Schedule
 from gpipe.simulate import StageCost, simulate
 
+from .schedules import scheduled
+
 KINDS = ("forward", "recompute", "backward", "backward_input", "backward_weight")
-MAKERS = (fill_drain, one_forward_one_backward, zero_bubble)
 
 # Whole runs take long to draw: a third as many of them as of other things.
 fewer = settings(max_examples=settings().max_examples // 3)
@@ -19,16 +20,6 @@ seconds = st.floats(0, 100, allow_subnormal=False)
 # Sixteenths add up exactly, in any order.
 exact_seconds = st.integers(0, 1600).map(lambda sixteenths: sixteenths / 16)
 sizes = st.integers(0, 2**40)
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    m, n = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    stop = draw(st.integers(0, m))
-    if draw(st.booleans()):
-        return draw(st.sampled_from(MAKERS))(m, n, stop)
-    workers = draw(st.integers(1, 3))
-    return interleaved(m, workers * draw(st.integers(1, 3)), workers, stop)
 
 
 def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStrategy[StageCost]:
@@ -48,7 +39,7 @@ def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStr
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Schedule, list[StageCost], list[int]]:
     """A schedule, a cost for each stage, and a worker for each stage."""
-    schedule = draw(schedules())
+    schedule, _, _ = draw(scheduled())
     n = len(schedule)
     costs = draw(st.lists(stage_costs(), min_size=n, max_size=n))
     placement = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
