@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,6 +19,8 @@ from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
 ROWS = 16
+
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def layer(name: str, seconds: float, saved: int, parameters: int, output: int, rows: int, base: float = 0.0):

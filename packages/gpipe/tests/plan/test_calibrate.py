@@ -7,7 +7,7 @@ from random import Random
 from statistics import median
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe._plan._calibrate import CLOSE, STEPS, calibrated
@@ -15,10 +15,9 @@ from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
 
-from ..plans import measurements, space_of
+from ..plans import few, measurements, space_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Callable[[Candidate], list[float]]:
@@ -31,7 +30,7 @@ def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Calla
     return tried
 
 
-@few
+@settings(few, max_examples=15)
 @given(measurements(), st.integers(0, 99), st.sampled_from([0.0, 0.05, 0.15]), st.floats(0.3, 2))
 def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_are_those_of_its_steps(
     measured: Measured, seed: int, share: float, room: float

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,10 +23,9 @@ from gpipe._plan._search import NEAR, search
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
 
-from ..plans import everything, measurements
+from ..plans import everything, few, measurements
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-few = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 counts = st.integers(1, 12)
 WIDTH, ROWS = 2**13, 64

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed, read_chunks
@@ -18,14 +18,13 @@ from gpipe.schedule import SPLITTING, checkpoint_stops, in_flight, named
 from gpipe.simulate import simulate
 from profiler import Profile
 
-from ..plans import everything, looped, measured_of, measurements, space_of
+from ..plans import everything, few, looped, measured_of, measurements, space_of
 
 EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
 UNEVEN = measured_of([(seconds, 10, 10, 10) for seconds in (1e-3, 2e-3, 2e-3, 5e-3, 5e-3)], 2)
 SIX = measured_of([(0.05, 10, 10, 10)] * 6, 2)
 FALLING = measured_of([(seconds, 10, 10, 10) for seconds in (2e-3, 2e-3, 2e-3, 1e-3, 1e-3)], 3)
 
-few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 problems = measurements(most_layers=5)
 rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
 """Memory, in parts of the least with which anything fits."""
