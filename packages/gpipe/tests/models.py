@@ -62,27 +62,19 @@ class Failing(nn.Module):
         return with_main(value, x * 1 if error is None else Raise.apply(x, error))
 
 
-class ToTuple(nn.Module):
+def to_tuple(value: Any) -> Any:
     """Integers first, None among tensors, and one that needs no grad."""
-
-    def forward(self, value: Any) -> Any:
-        x = main_of(value)
-        return (integers(x), None, x, x.detach() > 0)
+    x = main_of(value)
+    return (integers(x), None, x, x.detach() > 0)
 
 
 def integers(x: Tensor) -> Tensor:
     return (x.detach()[:, 0, 0] * 3).long()
 
 
-class ToDict(nn.Module):
-    def forward(self, value: Any) -> Any:
-        x = main_of(value)
-        return {"integers": integers(x), "none": None, "main": x, "nested": {"sizes": [x.detach().abs()]}}
-
-
-class ToTensor(nn.Module):
-    def forward(self, value: Any) -> Any:
-        return main_of(value)
+def to_dict(value: Any) -> Any:
+    x = main_of(value)
+    return {"integers": integers(x), "none": None, "main": x, "nested": {"sizes": [x.detach().abs()]}}
 
 
 class Recurrent(nn.Module):
@@ -128,13 +120,6 @@ class Fresh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 0.9
-
-
-class Views(nn.Module):
-    """Gives a view of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1).unflatten(1, (CHANNELS, WIDTH))
 
 
 class Residual(nn.Module):
@@ -278,7 +263,7 @@ PARTS = {
     "slice": Part(lambda: Call(lambda x: x[..., :]), output="input"),
     "half detached": Part(lambda: Call(lambda x: 0.5 * x + 0.5 * x.detach())),
     "identity": Part(nn.Identity, output="input"),
-    "view": Part(Views, output="input"),
+    "view": Part(lambda: Call(lambda x: x.flatten(1).unflatten(1, (CHANNELS, WIDTH))), output="input"),
     "lstm": Part(lambda: Recurrent(0.0), output="kept"),
     "attention": Part(lambda: Attention(0.0)),
     "encoder": Part(lambda: _encoder(0.0)),
@@ -375,7 +360,7 @@ def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.
             order += [Stash(what).isolate(ns)] if start == k else []
             order += [Pop(in_place).isolate(ns)] if stop == k else []
         if wanted != kind:
-            order.append({"tensor": ToTensor, "tuple": ToTuple, "dict": ToDict}[wanted]())
+            order.append(Call({"tensor": main_of, "tuple": to_tuple, "dict": to_dict}[wanted]))
             kind = wanted
         part = PARTS[name]
         if part.in_place and output == "kept" and not recipe.overwrites:
