@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .strategies import FromDict, Join, ToDict
+from .strategies import Call, from_dict, join, to_dict
 
 
-class First(nn.Module):
-    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return values[0]
+def first(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return values[0]
 
 
 class Skip(nn.Module):
@@ -55,23 +54,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class ToSparse(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to_sparse()
-
-
-class ToDense(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to_dense()
-
-
-class Transpose(nn.Module):
-    """Hands on a view whose rows do not lie one after the other."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)
 
 
 class Remembering(nn.Module):
@@ -116,19 +98,25 @@ def _rows(requires_grad: bool = False) -> torch.Tensor:
 
 HARD = {
     "in-place on a view": lambda: (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), torch.rand(4, 2, 3)),
-    "several inputs": lambda: (nn.Sequential(Join(), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
-    "same tensor twice": lambda: (nn.Sequential(Join()), (_rows(),) * 2),
-    "dict": lambda: (nn.Sequential(FromDict(), nn.Linear(6, 6), ToDict()), {"value": _rows(), "mask": _rows() > 0.5}),
+    "several inputs": lambda: (nn.Sequential(Call(join), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
+    "same tensor twice": lambda: (nn.Sequential(Call(join)), (_rows(),) * 2),
+    "dict": lambda: (
+        nn.Sequential(Call(from_dict), nn.Linear(6, 6), Call(to_dict)),
+        {"value": _rows(), "mask": _rows() > 0.5},
+    ),
     "dataclasses": lambda: (nn.Sequential(OnPairs(), OnPairs()), UserDict(pair=Pair(_rows(), _rows()))),
     "dropout": lambda: (nn.Sequential(nn.Dropout(), nn.AlphaDropout()), _rows()),
-    "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), First()), torch.rand(4, 3, 6)),
+    "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), Call(first)), torch.rand(4, 3, 6)),
     "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 2)), torch.randint(9, (4, 3))),
     "sparse embedding": lambda: (nn.Sequential(nn.Embedding(9, 6, sparse=True)), torch.randint(9, (4, 3))),
     "lstm on strided rows": lambda: (
-        nn.Sequential(nn.Dropout(), Transpose(), nn.LSTM(6, 5, batch_first=True), First()),
+        nn.Sequential(nn.Dropout(), Call(lambda x: x.transpose(0, 1)), nn.LSTM(6, 5, batch_first=True), Call(first)),
         torch.rand(3, 4, 6),
     ),
-    "sparse output": lambda: (nn.Sequential(nn.Linear(6, 6), ToSparse(), ToDense()), _rows()),
+    "sparse output": lambda: (
+        nn.Sequential(nn.Linear(6, 6), Call(lambda x: x.to_sparse()), Call(lambda x: x.to_dense())),
+        _rows(),
+    ),
     "old weight norm": lambda: (nn.Sequential(_old_weight_norm(), nn.ReLU()), _rows()),
     "plain attribute": lambda: (nn.Sequential(Remembering(), nn.Linear(6, 6)), _rows(requires_grad=True)),
     "skip": lambda: (nn.Sequential(Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 6)), _rows()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -16,33 +17,37 @@ WIDTH = 6
 fewer = settings(max_examples=settings().max_examples // 4)
 
 
-class Twin(nn.Module):
+class Call(nn.Module):
+    """A layer that is a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def twin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One output that requires a gradient and one that does not."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x * 2, x.detach()
+    return x * 2, x.detach()
 
 
-class Join(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return pair[0] + pair[1]
+def join(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return pair[0] + pair[1]
 
 
-class ToDict(nn.Module):
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"value": x, "mask": x > 0}
+def to_dict(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"value": x, "mask": x > 0}
 
 
-class FromDict(nn.Module):
-    def forward(self, tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.where(tree["mask"], tree["value"], tree["value"] * 0.1)
+def from_dict(tree: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.where(tree["mask"], tree["value"], tree["value"] * 0.1)
 
 
-class Detach(nn.Module):
+def detached(x: torch.Tensor) -> torch.Tensor:
     """Needs no gradient and gives none."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.detach() + 1
+    return x.detach() + 1
 
 
 def frozen(layer: nn.Module) -> nn.Module:
@@ -58,9 +63,9 @@ PIECES = {
     "dropout": lambda: [nn.Dropout(0.5)],
     "gelu": lambda: [nn.GELU()],
     "identity": lambda: [nn.Identity()],
-    "tuple": lambda: [Twin(), Join()],
-    "dict": lambda: [ToDict(), FromDict()],
-    "detach": lambda: [Detach()],
+    "tuple": lambda: [Call(twin), Call(join)],
+    "dict": lambda: [Call(to_dict), Call(from_dict)],
+    "detach": lambda: [Call(detached)],
     "nested": lambda: [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))],
 }
 # These have statistics of the batch, or a workspace of the kernel.

@@ -9,8 +9,8 @@ from torch import nn
 
 from profiler import AllocationTracker, profile, profile_sizes
 
-from .hard_layers import First
-from .strategies import WIDTH, fewer, models, samples
+from .hard_layers import first
+from .strategies import WIDTH, Call, fewer, models, samples
 
 ROW = 4 * WIDTH
 
@@ -121,7 +121,7 @@ class Twice(nn.Linear):
         (nn.Tanh, True),
         (lambda: nn.ReLU(inplace=True), True),
         (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), True),
-        (lambda: nn.Sequential(nn.LSTM(WIDTH, WIDTH), First()), False),  # one kernel gives all gradients
+        (lambda: nn.Sequential(nn.LSTM(WIDTH, WIDTH), Call(first)), False),  # one kernel gives all gradients
         (lambda: Custom(WIDTH, WIDTH), False),
         (lambda: Twice(WIDTH, WIDTH), False),  # gradients of a weight add up
     ],

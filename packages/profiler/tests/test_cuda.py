@@ -4,6 +4,8 @@ from torch import nn
 
 from profiler import profile
 
+from .strategies import Call
+
 pytestmark = pytest.mark.cuda
 BLOCK = 512  # the allocator hands out multiples of this
 
@@ -36,16 +38,15 @@ def test_works_on_the_current_stream():
     assert min(found.seconds) > 0
 
 
-class Slow(nn.Module):
-    def forward(self, x):
-        torch.cuda._sleep(5_000_000)
-        return x * 1
+def slow(x):
+    torch.cuda._sleep(5_000_000)
+    return x * 1
 
 
 def test_seconds_are_those_of_the_current_stream():
     """On the default stream no time passes: events there would be close together."""
     with torch.cuda.stream(torch.cuda.Stream()):
         (seconds,) = profile(
-            nn.Sequential(Slow()), torch.rand(4, requires_grad=True), device="cuda", timeout=0.05
+            nn.Sequential(Call(slow)), torch.rand(4, requires_grad=True), device="cuda", timeout=0.05
         ).seconds
     assert seconds > 1e-3

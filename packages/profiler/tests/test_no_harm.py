@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler import AllocationTracker, profile, profile_sizes, profile_times
 
-from .strategies import fewer, models, samples
+from .strategies import Call, fewer, models, samples
 
 
 class Fails(nn.Module):
@@ -129,12 +129,8 @@ def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
 
 @pytest.mark.parametrize("look", [lambda x: x * x.sum().item(), lambda x: x[x > 0.5]], ids=["item", "mask"])
 def test_a_layer_that_wants_values_is_told_where_they_are(look):
-    class Looks(nn.Module):
-        def forward(self, x):
-            return look(x)
-
     with pytest.raises(RuntimeError, match="use device='cpu'"):
-        profile(nn.Sequential(Looks()), torch.rand(4, 6), device="meta")
+        profile(nn.Sequential(Call(look)), torch.rand(4, 6), device="meta")
 
 
 def test_the_error_names_the_layer_and_its_input():
