@@ -51,48 +51,26 @@ def test_of_replicated_leaves_the_first_is_returned() -> None:
     assert result[2] == 3
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.tensor([NAN, 1.0]),
-        lambda: torch.tensor(complex(NAN, 1)),
-        lambda: torch.tensor([NAN], dtype=torch.float16),
-        lambda: float("nan"),
-        lambda: complex("nan"),
-        lambda: np.array([NAN, 1.0]),
-        lambda: np.float32("nan"),
-        lambda: "text",
-        lambda: torch.arange(3),
-        lambda: torch.tensor([True]),
-    ],
-)
-def test_equal_values_agree_not_a_number_among_them(make: Any) -> None:
-    gather(batches((one, make()), (one, make())), (None, Replicate()))
+def constants() -> list[Any]:
+    """Made anew by each call; no two are the same."""
+    return [
+        *map(torch.tensor, ([0.0, 0.0], [0.0], [0, 0], [True], [NAN, 1.0], [NAN, 2.0], [1.0, NAN], complex(NAN, 1))),
+        torch.tensor([NAN], dtype=torch.float16),
+        *map(np.array, ([NAN, 1.0], [NAN, 2.0], [1, 2], [1, 2, 3])),
+        *(0, 1, True, 1.0, float("nan"), complex("nan"), np.float32("nan"), "a", "text", None),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("first", "other"),
-    [
-        (torch.zeros(2), torch.ones(2)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), torch.zeros(1)),
-        (torch.zeros(2), torch.zeros(2, device="meta")),
-        (torch.zeros(2), 0),
-        (3, 4),
-        (1, True),
-        ("a", None),
-        (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 2.0])),
-        (torch.tensor([NAN, 1.0]), torch.tensor([1.0, NAN])),
-        (NAN, 1.0),
-        (1.0, NAN),
-        (np.array([NAN, 1.0]), np.array([NAN, 2.0])),
-        (np.array([1, 2]), np.array([1, 2, 3])),
-    ],
-)
-def test_replicated_leaves_must_agree(first: Any, other: Any) -> None:
-    with pytest.raises(ValueError, match=r"output\['n'\]\[0\] is not the same in micro-batch 1 as in micro-batch 0"):
-        gather(batches({"x": one, "n": [first]}, {"x": one, "n": [other]}), {"x": None, "n": Replicate()})
+def test_replicated_leaves_must_agree_not_a_number_among_them() -> None:
+    spec = {"x": None, "n": Replicate()}
+    for i, first in enumerate(constants()):
+        for k, other in enumerate([*constants(), torch.zeros(2, device="meta")]):
+            parts = batches({"x": one, "n": [first]}, {"x": one, "n": [other]})
+            if i == k:
+                gather(parts, spec)
+            else:
+                with pytest.raises(ValueError, match=r"output\['n'\]\[0\] is not the same in micro-batch 1 as in"):
+                    gather(parts, spec)
 
 
 def test_none_is_none_everywhere() -> None:
