@@ -95,9 +95,7 @@ def test_a_tensor_without_dimensions(value: Any, path: str, count: int) -> None:
         gather(batches(*[value] * count))
 
 
-@pytest.mark.parametrize(
-    "other", [torch.ones(1, 4), torch.ones(3), torch.ones(0), torch.ones(1, 3).double(), torch.ones(1, 3, device="meta")]
-)
+@pytest.mark.parametrize("other", [torch.ones(1, 4), torch.ones(3), torch.ones(0), one.double(), one.to("meta")])
 def test_unlike_tensors(other: Tensor) -> None:
     kind = re.escape(f"{tuple(other.shape)} {other.dtype} on {other.device}")
     message = rf"is \(1, 3\) torch.float32 on cpu in micro-batch 0 but {kind} in micro-batch 1; they may differ in rows"
