@@ -36,6 +36,9 @@ V_SHAPED = ("dualpipev", "zbv")
 CHOICES = st.lists(st.integers(0, 15), max_size=40).map(tuple)
 """What :func:`some_schedule` chooses by."""
 
+Scheduled = tuple[Schedule, int, list[int]]
+"""A schedule, its micro-batches, and the worker of each stage."""
+
 Needs = dict[Step, set[Step]]
 """For each step, the steps that come before it."""
 
@@ -147,7 +150,7 @@ def names(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 
 @st.composite
-def scheduled(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+def scheduled(draw: st.DrawFn) -> Scheduled:
     """Any schedule with a name, some of its backwards split; its micro-batches, and the worker of each stage."""
     (name, placement), m = draw(names()), draw(st.integers(1, 9))
     split = draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
@@ -196,7 +199,7 @@ def executed(walks: Sequence[Sequence[Step]]) -> list[Step]:
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+def orders(draw: st.DrawFn) -> Scheduled:
     """A valid schedule in any order, its micro-batches, and the worker of each stage."""
     m, n = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     placement = draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))

@@ -21,6 +21,9 @@ seconds = st.floats(0, 100, allow_subnormal=False)
 exact_seconds = st.integers(0, 1600).map(lambda sixteenths: sixteenths / 16)
 sizes = st.integers(0, 2**40)
 
+Problem = tuple[Schedule, list[StageCost], list[int]]
+"""A schedule, a cost for each stage, and a worker for each stage."""
+
 
 def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStrategy[StageCost]:
     return st.builds(
@@ -37,8 +40,7 @@ def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStr
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Schedule, list[StageCost], list[int]]:
-    """A schedule, a cost for each stage, and a worker for each stage."""
+def problems(draw: st.DrawFn) -> Problem:
     schedule, _, _ = draw(scheduled())
     n = len(schedule)
     costs = draw(st.lists(stage_costs(), min_size=n, max_size=n))

@@ -207,20 +207,14 @@ def test_what_an_optimizer_keeps(optimizer: object, times: int):
     assert optimizer_bytes(optimizer, model) == [times * 20 * 4, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("80GB", 80 * 10**9),
-        ("80 GiB", 80 * 2**30),
-        ("1.5MB", 1_500_000),
-        ("2kB", 2000),
-        ("512", 512),
-        (".5KiB", 512),
-        (7.0, 7),
-    ],
-)
-def test_sizes_as_text(text: str | float, size: int):
-    assert read_bytes(text) == size
+UNITS = {"": 1, "B": 1, "kB": 10**3, " KiB": 2**10, "MB": 10**6, "MiB": 2**20, " GB": 10**9, "GiB": 2**30, "TB": 10**12}
+
+
+@given(st.integers(1, 9999), st.sampled_from(sorted(UNITS)))
+def test_sizes_as_text(quarters: int, unit: str):
+    number = quarters / 4
+    assert read_bytes(f"{number:g}{unit}".lstrip("0")) == round(number * UNITS[unit])
+    assert read_bytes(number) == round(number)
 
 
 @pytest.mark.parametrize("wrong", ["lots", "80Gb", "80 GBs", "", "GB", "-1GB", "0GB", "1e400GB", "nan", 0, -5])

@@ -22,7 +22,7 @@ from gpipe.schedule import (
     zero_bubble,
 )
 
-from ..schedules import executed, scheduled, sizes, steps_of
+from ..schedules import Scheduled, executed, scheduled, sizes, steps_of
 
 
 def makespan(walk: Walk) -> float:
@@ -50,20 +50,18 @@ def test_both_ways_of_fill_drain_take_the_shortest_time(size: tuple[int, int]) -
 
 class TestEverySchedule:
     @given(scheduled())
-    def test_it_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+    def test_it_is_valid(self, problem: Scheduled) -> None:
         schedule, m, placement = problem
         validate(schedule, m, placement)
 
     @given(scheduled(), st.randoms(use_true_random=False))
-    def test_no_placement_makes_it_wait_for_ever(
-        self, problem: tuple[Schedule, int, list[int]], random: Random
-    ) -> None:
+    def test_no_placement_makes_it_wait_for_ever(self, problem: Scheduled, random: Random) -> None:
         schedule, _, placement = problem
         workers = [random.randrange(3) for _ in placement]
         assert Counter(executed(schedule.on(workers))) == Counter(steps_of(schedule))
 
     @given(scheduled())
-    def test_its_text_reads_back(self, problem: tuple[Schedule, int, list[int]]) -> None:
+    def test_its_text_reads_back(self, problem: Scheduled) -> None:
         schedule, _, placement = problem
         again = Schedule.parse(str(schedule))
         assert again == schedule

@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from gpipe.schedule import SCHEDULES, Kind, Program, Schedule, Span, Step, replay
 from gpipe.simulate import Link, StageCost, makespan, simulate
 
-from ..schedules import V_SHAPED, executed, needs, orders, shuffled
-from ..timelines import exact_seconds, fewer, problems
+from ..schedules import V_SHAPED, Scheduled, executed, needs, orders, shuffled
+from ..timelines import Problem, exact_seconds, fewer, problems
 
 SECONDS = st.integers(0, 5)
 MODES = st.sampled_from(["never", "except_last", "always"])
-Problem = tuple[Schedule, list[StageCost], list[int]]
 
 
 @given(orders(), st.data())
-def test_each_step_begins_as_soon_as_it_can(case: tuple[Schedule, int, list[int]], data: st.DataObject) -> None:
+def test_each_step_begins_as_soon_as_it_can(case: Scheduled, data: st.DataObject) -> None:
     schedule, _, placement = case
     walk, n = schedule.on(placement), len(schedule)
     seconds = data.draw(st.lists(st.fixed_dictionaries(dict.fromkeys(Kind, SECONDS)), min_size=n, max_size=n))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpipe.schedule import Kind, Program, Schedule, Step, fill_drain, replay, validate
 
-from ..schedules import executed, needs, orders, placed, steps_of
+from ..schedules import Scheduled, executed, needs, orders, placed, steps_of
 
 
 @st.composite
@@ -85,7 +85,7 @@ class TestWalk:
 
 class TestRecomputing:
     @given(orders(), st.integers(0, 4))
-    def test_all_else_stays_in_its_place(self, problem: tuple[Schedule, int, list[int]], stop: int) -> None:
+    def test_all_else_stays_in_its_place(self, problem: Scheduled, stop: int) -> None:
         schedule, m, placement = problem
         again = schedule.recomputing(stop)
         validate(again, m, placement)
@@ -107,9 +107,7 @@ class TestParse:
             Schedule.parse(text)
 
     @given(orders(), st.randoms(use_true_random=False))
-    def test_blank_lines_comments_and_dots_say_nothing(
-        self, problem: tuple[Schedule, int, list[int]], random: Random
-    ) -> None:
+    def test_blank_lines_comments_and_dots_say_nothing(self, problem: Scheduled, random: Random) -> None:
         schedule, _, _ = problem
         noise = ["", "   ", "# F9 B9", "  # nothing", "#"]
         lines: list[str] = random.choices(noise, k=2)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gpipe.schedule import Action, Kind, Schedule, Step, in_flight, validate
 
-from ..schedules import executed, held, orders, steps_of
+from ..schedules import Scheduled, executed, held, orders, steps_of
 
 
 @st.composite
-def edited(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+def edited(draw: st.DrawFn) -> Scheduled:
     """A valid schedule after up to two edits of its lines, each of which may spoil it, or not."""
     schedule, m, placement = draw(orders())
     lines = [list(steps) for steps in schedule.on(placement)]
@@ -58,13 +58,13 @@ def lines_of(schedule: Schedule) -> list[list[Step]]:
 
 class TestValidate:
     @given(orders())
-    def test_any_order_that_trains_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+    def test_any_order_that_trains_is_valid(self, problem: Scheduled) -> None:
         schedule, m, placement = problem
         assert trains(schedule, m, placement)
         validate(schedule, m, placement)
 
     @given(edited())
-    def test_it_is_refused_exactly_if_it_does_not_train(self, problem: tuple[Schedule, int, list[int]]) -> None:
+    def test_it_is_refused_exactly_if_it_does_not_train(self, problem: Scheduled) -> None:
         schedule, m, placement = problem
         if trains(schedule, m, placement):
             validate(schedule, m, placement)
@@ -93,8 +93,7 @@ class TestValidate:
 
 
 @given(orders())
-def test_a_stage_holds_what_a_later_action_of_it_needs(problem: tuple[Schedule, int, list[int]]):
+def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
     """Whichever of its backwards are split."""
     schedule, _, _ = problem
-    alone = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
-    assert [in_flight(program) for program in schedule] == held(alone)
+    assert [in_flight(program) for program in schedule] == held(lines_of(schedule))

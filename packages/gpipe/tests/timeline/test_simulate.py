@@ -13,14 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe.schedule import Action, Kind, Schedule, Span, Step, fill_drain, one_forward_one_backward, replay, zero_bubble
+from gpipe.schedule import Action, Kind, Span, Step, fill_drain, one_forward_one_backward, replay, zero_bubble
 from gpipe.simulate import Link, StageCost, makespan, simulate, stage_costs
 from profiler import AllocationTracker, Profile, profile
 
 from ..plans import layer
-from ..timelines import exact_seconds, fewer, problems
-
-Problem = tuple[Schedule, list[StageCost], list[int]]
+from ..timelines import Problem, exact_seconds, fewer, problems
 
 
 @given(st.integers(1, 16), st.integers(1, 8), exact_seconds, exact_seconds)
