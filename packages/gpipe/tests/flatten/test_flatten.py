@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from itertools import product
 from typing import Any
@@ -197,9 +197,9 @@ class Told(Model):
     def forward(self, x: Tensor) -> Tensor:
         return self.told(self, x)
 
-    def through(self, hidden: Tensor) -> Tensor:
-        for block in self.body.blocks:
-            hidden = block(hidden, None)[0]
+    def through(self, hidden: Tensor, blocks: Iterable[nn.Module] | None = None, **options: Any) -> Tensor:
+        for block in self.body.blocks if blocks is None else blocks:
+            hidden = block(hidden, None, **options)[0]
         return hidden
 
     def past(self, hidden: Tensor) -> Tensor:
@@ -236,17 +236,11 @@ def _collected(model: Told, x: Tensor) -> Tensor:
 
 
 def _backwards(model: Told, x: Tensor) -> Tensor:
-    hidden = model.embed(x)
-    for block in reversed(model.body.blocks):
-        hidden = block(hidden, None)[0]
-    return model.head(hidden)
+    return model.head(model.through(model.embed(x), reversed(model.body.blocks)))
 
 
 def _twice(model: Told, x: Tensor) -> Tensor:
-    hidden = model.embed(x)
-    for block in [*model.body.blocks, *model.body.blocks]:
-        hidden = block(hidden, None)[0]
-    return model.head(hidden)
+    return model.head(model.through(model.embed(x), [*model.body.blocks, *model.body.blocks]))
 
 
 def _gated(model: Told, x: Tensor) -> Tensor:
@@ -344,10 +338,7 @@ class Cache:
 
 
 def _cached(model: Told, x: Tensor) -> Tensor:
-    hidden = model.embed(x)
-    for block in model.body.blocks:
-        hidden = block(hidden, None, scale=Cache())[0]
-    return model.head(hidden)
+    return model.head(model.through(model.embed(x), scale=Cache()))
 
 
 each_refusal = pytest.mark.parametrize(
