@@ -126,29 +126,9 @@ def looked_up(s: Odd, x: Tensor) -> Tensor:
     return s.linear(x) + s.table((x.detach()[:, 0] * 3).long().abs() % 5)
 
 
-def in_place(s: Odd, x: Tensor) -> Tensor:
-    return x.mul_(0.5).add_(s.spare)
-
-
 def in_place_later(s: Odd, x: Tensor) -> Tensor:
     s.calls += 1
     return x.mul_(2) if int(s.calls) % 3 == 2 else x * s.spare
-
-
-def in_place_after(s: Odd, x: Tensor) -> Tensor:
-    return s.linear(x).add_(1).tanh_()
-
-
-def viewed(s: Odd, x: Tensor) -> Tensor:
-    return x.t().t()
-
-
-def strided(s: Odd, x: Tensor) -> Tensor:
-    return x.as_strided(x.shape, x.stride(), x.storage_offset()) * s.spare
-
-
-def given_away(s: Odd, x: Tensor) -> Tensor:
-    return s.mean.expand(len(x), WIDTH) if s.training else x + s.spare
 
 
 def keeps(s: Odd, x: Tensor) -> Tensor:
@@ -171,18 +151,6 @@ def carries_graph(s: Odd, x: Tensor) -> Tensor:
     return y
 
 
-def drops(s: Odd, x: Tensor) -> Tensor:
-    return s.drop(s.linear(x))
-
-
-def drops_in_place(s: Odd, x: Tensor) -> Tensor:
-    return nn.functional.dropout(s.linear(x), 0.4, s.training, inplace=True)
-
-
-def skips_at_random(s: Odd, x: Tensor) -> Tensor:
-    return s.linear(x) if s.training and float(torch.rand(())) < 0.5 else x
-
-
 def own_generator(s: Odd, x: Tensor) -> Tensor:
     s.calls += 1
     generator = torch.Generator().manual_seed(int(s.calls))
@@ -202,16 +170,8 @@ def noisy_gradient(s: Odd, x: Tensor) -> Tensor:
     return y
 
 
-def checkpointed(s: Odd, x: Tensor) -> Tensor:
-    return checkpoint(s.linear, x, use_reentrant=False)
-
-
 def checkpointed_reentrant(s: Odd, x: Tensor) -> Tensor:
     return checkpoint(s.linear, x, use_reentrant=True) if x.requires_grad else s.linear(x)
-
-
-def checkpointed_drop(s: Odd, x: Tensor) -> Tensor:
-    return checkpoint(lambda y: s.drop(s.linear(y)), x, use_reentrant=False)
 
 
 def _hear(name: str) -> Callable[[Tensor], Tensor]:
@@ -294,26 +254,6 @@ def casts(s: Odd, x: Tensor) -> Tensor:
         return (x.float() @ torch.ones(WIDTH, WIDTH)).to(DOUBLE) * s.spare
 
 
-def detaches(s: Odd, x: Tensor) -> Tensor:
-    return s.linear(x.detach())
-
-
-def blocks(s: Odd, x: Tensor) -> Tensor:
-    return Blocks.apply(x) + s.linear(x)
-
-
-def overwrites(s: Odd, x: Tensor) -> Tensor:
-    return Overwrites.apply(s.linear(x)) + x
-
-
-def sometimes(s: Odd, x: Tensor) -> Tensor:
-    return s.linear(x) if float(x.detach().sum()) > 0 else x * s.spare
-
-
-def not_contiguous(s: Odd, x: Tensor) -> Tensor:
-    return s.linear(x).t().contiguous().t()
-
-
 @contextmanager
 def _shadowed(s: Odd) -> Any:
     s.linear.__dict__["forward"] = lambda x: nn.Linear.forward(s.linear, x) * 2
@@ -324,10 +264,6 @@ def _shadowed(s: Odd) -> Any:
 def patched(s: Odd, x: Tensor) -> Tensor:
     with _shadowed(s):
         return s.linear(x)
-
-
-def module_anew(s: Odd, x: Tensor) -> Tensor:
-    return nn.Softplus(beta=2)(s.linear(x))
 
 
 def raises_later(s: Odd, x: Tensor) -> Tensor:
@@ -343,26 +279,31 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     **{
         each.__name__: each
         for each in (
-            listed, outside, polite, counted, averaged, by_numpy, large, decays, decays_by_data, looked_up, in_place,
-            in_place_later, in_place_after, viewed, strided, given_away, keeps, carries, carries_graph, drops,
-            drops_in_place, skips_at_random, own_generator, seeds, noisy_gradient, checkpointed,
-            checkpointed_reentrant, checkpointed_drop, hooks_tensor, hooks_input, hooks_node, retains,
-            hooks_parameter, hooks_parameter_tidily, hooks_module, without_grad, grad_inside, func_inside,
-            switches_grad, casts, detaches, blocks, overwrites, sometimes, not_contiguous, patched, module_anew,
-            raises_later,
+            listed, outside, polite, counted, averaged, by_numpy, large, decays, decays_by_data, looked_up,
+            in_place_later, keeps, carries, carries_graph, own_generator, seeds, noisy_gradient, checkpointed_reentrant,
+            hooks_tensor, hooks_input, hooks_node, retains, hooks_parameter, hooks_parameter_tidily, hooks_module,
+            without_grad, grad_inside, func_inside, switches_grad, casts, patched, raises_later,
         )
     },
+    "in_place": lambda s, x: x.mul_(0.5).add_(s.spare),
+    "in_place_after": lambda s, x: s.linear(x).add_(1).tanh_(),
+    "viewed": lambda s, x: x.t().t(),
+    "strided": lambda s, x: x.as_strided(x.shape, x.stride(), x.storage_offset()) * s.spare,
+    "given_away": lambda s, x: s.mean.expand(len(x), WIDTH) if s.training else x + s.spare,
+    "drops": lambda s, x: s.drop(s.linear(x)),
+    "drops_in_place": lambda s, x: nn.functional.dropout(s.linear(x), 0.4, s.training, inplace=True),
+    "skips_at_random": lambda s, x: s.linear(x) if s.training and float(torch.rand(())) < 0.5 else x,
+    "checkpointed": lambda s, x: checkpoint(s.linear, x, use_reentrant=False),
+    "checkpointed_drop": lambda s, x: checkpoint(lambda y: s.drop(s.linear(y)), x, use_reentrant=False),
+    "detaches": lambda s, x: s.linear(x.detach()),
+    "blocks": lambda s, x: Blocks.apply(x) + s.linear(x),
+    "overwrites": lambda s, x: Overwrites.apply(s.linear(x)) + x,
+    "sometimes": lambda s, x: s.linear(x) if float(x.detach().sum()) > 0 else x * s.spare,
+    "not_contiguous": lambda s, x: s.linear(x).t().contiguous().t(),
+    "module_anew": lambda s, x: nn.Softplus(beta=2)(s.linear(x)),
 }  # fmt: skip
 
 DRAWING = {"drops", "drops_in_place", "skips_at_random", "seeds", "noisy_gradient", "checkpointed_drop"}
-
-
-def batch_norm() -> nn.Module:
-    return nn.BatchNorm1d(WIDTH, dtype=DOUBLE)
-
-
-def spectral() -> nn.Module:
-    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
@@ -371,8 +312,8 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "relu in place": lambda: nn.ReLU(inplace=True),
     "identity": nn.Identity,
     "dropout": nn.Dropout,
-    "batch norm": batch_norm,
-    "spectral norm": spectral,
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH, dtype=DOUBLE),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)),
 }
 
 NAMES = (*PLAIN, *ODD)
