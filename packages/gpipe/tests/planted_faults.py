@@ -122,21 +122,11 @@ def centred(s: Layer, x: Tensor) -> Tensor:
     return x - x.mean(0) if s.training else x
 
 
-def scaled(s: Layer, x: Tensor) -> Tensor:
-    """By a factor that weighs less in evaluation, as some sampling layers do."""
-    return x / len(x) if s.training else x
-
-
 def grouped(x: Tensor, size: int, *, strided: bool = False) -> Tensor:
     """Rows less the mean of their group."""
     groups = x.view(-1, size, WIDTH) if not strided else x.view(size, -1, WIDTH).transpose(0, 1)
     less = groups - groups.mean(1, keepdim=True)
     return (less if not strided else less.transpose(0, 1)).reshape(len(x), WIDTH)
-
-
-def deviation(x: Tensor) -> Tensor:
-    """What critics of images append: the deviation in groups of four."""
-    return x + x.view(4, -1, WIDTH).std(0).mean(1).repeat(4)[:, None]
 
 
 def mixup(x: Tensor) -> Tensor:
@@ -147,10 +137,6 @@ def mixup(x: Tensor) -> Tensor:
 def cutmix(x: Tensor) -> Tensor:
     width = int(torch.randint(4, 12, ()))
     return torch.cat([x[torch.randperm(len(x)), :width], x[:, width:]], 1)
-
-
-def attend(x: Tensor) -> Tensor:
-    return F.softmax(x @ x.T / 4, -1) @ x
 
 
 def unpadded(s: Layer, x: Tensor) -> Tensor:
@@ -179,10 +165,6 @@ def kept_outside(what: Callable[[Tensor], Any], put: Callable[[Any], object], ge
 
 def kept_globally(what: Callable[[Tensor], Any]) -> Fault:
     return kept_outside(what, lambda value: STORE.update(kept=value), lambda: STORE["kept"])
-
-
-def embedded(s: Layer, x: Tensor) -> Tensor:
-    return x + s.m[0].weight[: len(x)]
 
 
 def with_loss(loss_fn: Callable[..., Any], *, labels: bool = False) -> Fault:
@@ -241,7 +223,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "own batch norm after dropout": lambda: function(lambda x: (x - x.mean(0)) / x.std(0), nn.Dropout()),
     },
     "rows that meet": {
-        "attention across rows": lambda: function(attend),
+        "attention across rows": lambda: function(lambda x: F.softmax(x @ x.T / 4, -1) @ x),
         "attention with the wrong dimension": lambda: planted(
             Layer(lambda s, x: s.m[0](x[:, None], x[:, None], x[:, None])[0][:, 0], nn.MultiheadAttention(WIDTH, 2))
         ),
@@ -275,7 +257,8 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "of two": lambda: function(lambda x: grouped(x, 2)),
         "of four, far apart": lambda: function(lambda x: grouped(x, 4, strided=True)),
         "of four after dropout": lambda: function(lambda x: grouped(x, 4), nn.Dropout()),
-        "deviation": lambda: function(deviation),
+        # As critics of images append it.
+        "deviation": lambda: function(lambda x: x + x.view(4, -1, WIDTH).std(0).mean(1).repeat(4)[:, None]),
     },
     "number of rows": {
         "divided by it": lambda: function(lambda x: x / len(x)),
@@ -284,7 +267,9 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "norm of everything": lambda: function(lambda x: F.layer_norm(x, x.shape)),
     },
     "place of a row": {
-        "an embedding of rows": lambda: planted(Layer(embedded, nn.Embedding(64, WIDTH))),
+        "an embedding of rows": lambda: planted(
+            Layer(lambda s, x: x + s.m[0].weight[: len(x)], nn.Embedding(64, WIDTH))
+        ),
         "counted": lambda: function(lambda x: x + torch.arange(len(x))[:, None]),
         "the first one is special": lambda: function(lambda x: torch.cat([2 * x[:1], x[1:]])),
     },
@@ -343,7 +328,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
     "training and evaluation differ": {
         "centred": lambda: planted(Layer(centred)),
         "centred after dropout": lambda: planted(nn.Sequential(nn.Dropout(), Layer(centred))),
-        "divided by rows": lambda: planted(Layer(scaled)),
+        "divided by rows": lambda: planted(Layer(lambda s, x: x / len(x) if s.training else x)),
         "turns itself off": lambda: planted(Layer(turns_itself_off, nn.Dropout())),
     },
     "state of other layers": {
