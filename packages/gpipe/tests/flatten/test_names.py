@@ -67,30 +67,16 @@ def test_names_and_order_are_those_of_the_model(problem: tuple[dict[str, Any], A
         assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in model.state_dict()]
 
 
-class Counting(nn.Module):
-    """A block whose buffer is trained without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen.add_(x.detach().mean())
-        return self.linear(x).tanh()
-
-
 class Averaging(nn.Module):
     """Running means in the first segment, in a block, in the model itself, and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
-        self.first = Counting()
+        self.first = nn.BatchNorm1d(4)
         self.embed = nn.Linear(2, 4)
-        self.layers = nn.ModuleList(Counting() for _ in range(2))
-        self.last = Counting()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.last = nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -116,7 +102,7 @@ def test_buffers_stay_those_of_the_model(change: torch.dtype, through: str):
         plain(part).float().square().mean().div(3).backward()
     pipe.step(x, loss_fn=lambda output: output.float().square().mean())
     expect_listed(pipe, model)
-    assert {str(tensor.dtype) for tensor in model.state_dict().values()} == {str(change)}
+    assert {str(t.dtype) for t in model.state_dict().values() if t.is_floating_point()} == {str(change)}
     assert all(tensor.any() for name, tensor in model.named_buffers())
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
     torch.testing.assert_close(gradients(model), gradients(plain))
