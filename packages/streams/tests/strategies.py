@@ -91,13 +91,6 @@ def block(open_: Opens, *args: Any) -> Block:
     return Block(f"{open_.__name__}({', '.join(map(str, args))})", lambda: open_(*args))
 
 
-@contextmanager
-def grad_mode(on: bool) -> Iterator[None]:
-    # torch.set_grad_enabled acts when it is made, which would be too early here.
-    with torch.enable_grad() if on else torch.no_grad():
-        yield
-
-
 def blocks_of(open_: Opens, *args: st.SearchStrategy[Any]) -> st.SearchStrategy[Block]:
     return st.builds(block, st.just(open_), *args)
 
@@ -106,7 +99,7 @@ FLAGS = st.booleans()
 KINDS = st.sampled_from(DEVICE_TYPES)
 LOW = st.sampled_from([torch.bfloat16, torch.float16])
 BLOCKS = st.one_of(
-    blocks_of(grad_mode, FLAGS),
+    blocks_of(torch.set_grad_enabled, FLAGS),
     blocks_of(torch.inference_mode, FLAGS),
     blocks_of(torch.autocast, st.just("cpu"), LOW, FLAGS, FLAGS),
     blocks_of(cast, KINDS, LOW, FLAGS),

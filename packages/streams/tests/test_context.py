@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from streams import Context, DispatchMode, spawn_workers
 
 from .fakes import PATIENCE, submit
-from .strategies import COLOUR, DEVICE_TYPES, LOG, SIZE, Logging, block, cast, grad_mode, inside, surroundings, variable
+from .strategies import COLOUR, DEVICE_TYPES, LOG, SIZE, Logging, block, cast, inside, surroundings, variable
 
 CPU = torch.device("cpu")
 
@@ -107,7 +107,7 @@ def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others)
 
 
 @given(surroundings(), surroundings())
-@example([block(grad_mode, False), block(Logging, "x")], [block(Logging, "y")])
+@example([block(torch.set_grad_enabled, False), block(Logging, "x")], [block(Logging, "y")])
 def test_no_mode_sees_the_change(blocks, others):
     with inside(blocks):
         context = Context.capture()
