@@ -41,15 +41,10 @@ class Logging(TorchFunctionMode):
 
 
 def hooks(name: str) -> saved_tensors_hooks:
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        LOG.append(f"pack {name}")
-        return x
+    def noting(what: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: LOG.append(f"{what} {name}") or x
 
-    def unpack(x: torch.Tensor) -> torch.Tensor:
-        LOG.append(f"unpack {name}")
-        return x
-
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(noting("pack"), noting("unpack"))
 
 
 @contextmanager
