@@ -17,7 +17,7 @@ from gpipe import Plan, inline, plan
 from profiler import profile
 
 from ..flatten.test_answers import Model
-from ..layers import Call, assert_same, linears, rows
+from ..layers import assert_same, linears, rows
 from ..plans import ROWS, model_of, profile_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,8 +36,8 @@ def model() -> nn.Sequential:
 
 def made(**options: Any) -> Plan:
     """A plan of made-up costs, which measures only the engine."""
-    given = {"profile": KNOWN, "calibrate": False, **options}
-    return plan(model(), torch.zeros(ROWS, 3), CPUS, **given)
+    given = {"model": model(), "devices": CPUS, "profile": KNOWN, "calibrate": False, **options}
+    return plan(sample=torch.zeros(ROWS, 3), **given)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +222,14 @@ class TestModels:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"model": 3}, TypeError, "Sequential|module"),
+        ({"model": nn.Sequential()}, ValueError, "model: expected at least one layer, got none"),
+        ({"model": nn.Sequential(*[nn.Linear(3, 3)] * 2)}, ValueError, "duplicate .*: '1' is the same layer as '0'"),
+        ({"devices": []}, ValueError, "devices: expected at least one, got none"),
+        ({"devices": ["gpu"]}, ValueError, "there is no device type 'gpu'"),
+        ({"devices": "cpu"}, TypeError, "devices must be a list"),
+        ({"devices": ["meta"]}, ValueError, "devices: nothing runs on 'meta'; text such as '8x80GB'"),
+        ({"devices": ["cpu:0", "cpu:0"]}, ValueError, "devices: expected each one once, got cpu:0, cpu:0"),
         ({"memory": "lots"}, ValueError, "memory: expected bytes"),
         ({"memory": ["1GB"]}, ValueError, "memory: expected one size, or one for each of 2 devices, got 1"),
         ({"memory": {"cpu": 1}}, TypeError, "memory must be a size"),
@@ -256,34 +264,7 @@ def test_wrong_arguments_are_named_before_anything_is_measured(
         made(**wrong)
 
 
-def test_wrong_devices_and_models():
-    x = torch.zeros(4, 3)
-    with pytest.raises(ValueError, match="devices: expected at least one, got none"):
-        plan(model(), x, [])
-    with pytest.raises(ValueError, match="model: expected at least one layer, got none"):
-        plan(nn.Sequential(), x, CPUS)
-    with pytest.raises(ValueError, match="there is no device type 'gpu'"):
-        plan(model(), x, ["gpu"])
-    with pytest.raises(TypeError, match="devices must be a list"):
-        plan(model(), x, "cpu")
-    with pytest.raises(ValueError, match=r"devices: nothing runs on 'meta'; text such as '8x80GB'"):
-        plan(model(), x, ["meta"])
-    with pytest.raises(ValueError, match="devices: expected each one once, got cpu:0, cpu:0"):
-        plan(model(), x, ["cpu:0", "cpu:0"])
-    with pytest.raises(TypeError, match=r"Sequential|module"):
-        plan(3, x, CPUS)
-
-
 def test_devices_of_several_types_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpipe._plan._request.checked_devices", lambda devices, _: [*map(torch.device, devices)])
     with pytest.raises(ValueError, match="devices: expected devices of one type, got cpu, cuda"):
-        plan(model(), torch.zeros(4, 3), ["cpu", "cuda"])
-
-
-def test_a_layer_in_two_places_is_refused_before_anything_is_measured():
-    def layer(x):
-        raise AssertionError("it was run")
-
-    again = Call(layer)
-    with pytest.raises(ValueError, match="duplicate children is not supported: '1' is the same layer as '0'"):
-        plan(nn.Sequential(again, again), torch.zeros(4, 2), ["cpu", "cpu"])
+        made(devices=["cpu", "cuda"])
