@@ -6,6 +6,7 @@ import copy
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -183,23 +184,16 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
 
     ``seconds`` are more than a quiet machine needs; a busy one has ten times as long.
     """
-    answers: list[tuple[bool, Any]] = []
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            answers.append((True, function()))
+            future.set_result(function())
         except BaseException as error:
-            answers.append((False, error))
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(10 * seconds)
-    if not answers:
-        raise TimeoutError(f"no end within {10 * seconds} s")
-    succeeded, answer = answers[0]
-    if succeeded:
-        return answer
-    raise answer
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(10 * seconds)
 
 
 def running(inline: bool) -> AbstractContextManager[None]:

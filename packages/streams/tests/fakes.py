@@ -39,21 +39,19 @@ def wait(event: Event) -> None:
 
 def in_thread(call: Callable[[], T]) -> T:
     """What ``call`` gives, or raises, on a fresh thread."""
-    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    thread = Thread(target=run, daemon=True)
+    future: Future[T] = Future()
+    thread = Thread(target=settle, args=(future, call), daemon=True)
     thread.start()
-    result, error = take(answers)
     thread.join(PATIENCE)
-    if error is not None:
-        raise error
-    return result
+    return future.result(timeout=0)
+
+
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Give ``future`` what ``call`` gives, or raises."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def in_child(call: Callable[[], object]) -> str:
@@ -94,12 +92,5 @@ def awake(in_queue: Any) -> None:
 def submit(in_queue, call):
     """A future of what ``call`` gives on the worker of ``in_queue``."""
     future = Future()
-
-    def compute():
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    in_queue.put(Task(CPUStream, compute=compute))
+    in_queue.put(Task(CPUStream, compute=lambda: settle(future, call)))
     return future
