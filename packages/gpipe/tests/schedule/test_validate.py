@@ -85,12 +85,6 @@ class TestValidate:
         with pytest.raises(ValueError, match=told):
             validate(Schedule.parse(text), 1, [0])
 
-    def test_workers_that_stages_share_may_wait_for_ever_where_others_would_not(self) -> None:
-        alone, shared = "F0@0 B0@0\nF0@1 B0@1", "F0@1 F0@0 B0@1 B0@0"
-        validate(Schedule.parse(alone), 1, [0, 1])
-        with pytest.raises(ValueError, match="forever: F0@1 for F0@0"):
-            validate(Schedule.parse(shared), 1, [0, 0])
-
 
 @given(orders())
 def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
