@@ -36,6 +36,14 @@ def makespan(times: list[Fraction], microbatches: int) -> Fraction:
     return sum(times, Fraction(0)) + (microbatches - 1) * max(times)
 
 
+def factors_of(in_flight, k: int, microbatches: int | None) -> list:
+    """How many micro-batches each stage holds at once."""
+    if isinstance(in_flight, list):
+        return in_flight
+    one_f_one_b = [min(k - j, microbatches or k) for j in range(k)]
+    return {None: [1] * k, "1f1b": one_f_one_b, "fill_drain": [microbatches] * k}[in_flight]
+
+
 def outcomes(
     costs: list,
     stages: list[Stage],
@@ -52,11 +60,7 @@ def outcomes(
     n, k = len(costs), len(stages)
     alone = memory is None and activations is None
     held, kept = costs if alone else memory or [0] * n, activations or [0] * n
-    factors = {
-        None: [1] * k,
-        "1f1b": [min(k - j, microbatches or k) for j in range(k)],
-        "fill_drain": [microbatches] * k,
-    }.get(in_flight if not isinstance(in_flight, list) else "", in_flight)
+    factors = factors_of(in_flight, k, microbatches)
     for ends in all_ends(n, k):
         if set(ends) & set(forbid) or set(pin) - set(ends):
             continue

@@ -5,6 +5,7 @@ from hypothesis import example, given
 
 from blockpartition import Infeasible, Stage, place
 
+from . import oracle
 from .cases import cases
 from .strategies import Placing, placings
 
@@ -64,10 +65,8 @@ def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     error = refusal(problem.costs, problem.stages, **problem.constraints)
     if error is None or "capacit" not in str(error):
         return
-    k = len(problem.stages)
     in_flight, m = problem.constraints["in_flight"], problem.constraints["microbatches"]
-    named = {"1f1b": [min(m, k - j) for j in range(k)], "fill_drain": [m] * k, None: [1] * k}
-    factors = in_flight if isinstance(in_flight, list) else named[in_flight]
+    factors = oracle.factors_of(in_flight, len(problem.stages), m)
 
     def fits(i: int) -> bool:
         vectors = {name: problem.constraints[name] for name in ("memory", "activations")}
