@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from typing import Any
 
 import torch
 
 from streams import DispatchMode
+
+from .fakes import in_thread
 
 
 class Counting(DispatchMode):
@@ -34,20 +34,10 @@ def test_a_compiled_function_under_a_mode_is_compiled() -> None:
 
 
 def test_a_pushed_mode_sees_its_own_thread_only() -> None:
-    mode, entered, computed = Counting(), Event(), Event()
-
-    def other() -> None:
-        assert entered.wait(300)
+    mode = Counting()
+    with mode.pushed():
+        in_thread(lambda: torch.ones(2))
+        assert mode.operations == 0
         torch.ones(2)
-        computed.set()
-
-    with ThreadPoolExecutor(1) as executor:
-        done = executor.submit(other)
-        with mode.pushed():
-            entered.set()
-            assert computed.wait(300)
-            assert mode.operations == 0
-            torch.ones(2)
-        done.result()
     torch.ones(2)
     assert mode.operations == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -25,7 +24,7 @@ from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named,
 from gpipe.timeline._record import Clock, Look, WatchedLink
 from gpipe.values._leaves import Activation
 
-from ..layers import MODES, Call, assert_same, each_way, linears, piped, rows
+from ..layers import MODES, Call, assert_same, each_way, linears, piped, rows, within
 from ..schedules import fitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,9 +154,7 @@ def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_e
     pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
     with record() as timeline:
         output = pipe(rows(4))
-        thread = threading.Thread(target=stepped, args=(pipe, "1f1b", 4))
-        thread.start()
-        thread.join(300)
+        within(60, lambda: stepped(pipe, "1f1b", 4))
     assert len(timeline) == 4
     stepped(pipe, "1f1b", 4)
     output.sum().backward()
