@@ -199,15 +199,10 @@ class Interrupted(Event):
         return super().wait(timeout)
 
 
-@pytest.fixture
-def ends(monkeypatch):
-    monkeypatch.setattr(_spawn, "Event", Interrupted)
-    return lambda interrupts: monkeypatch.setattr(Interrupted, "interrupts", interrupts)
-
-
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(ends, workers):
-    ends(interrupts=1)
+def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(monkeypatch, workers):
+    monkeypatch.setattr(_spawn, "Event", Interrupted)
+    monkeypatch.setattr(Interrupted, "interrupts", 1)
     before, finished = set(threading.enumerate()), []
     tasks = [task(lambda i=i: finished.append(i)) for i in range(5)]
     with pytest.raises(KeyboardInterrupt), spawn_workers([CPU] * workers, shared=False) as (in_queues, _):

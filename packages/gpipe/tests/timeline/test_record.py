@@ -95,16 +95,11 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
     assert sum(event.wait for event in timeline.events) == 4
 
 
-class Courier:
-    """From one device to another of the same memory."""
-
-    def send(self, payload: Any) -> Any:
-        return payload
-
-    receive = send
+COURIER = SimpleNamespace(send=lambda payload: payload, receive=lambda payload: payload)
+"""From one device to another of the same memory."""
 
 
-@pytest.mark.parametrize(("carrier", "moved"), [(Courier(), 24 + 8), (None, 0)])
+@pytest.mark.parametrize(("carrier", "moved"), [(COURIER, 24 + 8), (None, 0)])
 def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carrier: Any, moved: int):
     look = Look(lambda: 0.0)
     monkeypatch.setattr(current, "observed", look)
