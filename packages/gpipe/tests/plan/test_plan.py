@@ -45,13 +45,6 @@ def example() -> Plan:
     return made(memory="20kB")
 
 
-@pytest.fixture(scope="module")
-def found() -> Plan:
-    """A plan in which some layers of a stage are recomputed."""
-    free = made(chunks=8, schedule="1f1b")
-    return made(memory=int(0.95 * max(need.total for need in free.predicted.bytes)), chunks=8, schedule="1f1b")
-
-
 @pytest.mark.parametrize("calibrate", [False, True])
 def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
     plain, x, y = linears(4), rows(8), rows(8) * 2
@@ -143,40 +136,40 @@ class TestReport:
         assert not (tmp_path / "plan.pdf").exists()
 
 
-class TestJson:
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("modes", ["never"]), ("memory", [True, None])],
-    )
-    def test_a_plan_that_contradicts_itself(self, example: Plan, name: str, value: Any) -> None:
-        document = json.loads(example.to_json()) | {name: value}
-        with pytest.raises(ValueError, match=r"plan.*: expected"):
-            Plan.from_json(json.dumps(document))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("modes", ["never"]), ("memory", [True, None])],
+)
+def test_a_plan_that_contradicts_itself(example: Plan, name: str, value: Any) -> None:
+    document = json.loads(example.to_json()) | {name: value}
+    with pytest.raises(ValueError, match=r"plan.*: expected"):
+        Plan.from_json(json.dumps(document))
 
 
-class TestInPieces:
-    def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model(self, found: Plan) -> None:
-        assert any(isinstance(mode, list) for mode in found.checkpoint)
-        plain = model().double()
-        with closing(found.build(copy.deepcopy(plain))) as pipe:
-            assert pipe.checkpoint == found.checkpoint
-            pipe.step(rows(ROWS), rows(ROWS) * 2, loss_fn=loss, schedule=found.schedule)
-            loss(plain(rows(ROWS)), rows(ROWS) * 2).backward()
-            assert_same(pipe, plain)
-            with inline():
-                shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
-            assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
-        assert Plan.from_json(found.to_json()) == found
+def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model() -> None:
+    """Of a plan in which some layers of a stage are recomputed."""
+    free = made(chunks=8, schedule="1f1b")
+    found = made(memory=int(0.95 * max(need.total for need in free.predicted.bytes)), chunks=8, schedule="1f1b")
+    assert any(isinstance(mode, list) for mode in found.checkpoint)
+    plain = model().double()
+    with closing(found.build(copy.deepcopy(plain))) as pipe:
+        assert pipe.checkpoint == found.checkpoint
+        pipe.step(rows(ROWS), rows(ROWS) * 2, loss_fn=loss, schedule=found.schedule)
+        loss(plain(rows(ROWS)), rows(ROWS) * 2).backward()
+        assert_same(pipe, plain)
+        with inline():
+            shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
+        assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
+    assert Plan.from_json(found.to_json()) == found
 
 
-class TestAnotherModel:
-    def test_other_layers(self, example: Plan) -> None:
-        layers = model()
-        layers[1] = nn.Tanh()
-        with pytest.raises(
-            ValueError, match=r"another model; its layer 1 is 'layer1' \(Sequential, 12 .*here it is 'layer1' \(Tanh"
-        ):
-            example.build(layers)
+def test_other_layers_are_another_model(example: Plan) -> None:
+    layers = model()
+    layers[1] = nn.Tanh()
+    with pytest.raises(
+        ValueError, match=r"another model; its layer 1 is 'layer1' \(Sequential, 12 .*here it is 'layer1' \(Tanh"
+    ):
+        example.build(layers)
 
 
 class TestSearch:
