@@ -77,9 +77,7 @@ PIECES = {
     "tanh": nn.Tanh,
     "view": nn.Flatten,
     "norm": lambda: nn.LayerNorm(WIDTH),
-    "residual": lambda: Residual(
-        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-    ),
+    "residual": lambda: Residual(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
 }
 
