@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -20,9 +20,22 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 from gpipe.skip._store import current_store
 
-from ..layers import DOUBLE, MODES, Call, OnBackward, Stash, assert_same, assert_trains_like, piped, rows
+from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 1.5, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * self.scale)
+        return x.tanh()
 
 
 @skippable(pop=["skip"])
@@ -30,6 +43,13 @@ class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
         return x if skip is None else x + skip.square()
+
+
+@skippable(stash=["skip"])
+class StashNone(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", None)
+        return x * 2
 
 
 @skippable(stash=["same"])
@@ -67,9 +87,19 @@ def skipping(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
             layers.append(Pop().isolate(spaces[k]))
         else:
             seen.add(k)
-            layers.append(Stash().isolate(spaces[k]))
+            layers.append((StashNone if draw(st.integers(0, 4)) == 4 else Stash)().isolate(spaces[k]))
     cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=4)))
     return nn.Sequential(*layers), [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(skipping(), st.integers(1, 4), st.sampled_from(MODES), st.booleans())
+def test_pipe_is_its_model(problem: tuple[nn.Sequential, list[int]], chunks: int, mode: str, grad: bool):
+    model, balance = problem
+    pipe = piped(model, balance, chunks=chunks, checkpoint=mode)
+    for count in (6, 5):
+        assert_trains_like(pipe, model, rows(count, grad=grad))
+    pipe.close()
 
 
 @given(skipping())
