@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
@@ -411,3 +414,23 @@ def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
         save(tmp_path / "folder", network())
     with pytest.raises(ValueError, match="expected a folder that all processes reach"):
         save("s3://bucket/checkpoint", network())
+
+
+def test_a_rank_keeps_no_parameters_of_other_stages(worlds):
+    """Nor graphs of its own ones: gradients would be added up outside of ``.grad``, for hooks that are not there."""
+    worlds(2).run(_expect_own_parameters_only)
+
+
+def _expect_own_parameters_only() -> None:
+    model = whole()
+    rank = Rank(model, [3, 3], chunks=2, sample=X[:4])
+    own = {*rank.parameters()}
+    others = [weakref.ref(each) for each in model.parameters() if each not in own]
+    marked = [get_gradient_edge(each).node for each in own if each.requires_grad]
+    for node in marked:
+        node.metadata["seen"] = True
+    del model, node, marked
+    gc.collect()
+    assert others
+    assert not [each for each in others if each() is not None]
+    assert not [each for each in own if each.requires_grad and get_gradient_edge(each).node.metadata]

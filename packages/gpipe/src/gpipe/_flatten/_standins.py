@@ -292,5 +292,7 @@ def let_go(layers: nn.Module) -> None:
         if isinstance(module, StandIn):
             real = module.real
             state: list[Tensor] = [*real.module.parameters(), *real.module.buffers()]
-            real.module = copy.deepcopy(real.module, {id(tensor): tensor.to("meta") for tensor in state})
+            # Detached, since a graph of the copies would hold the data, and the nodes at which gradients arrive.
+            bare = {id(each): each.detach().to("meta").requires_grad_(each.requires_grad) for each in state}
+            real.module = copy.deepcopy(real.module, bare)
             real.is_copy = True

@@ -25,7 +25,9 @@ def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
     # all objects takes long; it happens only if something refers to the node of a parameter.
     kind = torch.nn.parallel.DistributedDataParallel
     # By type(): isinstance() asks objects for their __class__, which runs code of proxies.
-    around = [each for each in gc.get_objects() if issubclass(type(each), kind) and each.require_backward_grad_sync]
+    every = gc.get_objects()
+    kinds = {each for each in set(map(type, every)) if issubclass(each, kind)}
+    around = [each for each in every if type(each) in kinds and each.require_backward_grad_sync] if kinds else []
     if any(not wanted.isdisjoint(map(id, each.parameters())) for each in around):
         raise RuntimeError(
             "step() does not go through the forward of the DistributedDataParallel around this pipe, which would not "
