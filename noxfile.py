@@ -156,8 +156,10 @@ def standalone(session: nox.Session, package: str) -> None:
     wheels = [build_wheel(session, name, folder / name) for name in with_siblings(package)]
     install(session, *wheels, *group("test"))
 
-    # The same relative path as in the repository, so that the tests cannot tell and the settings fit.
-    shutil.copytree(ROOT / "packages" / package / "tests", folder / "packages" / package / "tests")
+    # The same relative path as in the repository, so that the tests cannot tell and the settings fit. Some use what
+    # those of a sibling use.
+    for name in with_siblings(package):
+        shutil.copytree(ROOT / "packages" / name / "tests", folder / "packages" / name / "tests")
     for shared in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / shared, folder)
     session.chdir(folder)
