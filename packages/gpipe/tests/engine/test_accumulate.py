@@ -20,3 +20,15 @@ def test_a_function_of_ones_own_may_overwrite_its_gradient() -> None:
     assert own.tolist() == [1] * 4
     assert flowed is not None
     assert flowed.tolist() == [2] * 4
+
+
+def test_the_stage_before_may_overwrite_the_gradient_that_it_gets() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=DOUBLE))
+    x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
+    y = weight + x  # both get the same gradient
+    gradients = GradientSums()
+    (flowed,) = gradients.backward([y], [torch.ones_like(y)], below([y], [x]), [x])
+    assert flowed is not None
+    flowed.mul_(2)
+    ((_, own),) = gradients.take()
+    assert own.tolist() == [1] * 4
