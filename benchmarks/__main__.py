@@ -20,7 +20,7 @@ PARTS = {
         "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
     ),
     "ranks": ("compare.of_ranks", "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes"),
-    "alternatives": ("alternatives.run", "what a user would pick instead: naive, DDP, FSDP2, torch's own pipeline"),
+    "alternatives": ("alternatives.run", "what a user would pick instead: DDP, FSDP2, torch's own pipeline"),
     "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
     "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
     "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
