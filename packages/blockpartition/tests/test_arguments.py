@@ -18,6 +18,7 @@ VALUE_ERRORS = [
     ({"pin": [1, 4]}, r"^pin has the cut 4; cuts of 4 layers are below 4$"),
     ({"forbid": [3, 1, 2], "pin": [3, 1]}, r"^cuts \[1, 3\] are both pinned and forbidden$"),
     ({"gap": -0.1}, r"^gap must not be negative, got -0.1$"),
+    ({"objective": "makespan"}, r"^objective='makespan' depends on how many micro-batches there are"),
     ({"objective": "speed"}, r"^objective must be one of 'bottleneck', 'makespan', got 'speed'$"),
 ]
 TYPE_ERRORS = [

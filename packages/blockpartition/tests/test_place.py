@@ -1,5 +1,6 @@
 """Placement against every placement there is, and what must hold where nobody can try all."""
 
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -97,9 +98,21 @@ def test_large_placements_prove_themselves():
     k, room = n // 12, sum(memory) * 16 // n
     fast, slow = Stage(2, room + 1500), Stage(1, room + 1000)
     fixed = [random.choice([fast, slow]) for _ in range(k)]
+    modes = [Mode("keep"), Mode("half", 1.2, 0.5), Mode("recompute", Fraction(4, 3), 0.25, 1)]
+    kept = {"memory": memory, "activations": [size // 30 for size in transfer], "in_flight": "1f1b", "microbatches": 8}
     for stages, constraints in [
+        ([replace(stage, modes=modes) for stage in fixed], kept),
         (fixed, {"memory": memory}),
         (fixed, {"memory": memory, "transfer": transfer}),
         (fixed, {"memory": memory, "forbid": [7, 9], "pin": [n // 2]}),
     ]:
         verify(place(costs, stages, **constraints), costs, stages, **constraints)
+
+
+@given(st.lists(SMALL, min_size=1, max_size=20), st.data(), st.integers(1, 20))
+def test_equal_stages_without_transfers_have_the_same_best_for_both(costs, data, m):
+    """The latency is the sum of all costs, wherever the cuts are."""
+    k = data.draw(st.integers(1, len(costs)))
+    found = place(costs, k, objective="makespan", microbatches=m)
+    assert found.makespan == sum(map(Fraction, costs)) + (m - 1) * place(costs, k).bottleneck
+    assert place(costs, 1, objective="makespan", microbatches=m, gap=1).gap == 0  # less than was asked for is proven

@@ -1,6 +1,5 @@
 from dataclasses import fields, replace
 from itertools import accumulate, combinations_with_replacement
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -77,10 +76,3 @@ def test_each_result_is_verified_with_the_arguments_it_came_from():
         verify(GOOD, [1, 2, 3, 4, 5, 6], pin=[1])
     with pytest.raises(TypeError, match=r"stages is missing$"):
         verify(place([1, 2], 2), [1, 2])
-
-
-def test_proof_of_a_hundred_thousand_layers():
-    random = Random(0)
-    for costs in ([random.randrange(1000) for _ in range(100_000)], [random.random() for _ in range(100_000)]):
-        for k in (2, 64, 1000):
-            verify(partition(costs, k), costs)
