@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from .links import broken
 from .pages import PACKAGES, ROOT
 
 LOST = {
@@ -53,13 +52,6 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_is_lost_fails_the_build(complaints: str, kind: str) -> None:
     line = 5 + 2 * list(LOST).index(kind)
     assert f"index.md:{line}: WARNING" in complaints
-
-
-@pytest.mark.parametrize("link", ["lost.html", "other.html#lost", "#lost", "pictures/lost.svg", "../index.html"])
-def test_a_link_in_a_built_page_is_followed(tmp_path: Path, link: str) -> None:
-    (tmp_path / "index.html").write_text(f'<h1 id="here"></h1><a href="{link}">text</a>', encoding="utf-8")
-    (tmp_path / "other.html").write_text('<a href="index.html#here"></a><img src="index.html">', encoding="utf-8")
-    assert broken(tmp_path) == [f"index.html: {link}"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -24,19 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Seen:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Tensor] = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.tokens.append(tokens.flatten())
-
-    def end(self) -> None:
-        self.tokens.append(torch.tensor([-1]))
-
-
 def prompts(name: str, side: str = "left", rows: int = 4) -> dict[str, Tensor]:
     inputs = {key: value for key, value in EVERY[name].inputs(rows).items() if key != "decoder_input_ids"}
     return {key: value.flip(1) if side == "left" else value for key, value in inputs.items()}
@@ -79,17 +66,6 @@ def test_tokens_are_those_of_the_trained_model(name: str) -> None:
     plain.load_state_dict(before)
     with pytest.raises(AssertionError):  # which shows that the trained weights are used above
         same(pipe, plain, **prompts(name))
-
-
-def test_tokens_are_streamed() -> None:
-    model = EVERY["Llama"].make().eval()
-    pipe, plain = piped(model, prompts("Llama")), copy.deepcopy(model)
-    one = {key: rows[:1] for key, rows in prompts("Llama").items()}
-    streams = Seen(), Seen()
-    pipe.generate(**one, streamer=streams[0], max_new_tokens=6)
-    plain.generate(**one, streamer=streams[1], max_new_tokens=6)  # type: ignore[operator]
-    assert len(streams[0].tokens) == 8  # the prompt, six tokens, the end
-    torch.testing.assert_close(streams[0].tokens, streams[1].tokens)
 
 
 def test_a_trainer_predicts_with_generated_tokens(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from gpipe.engine._workers import placement
 
 from .accelerator import device, no_races
 from .delays import delayed
-from .models import MODES, expected, linear, rows, running, trained
+from .models import MODES, Pop, Stash, expected, linear, rows, running, trained
 
 
 def model(stages: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(linear(), nn.Tanh()) for _ in range(stages)))
+    return nn.Sequential(Stash(), *(nn.Sequential(linear(), nn.Tanh()) for _ in range(stages)), Pop())
 
 
 @settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
@@ -46,7 +46,8 @@ def test_any_schedule(
     stop = {"never": 0, "except_last": microbatches - 1, "always": microbatches}[mode]
     workers = (0,) * len(places) if inline else placement(devices)
     schedule = some_schedule(choices, microbatches, workers, stop)
-    pipe = GPipe(copy.deepcopy(plain), [1] * len(places), devices=devices, chunks=microbatches, checkpoint=mode)
+    balance = [1 + (j == 0) + (j == len(places) - 1) for j in range(len(places))]
+    pipe = GPipe(copy.deepcopy(plain), balance, devices=devices, chunks=microbatches, checkpoint=mode)
     with no_races(), running(inline), delayed(seed):
         found = trained(pipe, x.to(devices[0]), schedule, streams)
     pipe.close()

@@ -132,8 +132,9 @@ def test_steps(name: str, placement: str, mode: str, inline: bool, schedule: str
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
     options = {"loss_fn": counted, "return_outputs": True}
     wanted = train(oracle, schedule, **options)
-    with running(inline):
+    with running(inline), gpipe.record() as timeline:
         torch.testing.assert_close(train(pipe, schedule, **options), wanted)
+    assert {event.device for event in timeline.events} == {str(d) for d in devices(placement)}
 
 
 @pytest.mark.parametrize(
@@ -156,17 +157,6 @@ def test_calls(name: str, placement: str, mode: str, inline: bool):
     wanted = used(oracle)
     with running(inline):
         torch.testing.assert_close(used(pipe), wanted)
-
-
-@each_placement
-@each_run
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_recorded_runs(placement: str, inline: bool, schedule: str):
-    pipe, oracle = pair(made(MODELS["skip"]), placement, "always")
-    wanted = train(oracle, schedule, loss_fn=counted)
-    with running(inline), gpipe.record() as timeline:
-        torch.testing.assert_close(train(pipe, schedule, loss_fn=counted), wanted)
-    assert {event.device for event in timeline.events} == {str(d) for d in devices(placement)}
 
 
 @each_placement

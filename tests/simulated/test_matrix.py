@@ -1,6 +1,6 @@
 """A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model.
 
-So it is with workers that are held up at random, and with stages of which some layers are checkpointed.
+So it is with stages of which some layers are checkpointed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from .delays import delayed
 from .models import HOWS, MODES, SCHEDULED, assert_trains_like, model, piped, some_of
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
@@ -27,13 +26,6 @@ CASES = [
 def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
     placement, how, streams = case
     assert_trains_like(model(), piped(model(), placement, mode), how, streams, inline=inline)
-
-
-@pytest.mark.parametrize(("placement", "how", "streams"), CASES[::3])
-def test_a_step_with_delays(placement: str, how: str, streams: str):
-    seed = CASES.index((placement, how, streams))
-    with delayed(seed):
-        assert_trains_like(model(), piped(model(), placement, MODES[seed % len(MODES)]), how, streams)
 
 
 @pytest.mark.parametrize(("placement", "inline", "how"), some_of(PLACEMENTS, [False, True], SCHEDULED, every=2))

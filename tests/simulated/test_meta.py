@@ -55,14 +55,8 @@ def saved(state: dict[str, Tensor], folder: Path) -> Path:
     return folder / "model.pt"
 
 
-def uniform(module: nn.Module) -> None:
-    for tensor in module.parameters(recurse=False):
-        nn.init.uniform_(tensor)
-
-
 INITS: dict[str, Callable[[dict[str, Tensor], Path], Any]] = {
     "reset": lambda state, folder: "reset",
-    "function": lambda state, folder: uniform,
     "state dict": lambda state, folder: Lazily(state),
     "file": saved,
 }

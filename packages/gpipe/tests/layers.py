@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.profiler.tests.strategies import Call as Call
 from torch import Tensor, nn
 
 import gpipe
@@ -26,17 +27,6 @@ INDUCTOR = pytest.param(
     "inductor",
     marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")],
 )
-
-
-class Call(nn.Module):
-    """A layer that is a function."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
 
 
 class Layer(nn.Module):

@@ -102,33 +102,21 @@ def ran(work: Callable[[], Any], inline: bool) -> Any:
         return work() if inline else within(60, work)
 
 
-@each_mode
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("inline", [False, True])
-def test_parity(name: str, mode: str, inline: bool):
-    plain, places = model(), devices(name)
-    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
-    for count in (8, 5):
-        expected = trained(plain, rows(count), torch.device("cpu"))
-        for source in ("cpu", places[0]):
-            x = rows(count).to(source)
-            found = ran(partial(trained, pipe, x, places[-1]), inline)
-            torch.testing.assert_close(found, expected)
-
-
-@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=6),
     st.integers(1, 6),
     st.sampled_from(MODES),
     st.integers(1, 9),
+    st.booleans(),
 )
-def test_parity_on_any_placement(places: list[int | None], chunks: int, mode: str, count: int):
+def test_parity_on_any_placement(places: list[int | None], chunks: int, mode: str, count: int, inline: bool):
     plain = model(2 * len(places))
     on = [torch.device("cpu") if k is None else gpu(k) for k in places]
     pipe = GPipe(copy.deepcopy(plain), [2] * len(places), devices=on, chunks=chunks, checkpoint=mode)
     expected = trained(plain, rows(count), torch.device("cpu"))
-    torch.testing.assert_close(within(60, lambda: trained(pipe, rows(count), on[-1])), expected)
+    for x in (rows(count), rows(count).to(on[0])):
+        torch.testing.assert_close(ran(partial(trained, pipe, x, on[-1]), inline), expected)
     pipe.close()
 
 
@@ -146,21 +134,6 @@ def test_nobody_reads_before_it_is_written(name: str, mode: str, backward: bool)
         pipe = GPipe(nn.Sequential(*layers), balance, devices=places, chunks=3, checkpoint=mode)
         found = within(60, lambda pipe=pipe: trained(pipe, rows(), places[-1]))
         torch.testing.assert_close(found, expected)
-
-
-@each_mode
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_input_that_is_still_being_computed(name: str, mode: str):
-    plain, places = model(), devices(name)
-    if places[0].type == "cpu":
-        places[0] = gpu()
-    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
-    expected = trained(plain, rows(), torch.device("cpu"))
-    source = rows().to(places[0])
-    torch.cuda.synchronize()
-    nap(places[0])
-    found = trained(pipe, source * 1.0, places[-1])
-    torch.testing.assert_close(found, expected)
 
 
 @each_mode
@@ -302,22 +275,6 @@ def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
     output = pipe(x)
     output.sum().backward()
     return output.to(gpu()), x.grad
-
-
-@each_mode
-def test_mask_of_a_recomputation_is_that_of_its_forward(mode: str):
-    pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=[gpu(), gpu(1)], chunks=4, checkpoint=mode)
-    for _ in range(3):
-        assert torch.equal(*of_ones(pipe))
-
-
-@each_mode
-def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str):
-    pipe = GPipe(nn.Sequential(nn.Dropout()), [1], devices=[gpu()], chunks=2, checkpoint=mode)
-    output = pipe(torch.ones(8, 64, device=gpu(), requires_grad=True))
-    before = torch.cuda.get_rng_state(gpu())
-    output.sum().backward()
-    assert torch.equal(torch.cuda.get_rng_state(gpu()), before)
 
 
 @each_mode

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ def frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-# Each keeps (rows, WIDTH) floats; latent bytes are proportional to rows.
 PIECES = {
     "linear": lambda: [nn.Linear(WIDTH, WIDTH)],
     "frozen": lambda: [frozen(nn.Linear(WIDTH, WIDTH))],
@@ -67,25 +65,17 @@ PIECES = {
     "dict": lambda: [Call(to_dict), Call(from_dict)],
     "detach": lambda: [Call(detached)],
     "nested": lambda: [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))],
-}
-# These have statistics of the batch, or a workspace of the kernel.
-FIXED_PIECES = {
     "batch norm": lambda: [nn.BatchNorm1d(WIDTH)],
     "layer norm": lambda: [nn.LayerNorm(WIDTH)],
 }
 
 
-ALL_PIECES = MappingProxyType({**PIECES, **FIXED_PIECES})
-
-
-def models(
-    pieces: Mapping[str, Callable[[], list[nn.Module]]] = ALL_PIECES, max_size: int = 5
-) -> st.SearchStrategy[nn.Sequential]:
-    names = st.lists(st.sampled_from(sorted(pieces)), min_size=1, max_size=max_size)
-    return names.map(lambda chosen: nn.Sequential(*(layer for name in chosen for layer in pieces[name]())))
+def models(max_size: int = 5) -> st.SearchStrategy[nn.Sequential]:
+    names = st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=max_size)
+    return names.map(lambda chosen: nn.Sequential(*(layer for name in chosen for layer in PIECES[name]())))
 
 
 @st.composite
-def samples(draw: st.DrawFn, min_rows: int = 2, max_rows: int = 9) -> torch.Tensor:
-    rows = draw(st.integers(min_rows, max_rows))
+def samples(draw: st.DrawFn, min_rows: int = 2) -> torch.Tensor:
+    rows = draw(st.integers(min_rows, 9))
     return torch.rand(rows, WIDTH, requires_grad=draw(st.booleans()))

@@ -58,3 +58,20 @@ def test_a_model_far_larger_than_memory_is_sized():
     found = profile(model, torch.rand(1, 1).expand(2, width), device="meta")
     assert found.costs("trainable_bytes") == [4 * (width**2 + width)] * 3
     assert found.costs("saved_bytes") == [4 * 2 * width] * 3
+
+
+class Chain(nn.ModuleList):
+    """Like a pipe: computes its children one after the other, and iterates over them."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def test_what_iterates_over_its_layers_is_as_good_as_a_sequential():
+    layers = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)
+    found, expected = (
+        profile(kind, torch.rand(4, 6), device="meta") for kind in (Chain(layers), nn.Sequential(*layers))
+    )
+    assert found == expected
