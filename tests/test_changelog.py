@@ -11,7 +11,6 @@ from .pages import PACKAGES, ROOT
 towncrier = pytest.importorskip("towncrier._shell", reason="no changelogs: towncrier is not installed")
 testing = pytest.importorskip("click.testing")  # comes with it
 
-MARK = "<!-- news -->\n"
 each_package = pytest.mark.parametrize("package", PACKAGES)
 
 

@@ -84,12 +84,3 @@ def test_the_host_waits_for_what_python_or_a_size_needs(ask: Callable[[Tensor], 
     library().take_counters()
     ask(x)
     assert library().take_counters()["synchronisations"] > 0
-
-
-@pytest.mark.parametrize(("priority", "other"), [(0, -1), (-1, 0)])
-def test_of_each_priority_there_are_32_streams_for_everybody(priority: int, other: int):
-    streams = [new_stream(1, priority) for _ in range(33)]
-    assert len({*streams[:32]}) == 32
-    assert streams[32] == streams[0]
-    assert new_stream(1, other) not in streams
-    assert new_stream(2, priority) not in streams

@@ -64,31 +64,6 @@ def test_threads_in_one_stream_get_back_what_each_had():
     assert found == [own]
 
 
-class Begins(nn.Module):
-    """Draws once it is told to."""
-
-    drawing = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, self.drawing)
-
-
-@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("begins", [0, 1, 3])
-def test_a_layer_that_begins_to_draw_draws_the_same_again(mode: str, begins: int, inline: bool):
-    layers = [Begins(), Begins()]
-    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=[device(0), device(1)], chunks=3, checkpoint=mode)
-    for run in range(5):
-        layers[1].drawing = run >= begins
-        x = torch.ones(6, 8).to(device(0)).requires_grad_()
-        with running(inline):
-            output = pipe(x)
-            output.sum().backward()
-        assert x.grad is not None
-        assert torch.equal(x.grad.cpu(), output.detach().cpu())
-
-
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_timeline_of_devices(mode: str, inline: bool):

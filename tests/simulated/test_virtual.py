@@ -7,7 +7,7 @@ from packages.gpipe.tests.virtual import virtual_devices
 
 from .accelerator import found
 from .faults import planted
-from .models import HOWS, MODES, assert_trains_like, model, piped
+from .models import assert_trains_like, model, piped
 from .test_faults import FAULTS
 
 ON_ONE_DEVICE = (
@@ -35,13 +35,6 @@ def train(how: str = "call", mode: str = "never", streams: str = "own", inline: 
     with virtual_devices():
         assert_trains_like(model(), piped(model(), "all on one device", mode), how, streams, inline=inline)
     return races()
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-def test_one_device_works_as_three(how: str, mode: str, inline: bool):
-    assert train(how, mode, "foreign" if how == "call" else "own", inline) == []
 
 
 @pytest.mark.parametrize("name", ON_ONE_DEVICE)

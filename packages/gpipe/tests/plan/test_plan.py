@@ -178,15 +178,6 @@ class TestSearch:
         assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "always"])
         assert found.alternatives == ()
 
-    def test_less_memory_makes_stages_recompute(self) -> None:
-        free = made(chunks=8, schedule="fill_drain", optimizer="sgd")
-        assert free.checkpoint == ["never", "never"]
-        room = max(each.total for each in free.predicted.bytes)
-        tight = made(chunks=8, schedule="fill_drain", optimizer="sgd", memory=room * 3 // 4)
-        assert set(tight.checkpoint) & {"except_last", "always"}
-        assert max(each.total for each in tight.predicted.bytes) <= room * 3 // 4
-        assert tight.predicted.seconds.mid > free.predicted.seconds.mid
-
     def test_a_profile_of_one_size_goes_with_its_chunks(self) -> None:
         plain, x = linears(4), rows(8)
         known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)

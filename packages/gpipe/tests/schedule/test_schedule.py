@@ -73,15 +73,6 @@ class TestWalk:
         with pytest.raises(ValueError, match=named):
             Schedule(programs, walk)
 
-    @pytest.mark.parametrize("text", ["F0@0 B0@0 F0@1 B0@1", "F0 B0 F1 B1 \n F0 F1 B0 B1"])
-    def test_what_waits_for_ever_is_refused(self, text: str) -> None:
-        schedule = Schedule.parse(text)
-        with pytest.raises(ValueError, match=r"wait for each other forever: .*B0@0 for B0@1 or I0@1"):
-            validate(schedule, 1 + ("F1" in text), [0, len(text.splitlines()) - 1])
-        if schedule.walk is None:
-            with pytest.raises(ValueError, match=r"wait for each other forever: .*B0@0 for B0@1 or I0@1"):
-                schedule.on([0, 0])
-
 
 class TestRecomputing:
     @given(orders(), st.integers(0, 4))
