@@ -18,8 +18,8 @@ from . import (
     test_direct,
     test_failures,
     test_host,
+    test_matrix,
     test_profile,
-    test_tied,
 )
 from .cases import Case, Check
 from .faults import Fault, planted
@@ -50,7 +50,7 @@ QUEUED = Check(test_host.test_what_was_queued_before_need_not_be_done, True, Tru
 APART = Check(test_host.test_a_copy_waits_for_its_source_alone)
 PROFILE = Check(test_profile.test_seconds_are_those_of_the_current_stream)
 TIMELINE = Check(test_devices.test_a_timeline_of_devices, "never", False)
-SHARED = Check(test_tied.test_in_order_and_equal, ("three devices", "call", "foreign"), "never", False)
+SHARED = Check(test_matrix.test_in_order_and_equal, ("three devices", "call", "foreign"), "never", False, True)
 TASKS = Check(test_devices.test_each_part_of_a_task_has_its_stream)
 RESTORED = Check(test_devices.test_threads_in_one_stream_get_back_what_each_had)
 NEW = Check(test_devices.test_the_default_stream_is_the_current_one_until_another_is_used)

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from . import test_tied
 from .models import HOWS, MODES, SCHEDULED, assert_trains_like, model, piped, some_of
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
@@ -21,11 +22,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "mode", "inline"), some_of(CASES, MODES, [False, True]), ids=lambda value: str(value).replace("'", "")
+    ("case", "mode", "inline", "shares"),
+    some_of(CASES, MODES, [False, True], [False, True]),
+    ids=lambda value: str(value).replace("'", ""),
 )
-def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
+def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool, shares: bool):
+    """Also where stages on several devices share parameters."""
     placement, how, streams = case
-    assert_trains_like(model(), piped(model(), placement, mode), how, streams, inline=inline)
+    plain = test_tied.model() if shares else model()
+    assert_trains_like(plain, piped(plain, placement, mode), how, streams, inline=inline)
 
 
 @pytest.mark.parametrize(("placement", "inline", "how"), some_of(PLACEMENTS, [False, True], SCHEDULED, every=2))

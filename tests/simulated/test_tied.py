@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .models import MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of
+from .models import WIDTH, assert_trains_like, linear, piped, rows, running
 from .placements import devices
-from .test_matrix import CASES
 
 
 class Scaled(nn.Module):
@@ -35,17 +34,6 @@ def model() -> nn.Sequential:
     second.bias = first.bias
     layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Tied(second)), linear()]
     return nn.Sequential(*layers, Tied(first))
-
-
-@pytest.mark.parametrize(
-    ("case", "mode", "inline"), some_of(CASES, MODES, [False, True], every=7), ids=lambda value: str(value)
-)
-def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
-    placement, how, streams = case
-    pipe = piped(model(), placement, mode)
-    assert_trains_like(model(), pipe, how, streams, inline=inline)
-    assert list(pipe.state_dict()) == list(model().state_dict())
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model().named_parameters()]
 
 
 @pytest.mark.parametrize("placement", ["three devices", "CPU between"])

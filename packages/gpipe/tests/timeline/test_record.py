@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packages.streams.tests.accelerator import FakeEvent, accelerator
+from packages.streams.tests.accelerator import accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,21 +128,6 @@ class TestClockOfADevice:
             end = clock.now(self.DEVICE)
             assert [b() - a() for a, b in look.waits] == pytest.approx([3, 4])
             assert end() - look.start() == pytest.approx(2)
-
-    @each_way
-    def test_events_of_a_run_are_read_when_the_timeline_is(self, way: Block, monkeypatch: pytest.MonkeyPatch):
-        read: list[FakeEvent] = []
-        with accelerator("xpu") as fake:
-            pipe = piped(linears(), [1, 2], chunks=2, checkpoint="except_last")
-            for stage in pipe._pipeline.stages:
-                monkeypatch.setattr(stage, "on_accelerator", True)
-            monkeypatch.setattr(Clock, "now", lambda clock, device, now=Clock.now: now(clock, self.DEVICE))
-            with record() as timeline, way():
-                pipe(rows(4)).sum().backward()
-                assert not fake.stream(0, 0).drained
-            monkeypatch.setattr(FakeEvent, "synchronize", lambda event: read.append(event))
-            assert all(event.wait >= 0 for event in timeline.events)
-            assert read
 
 
 def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_else():
