@@ -82,7 +82,7 @@ class TestReading:
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_numbers_stand_out_from_their_cells(self, look_at: Callable[..., Any], scheme: str) -> None:
-        page = look_at("zero-bubble-8x64.svg", color_scheme=scheme)
+        page = look_at("everything-4x8.svg", color_scheme=scheme)
         fills = "found => [...new Set(found.map(e => getComputedStyle(e).fill))]"
         (ink,) = page.locator(".number").evaluate_all(fills)
         for fill in page.locator(".cell").evaluate_all(fills):
