@@ -113,7 +113,8 @@ def everything(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """All tests of stages in several processes, those that take long too; arguments go to pytest instead."""
     install_all(session, "all-tests")
-    files = sorted(str(path) for path in ROOT.glob("packages/gpipe/tests/**/test_*.py") if "worlds" in path.read_text())
+    every = sorted(ROOT.glob("packages/gpipe/tests/**/test_*.py"))
+    files = [str(path) for path in every if path.parent.name == "distributed" or "worlds" in path.read_text()]
     pages = "tests/test_pages.py::test_a_page_for_several_processes_runs_as_printed"
     whole = [*THREE, "-m", "(long or not long) and not cuda", *files, pages]
     session.run("pytest", *(session.posargs or whole))

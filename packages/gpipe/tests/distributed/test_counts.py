@@ -11,35 +11,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe.distributed import Rank
-from gpipe.distributed._messages import RemoteLink
+from gpipe.distributed._messages import Peer, RemoteLink
 
 CHUNKS = 4
 
 
 def _counts() -> dict[str, Any]:
-    """What this rank sends when it is made, and in a step; and how many others it exchanges messages with."""
+    """What this rank sends when it is made, and in its first two steps; and with how many it exchanges messages."""
     sent: Counter[str] = Counter()
 
-    def counting(name: str, kind: Any) -> Any:
-        right = getattr(RemoteLink, name)
+    def counting(cls: type, name: str) -> Any:
+        right = getattr(cls, name)
 
-        def counted(link: RemoteLink, *given: Any, **options: Any) -> Any:
+        def counted(self: Any, *given: Any, **options: Any) -> Any:
             sent[name] += 1
-            sent["bytes"] += len(given[0]) if kind is bytes and isinstance(given[0], bytes) else 0
-            return right(link, *given, **options)
+            sent["bytes"] += len(given[0]) if name == "tell" and isinstance(given[0], bytes) else 0
+            return right(self, *given, **options)
 
         return counted
 
     n = dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteLink, "put", counting("put", None))
-        patch.setattr(RemoteLink, "tell", counting("tell", bytes))
+        for cls, name in ((RemoteLink, "put"), (RemoteLink, "tell"), (Peer, "send"), (Peer, "receive")):
+            patch.setattr(cls, name, counting(cls, name))
         rank = Rank(nn.Sequential(*[nn.Linear(4, 4) for _ in range(n)]), [1] * n, chunks=CHUNKS)
-        made = dict(sent)
-        sent.clear()
-        torch.manual_seed(0)  # the seed of the step, which is announced, has as many bytes as the number needs
-        rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
-    return {"made": made, "step": dict(sent), "peers": len(rank._processes._groups.peers)}
+        steps = [dict(sent)]
+        for _ in range(2):
+            sent.clear()
+            torch.manual_seed(0)  # the seed of the step, which is announced, has as many bytes as the number needs
+            rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
+            steps.append(dict(sent))
+    return {"made": steps[0], "first": steps[1], "step": steps[2], "peers": len(rank._processes._groups.peers)}
 
 
 SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]
@@ -47,11 +49,14 @@ SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]
 
 @pytest.mark.parametrize("n", SIZES)
 def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
-    """With one stage each; the root of a meeting tells all others, each of which tells it."""
+    """With one stage each; the root of a meeting tells all others, each of which tells it. All are one transfer."""
     for k, found in enumerate(worlds(n).run(_counts)):
         neighbours = {k - 1, k + 1} & {*range(n)}
+        told, heard = (2 * (n - 1), n - 1) if k == 0 else (1, 2)
         assert found["step"]["put"] == CHUNKS * len(neighbours)
-        assert found["step"]["tell"] == (1 if k else 2 * (n - 1))
+        assert found["step"]["tell"] == told
+        assert found["first"]["send"] == found["step"]["send"] == CHUNKS * len(neighbours) + told
+        assert found["step"]["receive"] == CHUNKS * len(neighbours) + heard
         assert found["made"]["tell"] == (2 if k else 2 * (n - 1))
         assert found["peers"] == (len(neighbours | {0}) if k else n - 1)
 

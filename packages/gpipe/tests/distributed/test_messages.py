@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpipe.distributed._forms import Form, bytes_of
-from gpipe.distributed._messages import SMALL, RemoteLink
+from gpipe.distributed._messages import ROOM, SMALL, RemoteLink
 from gpipe.values._describe import Cancelled
 from gpipe.values._leaves import Activation
 
@@ -29,28 +29,41 @@ class Transfer:
     data: Tensor
 
 
+Sent = dict[int, deque[Transfer]]
+
+
 class Line:
-    """One end of two directions: what is sent is read when the other end waits for it, in order."""
+    """One end of two directions: what is sent is read when the other end waits for it, in order, frames by themselves.
+
+    Attributes:
+        begun: what this end receives, and has not waited for.
+    """
 
     member = 0
 
-    def __init__(self, out: deque[Transfer], into: deque[Transfer]) -> None:
+    def __init__(self, out: Sent, into: Sent) -> None:
         self.out, self.into = out, into
+        self.begun: list[Tensor] = []
 
-    def send(self, data: Tensor) -> Transfer:
-        self.out.append(Transfer(data))
-        return self.out[-1]
+    def send(self, data: Tensor, beside: int = 0) -> Transfer:
+        found = Transfer(data)
+        self.out.setdefault(beside, deque()).append(found)
+        return found
 
-    def receive(self, data: Tensor) -> Tensor:
-        return data
+    def receive(self, data: Tensor, beside: int = 0) -> tuple[Tensor, int]:
+        assert all(data.data_ptr() != each.data_ptr() for each in self.begun), "the memory is in use"
+        self.begun.append(data)
+        return data, beside
 
-    def wait(self, work: Transfer | Tensor, timeout: Any = None) -> None:
+    def wait(self, work: Transfer | tuple[Tensor, int], timeout: Any = None) -> None:
         if isinstance(work, Transfer):
-            assert work not in self.out, "nobody has received it yet"
+            assert not any(work is each for sent in self.out.values() for each in sent), "nobody has received it yet"
             return
-        came = self.into.popleft().data
-        assert work.nbytes >= came.nbytes, "gloo refuses what is larger than the memory for it"
-        work[: came.nbytes] = came
+        data, beside = work
+        came = self.into[beside].popleft().data
+        assert data.nbytes >= came.nbytes, "gloo refuses what is larger than the memory for it"
+        data[: came.nbytes] = came
+        self.begun = [each for each in self.begun if each is not data]
 
 
 class Direct:
@@ -75,8 +88,8 @@ class Direct:
 
 def ends(direct: Direct | None = None) -> tuple[RemoteLink, RemoteLink]:
     """Two links: what one sends, the other receives; only the first one sends from device to device."""
-    there: deque[Transfer] = deque()
-    back: deque[Transfer] = deque()
+    there: Sent = {}
+    back: Sent = {}
     one, other = Line(there, back), Line(back, there)
     return RemoteLink(one, out=direct), RemoteLink(other, into=direct)  # type: ignore[arg-type]
 
@@ -88,7 +101,7 @@ def payload_of(kind: int, i: int, size: int, requires_grad: bool) -> Any:
     kinds: list[Any] = [
         first,
         (first, torch.tensor(i), torch.empty(0, 3)),
-        {"x": first.detach().t(), "n": None, "m": x > 2},
+        {"x": first.detach().t(), "n": None, "m": x > 2, "long": "." * size},
         (first, x[:, ::2], float(i)),
         x.to(torch.complex64).conj(),
     ]
@@ -150,20 +163,27 @@ def _tensors(payload: Any) -> Sequence[Tensor | None]:
     return payload.tensors if isinstance(payload, Activation) else payload
 
 
-def test_a_form_is_sent_once():
+def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
     """And memory does not grow with the number of forms, as of sequences of another length in each step."""
     sender, receiver = ends()
     line: Any = sender._peer
     kept = WeakSet[Tensor]()
-    for length in range(SMALL, SMALL + 40):
+    for length in [*range(4, 8), *range(SMALL, SMALL + 40)]:
         receiver.expect(3)
         for i in range(3):
             sender.put(i, [torch.ones(length)])
-            kept.update(each.data for each in line.out if len(each.data) > SMALL)
-            assert len(line.out) == (2 if i else 4 if length == SMALL else 5)  # head and tensor; and the form
+            sent = [each.data for beside in line.out.values() for each in beside]
+            kept.update(each for each in sent if len(each) > SMALL)
+            # A small message is a frame. Behind that of a large one is its tensor; and where the form is another, a
+            # byte in place of the tensor that the other end has begun to receive.
+            assert len(sent) == (1 if length < 8 else 2 if i or length == SMALL else 3)
             assert receiver.get()[2][0].sum() == length
         sender.flush()
     assert len(kept) <= 3
+    sender.tell("x" * (ROOM - 100))
+    assert len(line.out[0]) == 1
+    sender.tell("x" * ROOM)  # behind its frame
+    assert [len(receiver.hear()) for _ in range(2)] == [ROOM - 100, ROOM]
 
 
 def test_a_sender_keeps_what_the_other_end_has_not_taken():

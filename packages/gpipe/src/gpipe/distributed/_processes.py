@@ -83,7 +83,7 @@ class Ranks(Processes):
         told: Sequence[Mapping[str, Any]],
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
-        self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0]), replicas
+        self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0], tag=1), replicas
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from ._errors import LostRankError, UnreachableError, named
 from ._groups import Groups
@@ -16,7 +16,6 @@ from ._messages import RemoteLink
 Report = dict[str, Any]
 """A dict that can be pickled."""
 
-_TAG: Final = 1
 _GRACE = timedelta(seconds=5)
 _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
 
@@ -26,15 +25,18 @@ class Rendezvous:
 
     A member that cannot reach another one closes its connections. So all others that wait come to the store, where each
     says that it is there: whoever was suspected and does not come is lost.
+
+    Args:
+        tag: of the messages; of two that belong to the same ``groups`` one could receive what is sent to the other.
     """
 
-    def __init__(self, groups: Groups, root: int = 0) -> None:
+    def __init__(self, groups: Groups, root: int = 0, tag: int = 0) -> None:
         self.groups = groups
         self.is_root = groups.me == root
         others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
         # The root may still be waiting for another member, if there are any, when this one waits for its answer.
         timeout = (1 if self.is_root or len(groups.members) == 2 else 2) * (groups.timeout + _GRACE)
-        self._links = [RemoteLink(groups.peer(k, _TAG, _TAG, timeout)) for k in others]
+        self._links = [RemoteLink(groups.peer(k, tag, tag, timeout), small=0) for k in others]
         self._lost: LostRankError | None = None
 
     def announced(self, what: Any) -> Any:
@@ -103,8 +105,6 @@ class Rendezvous:
         )
 
     def _gather(self, report: Report) -> list[Report]:
-        for link in self._links:
-            link.expect(1)  # from all at once
         reports = [link.hear() for link in self._links]
         reports.insert(self.groups.me, report)
         text = _text_of(reports, report)
@@ -116,7 +116,6 @@ class Rendezvous:
 
     def _exchange(self, report: Report) -> list[Report]:
         (link,) = self._links
-        link.expect(1)
         link.tell(report)
         reports: dict[int, Report] = pickle.loads(link.hear())
         link.flush()
