@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Family, Labels]] = {
     },
     **{name: (EVERY[name], classes) for name in ("DistilBERT", "RoBERTa", "DeBERTa v2", "ViT", "Swin")},
     "BERT masked words": (bert("MaskedLM"), words),
+    "ALBERT masked words": (EVERY["ALBERT"]._replace(model="AlbertForMaskedLM"), words),
     "BERT tokens": (bert("TokenClassification"), tags),
     "BERT answers": (bert("QuestionAnswering", num_labels=2), answers),
     "BERT regression": (bert("SequenceClassification", num_labels=1), targets),

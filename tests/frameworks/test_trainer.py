@@ -142,6 +142,8 @@ def test_tied_weights(before: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     assert pipe.state_dict().keys() == model.state_dict().keys()
+    rows = FAMILIES["GPT-2"].inputs(2)
+    torch.testing.assert_close(loaded.eval()(**rows).logits, model.eval()(**rows).logits)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])

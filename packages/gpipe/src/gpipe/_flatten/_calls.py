@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ._inputs import Inputs
 from ._sources import Sources, tensors_of
 from ._tree import Tree, flattened
+from ._trunk import call_numbers
 
 
 class Like(NamedTuple):
@@ -68,7 +70,7 @@ class Origin(NamedTuple):
 
     Attributes:
         name: of the module in the model.
-        call: how often it had been called before.
+        call: how often it had been called before; of a block, the number of this call among those of all blocks.
         place: among the leaves of what it returned.
         segment: where it was called; of a block, that before its trunk.
     """
@@ -148,8 +150,10 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         self._segment = 0
         self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
         self._model = model
-        self._blocks = {model.get_submodule(name): name for trunk in trunks for name in trunk}
-        self._last = [trunk[-1] for trunk in trunks]
+        names, numbers = list(chain.from_iterable(trunks)), call_numbers(model, trunks)
+        self._blocks = {module: names[own[0]] for module, own in numbers.items()}
+        self._turns = {module: iter(own) for module, own in numbers.items()}
+        self._last = [end - 1 for end in accumulate(map(len, trunks))]  # the numbers of the last blocks of trunks
         for tensor in (*model.parameters(), *model.buffers()):
             self.add(tensor, frozenset([id(tensor)]))
 
@@ -176,18 +180,21 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             return
         is_block = module in self._blocks
         calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
-        source = Origin(name, 0 if is_block else len(calls), 0, self._segment, is_block)
+        call = next(self._turns[module]) if is_block else len(calls)
+        source = Origin(name, call, 0, self._segment, is_block)
         calls.append(Observed.of((args, kwargs), output))
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
             self.add(leaf, frozenset([source._replace(place=place)]))
-        self._segment += name in self._last
+        self._segment += is_block and call in self._last
 
     def _use(self, value: Any) -> None:
         for source in self.of(value):
             if not isinstance(source, Origin):
                 self._note(source)
-            elif source.segment < self._segment and source.name != self._last[self._segment - 1]:
+            elif source.segment < self._segment and not (
+                source.is_block and source.call == self._last[self._segment - 1]  # which every segment gets
+            ):
                 self.calls.needs.setdefault(self._segment, set()).add(source)
 
     def _note(self, key: int) -> None:

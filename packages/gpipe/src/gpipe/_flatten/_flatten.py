@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -18,15 +19,15 @@ from microbatch import unwrap
 from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
 from ._cache import HOOKED, expect_followed, without_cache
-from ._calls import Calls, observe, watch
+from ._calls import Called, Calls, observe, watch
 from ._ending import Ending, ending_of
 from ._inputs import Inputs
-from ._names import Flattened
+from ._names import Flattened, Part
 from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import followers, named_units, skeleton
 from ._standins import StandIn, saw
-from ._trunk import Trunk, find_trunks
+from ._trunk import Trunk, call_numbers, find_trunks
 from ._verify import add_own_loss, expect_equal
 
 
@@ -43,13 +44,15 @@ def flatten(
     is trained with the layers. These make no cache of keys and values, whatever its configuration says.
 
     Args:
-        model: any module whose layers are in lists and are called once each, in order. Computations between two layers
-            of a list must be done inside the layers.
+        model: any module whose layers are in lists and are called once each, in order, or are modules that are called
+            several times. Computations between two layers of a list must be done inside the layers, or ``blocks`` must
+            name these layers.
         sample: an input of the model: a mapping for named arguments, a tuple for positional ones,
             :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. Later inputs of the pipe may
             have other numbers of rows and lengths. For a model on ``meta`` only shapes are computed and compared; the
             sample may be on ``meta`` too.
-        blocks: the names of the lists of layers; found by default.
+        blocks: the names of the lists of layers, or of single layers, between which anything may be computed; found by
+            default.
         pick: what the last layer returns of the model's output: the name of a field, or a function. By default the
             field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``, else
             the first field; a tensor or a tuple is returned as it is.
@@ -90,10 +93,43 @@ def flatten(
 def _flattened(
     model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _Settings, *, whole: bool
 ) -> Flattened:
-    name = type(model).__name__
+    """The layers.
+
+    Args:
+        state: of the model, before the runs on the sample.
+        whole: whether the pipe may return the whole output.
+    """
     with _in_mode(False, model), shapes_only(model):
         called, output = observe(model, inputs)
-        trunks = find_trunks(model, [module for module, _ in called], blocks)
+    trunks = find_trunks(model, [module for module, _ in called], blocks)
+    try:
+        return _divided(model, inputs, called, output, trunks, pick, state, whole=whole)
+    except ValueError as refusal:
+        # A model may take more of one list than what its last block returns, as LLaVA of that which sees pictures.
+        names, longest = list(chain.from_iterable(trunks)), max(reversed(trunks), key=len)
+        if blocks is not None or longest == names or len({*names}) < len(names):
+            raise
+        state.restore()
+        try:
+            return _divided(model, inputs, called, output, [longest], pick, state, whole=whole)
+        except ValueError:
+            raise refusal from refusal.__cause__
+
+
+def _divided(
+    model: nn.Module,
+    inputs: Inputs,
+    called: Called,
+    output: Any,
+    trunks: Sequence[Trunk],
+    pick: Pick,
+    state: _Settings,
+    *,
+    whole: bool,
+) -> Flattened:
+    """The layers where these are the ``trunks``, from the modules that were called, and the output, for the sample."""
+    name = type(model).__name__
+    with _in_mode(False, model), shapes_only(model):
         calls = watch(model, inputs, trunks)
     with _in_mode(True, model), shapes_only(model), suppress(Exception):
         # If it fails, as a batch norm of one row, what it needs in training is seen when it trains.
@@ -119,17 +155,18 @@ def _parts(
     model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, ending: Ending | None
 ) -> Iterator[tuple[str, nn.Module]]:
     """A segment before, between and after the trunks, and the blocks of the trunks, in order, with their names."""
-    number, namespace = 0, Namespace()  # the number of the next block
+    counts, namespace = Counter[str](), Namespace()  # of the calls of each block before
     for s, trunk in enumerate([*trunks, []]):
-        net, picked = _net(model, trunks, calls, s, ending), None if trunk else pick
-        segment = Segment(net, calls, inputs, names=trunk, first=number, number=s, namespace=namespace, pick=picked)
+        net, picked, first = _net(model, trunks, calls, s, ending), None if trunk else pick, counts.total()
+        segment = Segment(net, calls, inputs, names=trunk, first=first, number=s, namespace=namespace, pick=picked)
         segment.ending = None if trunk else ending
         yield _title(s, len(trunks)), segment
         for place, name in enumerate(trunk):
-            module, last = model.get_submodule(name), name == trunk[-1]
+            module, number, last = model.get_submodule(name), first + place, place == len(trunk) - 1
             block = ModelBlock(module, name, calls, place=place, number=number, last=last, namespace=namespace)
-            yield name.replace(".", "_"), block
-            number += 1
+            counts[name] += 1
+            again = f"_call_{counts[name]}" if counts[name] > 1 else ""
+            yield name.replace(".", "_") + again, block
 
 
 def _title(segment: int, trunks: int) -> str:
@@ -139,9 +176,10 @@ def _title(segment: int, trunks: int) -> str:
 
 
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:
-    names, last = [name for trunk in trunks for name in trunk], len(trunks)
-    blocks = {model.get_submodule(name): (name, j) for j, name in enumerate(names)}
-    replaced = {block: StandIn(block, name, [calls.blocks[j]], j) for block, (name, j) in blocks.items()}
+    """The copy of the model for ``segment``."""
+    names, last = list(chain.from_iterable(trunks)), len(trunks)
+    blocks = call_numbers(model, trunks)
+    replaced = {block: StandIn(block, names[own[0]], calls.blocks, own) for block, own in blocks.items()}
     observed: dict[nn.Module, Callable[..., None]] = {}
     if segment == last and ending is not None:
         observed = {model.get_submodule(name): partial(saw, name) for name in ending.calls}
@@ -158,20 +196,24 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
 
 
 def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> None:
-    """Raise ValueError for what runs change and several layers have: it may be another micro-batch's."""
-    nets = [layer.net for layer in layers if isinstance(layer, Segment)]
-    held = Counter(buffer for net in nets for buffer in set(net.buffers()))
+    """Raise ValueError, with the model's ``name``, for what runs change and several layers have, or read of another.
+
+    It may be of any micro-batch, and have the graph of another stage.
+    """
+    nets = Counter(layer.net for layer in layers if isinstance(layer, Part))
+    again = {module for net, times in nets.items() if times > 1 for module in net.modules()}
+    held = Counter(buffer for net in nets.elements() for buffer in set(net.buffers()))
     for path, buffer in changed.buffers:
         if held[buffer] > 1:
             raise ValueError(
                 f"{name} cannot be divided: {path!r}, a buffer, changes in training, and is used by several parts of "
-                "the forward, before and after the blocks; let one module have it, and the others take what that "
+                "the forward; let one module, which is called once, have it, and the others take what that "
                 "returns"
             )
     asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
     divided = {twin.source for twin in followers(layers)}
     for path, module, attribute, is_own in changed.attributes:
-        if (module, attribute) in asked or (is_own and module in divided):
+        if (module, attribute) in asked or module in again or (is_own and module in divided):
             raise ValueError(
                 f"{name} cannot be divided: its forward sets {path!r} anew in each run, and several parts of it would "
                 "have one each, or read that of another part; keep it in a buffer, and change that in place, or let "

@@ -178,7 +178,7 @@ class ModelBlock(Part):
         self._number = number
         self._call = calls.blocks[number]
         self._last = last
-        self._gives = calls.skips(lambda source, _: source.name == path)
+        self._gives = calls.skips(lambda source, _: source.is_block and source.call == number)
         self.__dict__["stashable_names"] = frozenset(self._gives)
         Skippable.isolate(self, namespace)
 

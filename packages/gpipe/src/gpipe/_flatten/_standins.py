@@ -65,8 +65,22 @@ class Tape:
             found[name] = (*known, *(tuple(map(like, leaves)) for leaves, _ in calls[len(known) :]))
         return found
 
-    def block(self, name: str, j: int, call: Observed, given: Any) -> Any:
-        """Record a call of block number ``j``, and return placeholders for its result."""
+    def block(self, name: str, calls: Sequence[Observed], numbers: Sequence[int], given: Any) -> Any:
+        """Record a call of a block, and return placeholders for its result.
+
+        Args:
+            calls: those of all blocks with the sample.
+            numbers: which of these are its own.
+        """
+        turn = self._counts[name]
+        self._counts[name] += 1
+        if turn == len(numbers):
+            raise RuntimeError(
+                f"block {name!r} is called more often in this forward than with the sample, from which its layers were "
+                "made; make a new pipe with a sample that it treats alike"
+            )
+        j = numbers[turn]
+        call = calls[j]
         if j == self._first - 1:
             return call.result.value(self.done)
         leaves, tree = flattened(given)
@@ -78,7 +92,7 @@ class Tape:
                 raise Stop
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         outputs = [
-            self._given.get((name, 0, m), self._output(leaf, first, call)) for m, leaf in enumerate(call.outputs)
+            self._given.get((name, j, m), self._output(leaf, first, call)) for m, leaf in enumerate(call.outputs)
         ]
         if j >= self._first:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
@@ -106,7 +120,7 @@ class Tape:
         if j != turn:
             raise RuntimeError(
                 f"block {self._names[turn - self._first]!r} is left out in this forward, or called out of turn; a "
-                "flattened model calls each block once (is there a layerdrop? Set it to 0)"
+                "flattened model calls its blocks as with the sample (is there a layerdrop? Set it to 0)"
             )
 
     def _present(self) -> tuple[Any, ...]:
@@ -236,21 +250,21 @@ class StandIn(nn.Module):
     """Answers for another module, and returns tensors of the shapes that it returned.
 
     Args:
-        calls: of the module with the sample.
-        number: of a block, whose arguments are recorded.
+        calls: of the module with the sample; of a block, those of all blocks.
+        numbers: of a block, whose arguments are recorded: which of the calls are its own.
     """
 
-    def __init__(self, real: nn.Module, name: str, calls: Sequence[Observed], number: int | None = None) -> None:
+    def __init__(self, real: nn.Module, name: str, calls: Sequence[Observed], numbers: Sequence[int] = ()) -> None:
         super().__init__()
         self.real = Real(real)
-        self._name, self._calls, self._number = name, calls, number
+        self._name, self._calls, self._numbers = name, calls, numbers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tape = current_tape()
         assert tape is not None
-        if self._number is None:
+        if not self._numbers:
             return tape.early(self._name, self._calls)
-        return tape.block(self._name, self._number, self._calls[0], (args, kwargs))
+        return tape.block(self._name, self._calls, self._numbers, (args, kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.expect_settable(name)
@@ -265,8 +279,11 @@ class StandIn(nn.Module):
         return getattr(Likeness(self.real.module, self), name)
 
     def expect_settable(self, name: str) -> None:
-        """Raise RuntimeError if the forward sets an attribute of a block, which would not see it."""
-        if current_tape() is not None and self._number is not None:
+        """Raise RuntimeError if the forward sets an attribute of a block, which runs by itself, and would not see it.
+
+        Of another module it may: what runs that has the same forward.
+        """
+        if current_tape() is not None and self._numbers:
             raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
     @property

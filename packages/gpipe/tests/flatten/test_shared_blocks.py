@@ -1,0 +1,158 @@
+"""Blocks that are called several times, in any order, with anything computed between them."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+
+from .test_names import expect_listed
+
+WIDTH, ROWS = 4, 6
+Program = list[tuple[int, str]]
+"""The numbers of cells in the order in which they are called, and what is computed after each."""
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden).tanh()
+
+
+class Loop(nn.Module):
+    """Calls its cells as the program says."""
+
+    def __init__(self, program: Program, cells: list[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+        self.cells = nn.ModuleList(cells or [Cell() for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.embed = nn.Linear(2, WIDTH)
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for cell, after in self.program:
+            hidden = self.cells[cell](hidden)
+            if after == "skip":
+                hidden = hidden.relu() + first
+            elif after == "norm":
+                hidden = self.norm(hidden)
+        return self.head(hidden)
+
+
+def made(program: Program, cells: list[nn.Module] | None = None) -> Loop:
+    torch.manual_seed(0)
+    return Loop(program, cells).double()
+
+
+def batch(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 2, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+
+
+def expect_trained_alike(pipe: GPipe, model: nn.Module, plain: nn.Module, schedule: str = "1f1b") -> None:
+    """Outputs, names and values over three steps of AdamW."""
+    expect_listed(pipe, model)
+    own, other = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (pipe, plain))
+    for step in range(3):
+        x = batch(ROWS + step)
+        loss = pipe.step(x, loss_fn=lambda output: output.square().mean(), schedule=schedule)
+        expected = plain(x).square().mean()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for optimizer in (own, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+
+
+programs = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["", "skip", "norm"])), min_size=1, max_size=5)
+modes = st.sampled_from(["always", "except_last", "never"])
+schedules = st.sampled_from(["1f1b", "fill_drain", "zero_bubble"])
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(programs, modes, schedules, st.data())
+def test_each_call_is_a_layer_wherever_the_pipe_is_cut(
+    program: Program, mode: str, schedule: str, data: st.DataObject
+) -> None:
+    model = made(program)
+    plain = copy.deepcopy(model)
+    layers = flatten(model, batch(2), blocks=[f"cells.{cell}" for cell in sorted({cell for cell, _ in program})])
+    cut = data.draw(st.integers(1, len(layers) - 1))
+    balance = [cut, len(layers) - cut]
+    with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=3, checkpoint=mode)) as pipe:
+        expect_trained_alike(pipe, model, plain, schedule)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_shared", "names"),
+    [
+        ([(0, "")] * 3, False, ["cells_0", "cells_0_call_2", "cells_0_call_3"]),
+        ([(0, ""), (1, "")] * 2, False, ["cells_0", "cells_1", "cells_0_call_2", "cells_1_call_2"]),
+        ([(0, ""), (1, ""), (2, "")], True, ["cells_0", "cells_1", "cells_2"]),
+    ],
+    ids=["one cell", "two cells", "a list of one cell"],
+)
+def test_modules_that_are_called_several_times_are_found(program: Program, is_shared: bool, names: list[str]) -> None:
+    model = made(program, [Cell()] * 3 if is_shared else None)
+    plain = copy.deepcopy(model)
+    layers = flatten(model, batch(2))
+    assert [name for name, _ in layers.named_children()] == ["start", *names, "end"]
+    assert layers.state_dict().keys() <= {*plain.state_dict()}
+    with closing(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)) as pipe:
+        expect_trained_alike(pipe, model, plain)
+        fresh = {name: tensor + 1 for name, tensor in plain.state_dict().items()}
+        pipe.load_state_dict(fresh)
+        torch.testing.assert_close(dict(model.state_dict()), fresh)
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [(4, r"'cells\.0' is called more often in this forward"), (2, r"'cells\.0' is left out in this forward")],
+)
+def test_another_number_of_calls_than_with_the_sample_is_refused(calls: int, named: str) -> None:
+    model = made([(0, "")] * 3)
+    with closing(GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2)) as pipe:
+        model.program = model.program[:1] * calls
+        with pytest.raises(RuntimeError, match=named):
+            pipe(batch())
+
+
+class Counting(Cell):
+    """It knows how often it was called."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(hidden) * self.calls
+
+
+class Norming(Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(super().forward(hidden))
+
+
+@pytest.mark.parametrize(
+    ("cell", "named"),
+    [(Counting, r"sets 'cells\.0\.calls' anew"), (Norming, r"'cells\.0\.norm\.\w+', a buffer, changes")],
+)
+def test_what_one_call_leaves_for_the_next_is_refused(cell: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        flatten(made([(0, "")] * 3, [cell()]), batch(2))
