@@ -243,6 +243,10 @@ def _twice(model: Told, x: Tensor) -> Tensor:
     return model.head(model.through(model.embed(x), [*model.body.blocks, *model.body.blocks]))
 
 
+def _by_forward(model: Told, x: Tensor) -> Tensor:
+    return model.head.forward(model.through(model.embed(x), [block.forward for block in model.body.blocks]))
+
+
 def _gated(model: Told, x: Tensor) -> Tensor:
     """Computed at the start from what a module returned, and used at the end."""
     hidden = model.embed(x)
@@ -301,7 +305,7 @@ def _tied(model: Told, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _beside, _asked, _tied, _twice]
+    "told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _beside, _asked, _tied, _twice, _backwards]
 )
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable[..., Any], others: int):
@@ -346,9 +350,12 @@ def _cached(model: Told, x: Tensor) -> Tensor:
 each_refusal = pytest.mark.parametrize(
     ("told", "named"),
     [
-        (_between, r"an operation \(\w+\) uses what a block returns"),
+        (
+            _between,
+            r"'body.blocks.0' to 'body.blocks.2', .* in test_flatten.py:\d+, `.*\* 2` \(.*\(mul\) uses what a block",
+        ),
         (_module_between, r"an operation \(\w+\) uses what a block returns"),
-        (_backwards, "once each and in order"),
+        (_by_forward, r"Told has no blocks: it calls no element of a list"),
     ],
 )
 
@@ -366,7 +373,7 @@ def test_objects_between_layers_are_refused_by_name():
 
 @pytest.mark.parametrize(
     ("blocks", "named"),
-    [("nowhere", "no module of this name"), (["body.blocks", "others"], "'others' are not all called")],
+    [("nowhere", "no module of this name"), (["body.blocks", "others"], "'others', of which the model calls nothing")],
 )
 def test_blocks_that_cannot_be_are_refused_by_name(blocks: Any, named: str):
     with pytest.raises(ValueError, match=named):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
 
+from ..layers import gradients
 from .test_names import expect_listed
 
 WIDTH, ROWS = 4, 6
@@ -118,16 +119,31 @@ def test_modules_that_are_called_several_times_are_found(program: Program, is_sh
         torch.testing.assert_close(dict(model.state_dict()), fresh)
 
 
-@pytest.mark.parametrize(
-    ("calls", "named"),
-    [(4, r"'cells\.0' is called more often in this forward"), (2, r"'cells\.0' is left out in this forward")],
-)
-def test_another_number_of_calls_than_with_the_sample_is_refused(calls: int, named: str) -> None:
-    model = made([(0, "")] * 3)
-    with closing(GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2)) as pipe:
-        model.program = model.program[:1] * calls
-        with pytest.raises(RuntimeError, match=named):
-            pipe(batch())
+orders = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+
+@given(orders, orders, st.booleans())
+def test_blocks_are_called_as_with_the_sample_or_refused(order: list[int], other: list[int], is_named: bool) -> None:
+    model = made([(cell, "") for cell in order])
+    layers = flatten(model, batch(2), blocks=[f"cells.{cell}" for cell in {*order}] if is_named else None)
+    with closing(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)) as pipe:
+        model.program = [(cell, "") for cell in other]
+        if other == order:
+            torch.testing.assert_close(pipe(batch()), model(batch()))
+        else:
+            with pytest.raises(RuntimeError, match=r"is called more often|is left out|was not with the sample"):
+                pipe(batch())
+
+
+def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
+    found, made_once = [], made([(0, "")] * 3, [nn.Sequential(Cell(), nn.Dropout(0.5))])
+    for mode in ("never", "always"):
+        model = copy.deepcopy(made_once)
+        with closing(GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=mode)) as pipe:
+            torch.manual_seed(7)
+            pipe(batch()).square().sum().backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(found[0], found[1])
 
 
 class Counting(Cell):
@@ -138,6 +154,18 @@ class Counting(Cell):
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(hidden) * self.calls
+
+
+class Remembering(Cell):
+    """It adds what it returned in the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = {"before": torch.zeros(())}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.memory["before"] = super().forward(hidden) + self.memory["before"].mean()
+        return self.memory["before"]
 
 
 class Norming(Cell):
@@ -151,7 +179,11 @@ class Norming(Cell):
 
 @pytest.mark.parametrize(
     ("cell", "named"),
-    [(Counting, r"sets 'cells\.0\.calls' anew"), (Norming, r"'cells\.0\.norm\.\w+', a buffer, changes")],
+    [
+        (Counting, r"sets 'cells\.0\.calls' anew"),
+        (Remembering, r"sets \"cells\.0\.memory\['before'\]\" anew"),
+        (Norming, r"'cells\.0\.norm\.\w+', a buffer, changes"),
+    ],
 )
 def test_what_one_call_leaves_for_the_next_is_refused(cell: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ._inputs import Inputs
 from ._sources import Sources, tensors_of
 from ._tree import Tree, flattened
-from ._trunk import call_numbers
 
 
 class Like(NamedTuple):
@@ -150,10 +149,9 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         self._segment = 0
         self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
         self._model = model
-        names, numbers = list(chain.from_iterable(trunks)), call_numbers(model, trunks)
-        self._blocks = {module: names[own[0]] for module, own in numbers.items()}
-        self._turns = {module: iter(own) for module, own in numbers.items()}
-        self._last = [end - 1 for end in accumulate(map(len, trunks))]  # the numbers of the last blocks of trunks
+        names = list(chain.from_iterable(trunks))
+        self._blocks = {model.get_submodule(name): name for name in reversed(names)}
+        self._last = [end - 1 for end in accumulate(map(len, trunks))]  # the numbers of the last calls of trunks
         for tensor in (*model.parameters(), *model.buffers()):
             self.add(tensor, frozenset([id(tensor)]))
 
@@ -180,22 +178,21 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             return
         is_block = module in self._blocks
         calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
-        call = next(self._turns[module]) if is_block else len(calls)
-        source = Origin(name, call, 0, self._segment, is_block)
+        source = Origin(name, len(calls), 0, self._segment, is_block)
         calls.append(Observed.of((args, kwargs), output))
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
             self.add(leaf, frozenset([source._replace(place=place)]))
-        self._segment += is_block and call in self._last
+        self._segment += is_block and source.call in self._last
 
     def _use(self, value: Any) -> None:
         for source in self.of(value):
             if not isinstance(source, Origin):
                 self._note(source)
-            elif source.segment < self._segment and not (
-                source.is_block and source.call == self._last[self._segment - 1]  # which every segment gets
-            ):
-                self.calls.needs.setdefault(self._segment, set()).add(source)
+            elif source.segment < self._segment:
+                is_before = source.is_block and source.call == self._last[self._segment - 1]
+                if not is_before:  # what the block before returned comes to each segment as it is
+                    self.calls.needs.setdefault(self._segment, set()).add(source)
 
     def _note(self, key: int) -> None:
         self.calls.segments.setdefault(key, set()).add(self._segment)

@@ -7,27 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
-from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.random import fork_rng
 
 from microbatch import unwrap
 
 from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
-from ._cache import HOOKED, expect_followed, without_cache
+from ._cache import expect_followed, without_cache
 from ._calls import Called, Calls, observe, watch
+from ._changes import State, unchanged
 from ._ending import Ending, ending_of
 from ._inputs import Inputs
-from ._names import Flattened, Part
+from ._names import Flattened
 from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import followers, named_units, skeleton
 from ._standins import StandIn, saw
-from ._trunk import Trunk, call_numbers, find_trunks
+from ._trunk import Trunk, find_trunks
 from ._verify import add_own_loss, expect_equal
 
 
@@ -44,15 +42,14 @@ def flatten(
     is trained with the layers. These make no cache of keys and values, whatever its configuration says.
 
     Args:
-        model: any module whose layers are in lists and are called once each, in order, or are modules that are called
-            several times. Computations between two layers of a list must be done inside the layers, or ``blocks`` must
-            name these layers.
+        model: any module whose layers are elements of lists, or modules that are called several times. Computations
+            between two layers of a list must be done inside the layers, or ``blocks`` must name each layer.
         sample: an input of the model: a mapping for named arguments, a tuple for positional ones,
             :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. Later inputs of the pipe may
             have other numbers of rows and lengths. For a model on ``meta`` only shapes are computed and compared; the
             sample may be on ``meta`` too.
-        blocks: the names of the lists of layers, or of single layers, between which anything may be computed; found by
-            default.
+        blocks: the names of the lists of layers, or of single layers, between which anything may be computed. By
+            default they are found.
         pick: what the last layer returns of the model's output: the name of a field, or a function. By default the
             field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``, else
             the first field; a tensor or a tuple is returned as it is.
@@ -83,7 +80,7 @@ def flatten(
     if not has_data(model):
         inputs = with_values(inputs)
     expect_followed(model, inputs, model.modules())
-    with _unchanged(model) as state, without_cache(model):
+    with unchanged(model) as state, without_cache(model):
         layers = _flattened(model, inputs, blocks, picked, state, whole=pick is None)
     for twin in followers(layers):
         twin.follow()
@@ -91,7 +88,7 @@ def flatten(
 
 
 def _flattened(
-    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: _Settings, *, whole: bool
+    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: State, *, whole: bool
 ) -> Flattened:
     """The layers.
 
@@ -102,16 +99,17 @@ def _flattened(
     with _in_mode(False, model), shapes_only(model):
         called, output = observe(model, inputs)
     trunks = find_trunks(model, [module for module, _ in called], blocks)
+    divided = partial(_divided, model, inputs, called, output, pick, state, whole=whole)
     try:
-        return _divided(model, inputs, called, output, trunks, pick, state, whole=whole)
+        return divided(trunks)
     except ValueError as refusal:
         # A model may take more of one list than what its last block returns, as LLaVA of that which sees pictures.
-        names, longest = list(chain.from_iterable(trunks)), max(reversed(trunks), key=len)
-        if blocks is not None or longest == names or len({*names}) < len(names):
+        longest = max(reversed(trunks), key=len)
+        if blocks is not None or len(trunks) == 1 or 2 * len(longest) < sum(map(len, trunks)):
             raise
         state.restore()
         try:
-            return _divided(model, inputs, called, output, [longest], pick, state, whole=whole)
+            return divided([longest])
         except ValueError:
             raise refusal from refusal.__cause__
 
@@ -121,9 +119,9 @@ def _divided(
     inputs: Inputs,
     called: Called,
     output: Any,
-    trunks: Sequence[Trunk],
     pick: Pick,
-    state: _Settings,
+    state: State,
+    trunks: Sequence[Trunk],
     *,
     whole: bool,
 ) -> Flattened:
@@ -147,7 +145,7 @@ def _divided(
         expect_equal(name, expected, layers, inputs, shapes)
         if ending is not None:
             add_own_loss(name, output, layers, inputs, pick, shapes, whole=whole)
-    _expect_divisible(name, layers, changed)
+    changed.expect_of_one(name, layers)
     return layers.of(model)
 
 
@@ -178,7 +176,9 @@ def _title(segment: int, trunks: int) -> str:
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:
     """The copy of the model for ``segment``."""
     names, last = list(chain.from_iterable(trunks)), len(trunks)
-    blocks = call_numbers(model, trunks)
+    blocks: dict[nn.Module, list[int]] = {}  # the numbers of the calls of each
+    for j, name in enumerate(names):
+        blocks.setdefault(model.get_submodule(name), []).append(j)
     replaced = {block: StandIn(block, names[own[0]], calls.blocks, own) for block, own in blocks.items()}
     observed: dict[nn.Module, Callable[..., None]] = {}
     if segment == last and ending is not None:
@@ -193,89 +193,6 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
         elif unit in calls.modules and segment < last:
             observed[unit] = partial(saw, name)
     return skeleton(model, replaced, lambda tensor: segment in calls.segments.get(id(tensor), {last}), observed)
-
-
-def _expect_divisible(name: str, layers: nn.Sequential, changed: _Changed) -> None:
-    """Raise ValueError, with the model's ``name``, for what runs change and several layers have, or read of another.
-
-    It may be of any micro-batch, and have the graph of another stage.
-    """
-    nets = Counter(layer.net for layer in layers if isinstance(layer, Part))
-    again = {module for net, times in nets.items() if times > 1 for module in net.modules()}
-    held = Counter(buffer for net in nets.elements() for buffer in set(net.buffers()))
-    for path, buffer in changed.buffers:
-        if held[buffer] > 1:
-            raise ValueError(
-                f"{name} cannot be divided: {path!r}, a buffer, changes in training, and is used by several parts of "
-                "the forward; let one module, which is called once, have it, and the others take what that "
-                "returns"
-            )
-    asked = {each for module in layers.modules() if isinstance(module, StandIn) for each in module.real.asked}
-    divided = {twin.source for twin in followers(layers)}
-    for path, module, attribute, is_own in changed.attributes:
-        if (module, attribute) in asked or module in again or (is_own and module in divided):
-            raise ValueError(
-                f"{name} cannot be divided: its forward sets {path!r} anew in each run, and several parts of it would "
-                "have one each, or read that of another part; keep it in a buffer, and change that in place, or let "
-                "the module return it"
-            )
-
-
-class _Changed(NamedTuple):
-    """What runs of a model have changed: buffers in place, and attributes that were set."""
-
-    buffers: list[tuple[str, Tensor]]
-    attributes: list[tuple[str, nn.Module, str, bool]]
-
-
-class _Settings:
-    """The attributes and buffers of a model as they are now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._entries = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
-        self._values = [(name, each, each.clone()) for name, each in model.named_buffers() if not each.is_meta]
-
-    def changed(self) -> _Changed:
-        attributes = []
-        for path, module in self._model.named_modules():
-            if module not in self._entries:
-                raise ValueError(
-                    f"{type(self._model).__name__} cannot be divided: its forward makes the module {path!r} anew; make "
-                    "it when the model is built"
-                )
-            known, buffers = self._entries[module]
-            for name, value in {**vars(module), **module._buffers}.items():
-                then = buffers.get(name, known.get(name, _NEW))
-                is_number = isinstance(value, Number) and isinstance(then, Number)
-                if value is not then and not (is_number and value == then):
-                    attributes.append((f"{path}.{name}".lstrip("."), module, name, is_number or name in buffers))
-        return _Changed([(name, each) for name, each, then in self._values if not torch.equal(each, then)], attributes)
-
-    def restore(self) -> None:
-        for module, (attributes, buffers) in self._entries.items():
-            if HOOKED in vars(module):
-                attributes = {**attributes, HOOKED: True}
-            for entries, then in ((vars(module), attributes), (module._buffers, buffers)):
-                entries.clear()
-                entries.update(then)
-        for _, buffer, value in self._values:
-            if not torch.equal(buffer, value):  # batch norm changes its buffers without a count in _version
-                buffer.data.copy_(value)
-
-
-_NEW = object()
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[_Settings]:
-    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
-    state = _Settings(model)
-    try:
-        with fork_rng(devices=[]):
-            yield state
-    finally:
-        state.restore()
 
 
 @contextmanager

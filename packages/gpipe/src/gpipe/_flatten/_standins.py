@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Tape:
         self.fakes: dict[int, tuple[int, int]] = {}
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._context = self._present()
-        self._counts = Counter[str]()
+        self._counts = defaultdict[str, Iterator[int]](count)
         self._held: list[Any] = []
 
     def shapes(self) -> ShapesByName:
@@ -72,14 +73,7 @@ class Tape:
             calls: those of all blocks with the sample.
             numbers: which of these are its own.
         """
-        turn = self._counts[name]
-        self._counts[name] += 1
-        if turn == len(numbers):
-            raise RuntimeError(
-                f"block {name!r} is called more often in this forward than with the sample, from which its layers were "
-                "made; make a new pipe with a sample that it treats alike"
-            )
-        j = numbers[turn]
+        j = self._number(name, numbers)
         call = calls[j]
         if j == self._first - 1:
             return call.result.value(self.done)
@@ -100,6 +94,16 @@ class Tape:
             self._held.append(outputs)  # or their identities might be given out again
             self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
         return call.result.value(outputs)
+
+    def _number(self, name: str, numbers: Sequence[int]) -> int:
+        """The number, among the calls of all blocks, of the next call of one to which these ``numbers`` belong."""
+        turn = next(self._counts[name])
+        if turn >= len(numbers):
+            raise RuntimeError(
+                f"block {name!r} is called more often in this forward than with the sample, from which its layers were "
+                "made; make a new pipe with a sample that it treats alike"
+            )
+        return numbers[turn]
 
     def _output(self, leaf: Any, first: Tensor | None, call: Observed) -> Any:
         """A tensor that takes no memory for an output of a block: like its first argument if it was in the sample."""
@@ -138,8 +142,12 @@ class Tape:
 
     def early(self, name: str, calls: Sequence[Observed]) -> Any:
         """What a module of another segment returns: what is given, or placeholders, which a forward may write to."""
-        number = self._counts[name]
-        self._counts[name] += 1
+        if not calls:
+            raise RuntimeError(
+                f"{name!r} is called in this forward, and was not with the sample, from which the layers were made; "
+                "make a new pipe with a sample that it treats alike"
+            )
+        number = next(self._counts[name])
         call = calls[min(number, len(calls) - 1)]
         known = self._shapes.get(name, ())
         leaves = known[number] if number < len(known) else call.outputs

@@ -10,44 +10,35 @@ from torch import nn
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 Trunk = list[str]
-"""The names of blocks, one for each call, in the order in which they are called one after the other."""
+"""The names of blocks that are called one after the other, one for each call."""
 
 
 def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None) -> list[Trunk]:
-    """The trunks of ``model`` in the order in which they are called; ValueError if there is none.
+    """The trunks of ``model`` in the order in which they are called.
 
     Args:
         called: the modules that the model calls, in order, each as often as it is called.
-        blocks: the names of the lists to take, or of single modules. None takes the outermost lists whose elements are
-            of one class, which must be called once each and in order; where there are none of one class, lists of any
-            or modules that are called several times, whichever do most of the work.
+        blocks: the names of the lists to take, or of single modules; None takes what :func:`_found` finds.
 
     Raises:
-        ValueError: there is no such list, or some of its elements are not called.
+        ValueError: there are no blocks, or none of a list is called.
     """
-    lists = [blocks] if isinstance(blocks, str) else list(blocks or [])
-    candidates = [_elements(model, name) for name in lists]
-    for name, trunk in zip(lists, candidates, strict=True):
-        if not trunk or not {model.get_submodule(each) for each in trunk} <= {*called}:
-            raise ValueError(f"the elements of {name!r} are not all called; leave it out of blocks")
-    found = _calls(model, called, candidates or _found(model, called))
+    named = [blocks] if isinstance(blocks, str) else list(blocks or [])
+    candidates = [_elements(model, name) for name in named]
+    for name, candidate in zip(named, candidates, strict=True):
+        if {*called}.isdisjoint(map(model.get_submodule, candidate)):
+            raise ValueError(f"blocks names {name!r}, of which the model calls nothing; leave it out of blocks")
+    found = _runs(model, called, candidates or _found(model, called))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks that are called once each and in order; name the ModuleList "
-            "or Sequential that holds them, or the modules themselves, GPipe(model, sample=sample, blocks=...), or "
-            "write the model as an nn.Sequential"
+            f"{type(model).__name__} has no blocks: it calls no element of a list of alike modules, and no module "
+            "several times (what is called by layer.forward(x) in place of layer(x) is not seen); name its blocks, or "
+            "the ModuleLists or Sequentials that hold them, GPipe(model, sample=sample, blocks=[...]), or write the "
+            "model as an nn.Sequential"
         )
     # Each call of a module that is named by itself is a trunk: anything may be computed between two.
-    parts = [[[name] for name in trunk] if trunk[0] in lists else [trunk] for trunk in found]
+    parts = [[[name] for name in trunk] if trunk[0] in named else [trunk] for trunk in found]
     return list(chain.from_iterable(parts))
-
-
-def call_numbers(model: nn.Module, trunks: Sequence[Trunk]) -> dict[nn.Module, list[int]]:
-    """The calls of each block, by their numbers among those of all blocks."""
-    found: dict[nn.Module, list[int]] = {}
-    for j, name in enumerate(chain.from_iterable(trunks)):
-        found.setdefault(model.get_submodule(name), []).append(j)
-    return found
 
 
 def _elements(model: nn.Module, name: str) -> Trunk:
@@ -62,59 +53,33 @@ def _elements(model: nn.Module, name: str) -> Trunk:
 
 
 def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
-    """The blocks of a model for which none are named, each list or module by itself."""
-    again = _called_again(model, called)
-    if any(True for _ in _outermost(model, _alike)):
-        return _called_once(model, called, _alike) or again
-    ways = (_called_once(model, called, _in_sequence), _called_once(model, called, _unlike), again)
-    return max(ways, key=lambda trunks: sum(_work(model.get_submodule(name), called) for name in chain(*trunks)))
+    """The blocks of a model for which none are named, each list or module by itself.
 
-
-def _work(module: nn.Module, called: Sequence[nn.Module]) -> int:
-    """A measure for what the calls of a module cost: most operations multiply with parameters."""
-    return called.count(module) * sum(parameter.numel() for parameter in module.parameters())
-
-
-def _called_once(model: nn.Module, called: Sequence[nn.Module], fits: Callable[[nn.Module], bool]) -> list[Trunk]:
-    """The outermost lists that fit and whose elements are called once each and in order."""
-    candidates = [_elements(model, name) for name in _outermost(model, fits)]
-    # Of a list under two names, the first one.
-    names = {model.get_submodule(name): name for trunk in reversed(candidates) for name in trunk}
-    order = [names[module] for module in called if module in names]
-    return [trunk for trunk in candidates if _in_a_row(trunk, order)]
-
-
-def _called_again(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
-    """The modules that are called several times, as in loops over one cell; those of a list together."""
-
-    def place(name: str) -> str:
-        parent = name.rpartition(".")[0]
-        return parent if isinstance(model.get_submodule(parent), _LISTS) else name
-
+    These are the outermost lists whose elements are of one class, if possible those whose elements are called once each
+    and in order. Without such lists, others or modules that are called several times, whichever do most of the work.
+    """
+    alike = _lists(model, _alike)
+    if alike:
+        return _in_order(model, called, alike) or alike
     counts = Counter(called)
-    names = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
-    return [list(together) for _, together in groupby(names, key=place)]
+    again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
+    ways = [_in_order(model, called, _lists(model, fits)) for fits in (_in_sequence, _unlike)]
+    ways.append([[name] for name in again])
+
+    def work(trunks: Sequence[Trunk]) -> int:  # most operations multiply with parameters
+        modules = map(model.get_submodule, chain.from_iterable(trunks))
+        return sum(counts[module] * sum(each.numel() for each in module.parameters()) for module in modules)
+
+    return max(ways, key=work)
 
 
-def _calls(model: nn.Module, called: Sequence[nn.Module], candidates: Sequence[Trunk]) -> list[Trunk]:
-    """The calls of the modules in ``candidates``: a trunk for those that follow each other and are of one candidate."""
-    names: dict[nn.Module, list[str]] = {}
-    places: dict[nn.Module, int] = {}
-    for k, candidate in enumerate(candidates):
-        for name in candidate:
-            module = model.get_submodule(name)
-            names.setdefault(module, []).append(name)
-            places.setdefault(module, k)
-    turns = {module: cycle(several) for module, several in names.items()}  # the same layer may fill a list
-    runs = groupby((module for module in called if module in places), key=places.__getitem__)
-    return [[next(turns[module]) for module in run] for _, run in runs]
+def _lists(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[Trunk]:
+    return [_elements(model, name) for name in _outermost(model, fits)]
 
 
 def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[str]:
     """The names of modules that fit, and are not inside another one that does."""
-    for name, child in model._modules.items():
-        if child is None:
-            continue
+    for name, child in model.named_children():
         if fits(child):
             yield prefix + name
         else:
@@ -140,8 +105,30 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
+def _in_order(model: nn.Module, called: Sequence[nn.Module], candidates: Sequence[Trunk]) -> list[Trunk]:
+    """Those of the ``candidates`` whose modules are called once each, in order, and none of the others between."""
+    # Of a list under two names, the first one.
+    names = {model.get_submodule(name): name for trunk in reversed(candidates) for name in trunk}
+    order = [names[module] for module in called if module in names]
+    return [trunk for trunk in candidates if _in_a_row(trunk, order)]
+
+
 def _in_a_row(trunk: Trunk, order: Sequence[str]) -> bool:
     if not trunk or trunk[0] not in order:
         return False
     first = order.index(trunk[0])
     return list(order[first : first + len(trunk)]) == trunk and all(order.count(name) == 1 for name in trunk)
+
+
+def _runs(model: nn.Module, called: Sequence[nn.Module], candidates: Sequence[Trunk]) -> list[Trunk]:
+    """The calls of the modules in ``candidates``: a trunk for those that follow each other and are of one candidate."""
+    names: dict[nn.Module, list[str]] = {}
+    places: dict[nn.Module, int] = {}
+    for k, candidate in enumerate(candidates):
+        for name in candidate:
+            module = model.get_submodule(name)
+            names.setdefault(module, []).append(name)
+            places.setdefault(module, k)
+    turns = {module: cycle(several) for module, several in names.items()}  # the same layer may fill a list
+    runs = groupby((module for module in called if module in places), key=places.__getitem__)
+    return [[next(turns[module]) for module in run] for _, run in runs]
