@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-# Small work is done sooner on one thread, above all where several processes want the cores. Before torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Small work is done sooner on one thread, above all where several processes want the cores, and the share of a caller
+# changes no order of sums. Before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # One truth: whoever runs the tests, on whatever machine, runs the same examples. `nox -s search` draws others.
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}

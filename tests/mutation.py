@@ -267,6 +267,7 @@ def _told(mutant: Mutant, found: bool) -> bool:
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # as in conftest.py
     sys.dont_write_bytecode = True  # two faults of one second would look like the same file
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401

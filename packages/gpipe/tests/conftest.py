@@ -7,21 +7,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from .worlds import of_each_size
 
 CASES = 1
 """How many cases of a test over several processes run where time is short."""
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Small work is done sooner so, and the caller's share of the threads changes no order of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -398,4 +397,3 @@ TestAnyOrder.settings = settings(
     stateful_step_count=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-TestAnyOrder = pytest.mark.usefixtures("one_thread")(TestAnyOrder)

@@ -18,8 +18,6 @@ from gpipe.schedule import Schedule
 
 from .layers import MODES, Layer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 3), nn.BatchNorm3d: (2, 1, 2)}
 
 

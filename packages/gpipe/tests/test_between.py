@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .layers import DOUBLE, MODES, Call, running
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
 """Without a schedule: forward and backward of the whole mini-batch."""

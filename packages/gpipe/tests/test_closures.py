@@ -20,8 +20,6 @@ from gpipe import GPipe
 from .layers import DOUBLE, MODES, Call, Layer, Overwrites, linears, piped, rows, running
 from .schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 each_way = pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
 

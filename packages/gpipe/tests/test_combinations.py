@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
@@ -25,8 +24,6 @@ from gpipe.schedule import SCHEDULES, v_placement
 from .layers import DOUBLE, MODES, running
 from .odd_layers import HEARD, NAMES, OUTSIDE, WIDTH, Odd, draws, make
 from .schedules import LOOPED, V_SHAPED
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 REFUSALS = (RuntimeError, ValueError, TypeError)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 
 from .layers import DOUBLE, MODES, Blocks, Call, Layer, Overwrites, assert_same, piped, rows, running
 from .schedules import ALONE
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shifted(s: Layer, x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,8 +24,6 @@ from microbatch import Batch, gather
 
 from .layers import MODES, running
 from .models import PARTS, Recipe, recipes
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 OVERWRITING = ("linear", *(name for name in STEADY if PARTS[name].in_place or PARTS[name].output != "free"))

@@ -14,8 +14,6 @@ from gpipe import GPipe
 
 from .layers import OnBackward, assert_same, assert_trains_like, each_mode, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def both(mode: str = "except_last", chunks: int = 3) -> list[Any]:
     """A model, and a pipe of a copy of it."""

@@ -23,8 +23,6 @@ from microbatch import flatten
 
 from .layers import MODES, Call, assert_same, assert_trains_like, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @dataclass
 class Bare:

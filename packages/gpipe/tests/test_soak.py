@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 MODES = ("never", "except_last", "always")
 
 

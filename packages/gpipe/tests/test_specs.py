@@ -19,8 +19,6 @@ from microbatch import Arguments, Mean, Replicate, Split, Sum
 
 from .layers import DOUBLE, MODES, Call, assert_same, each_mode, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")
 
 each_way = pytest.mark.parametrize("way", [contextlib.nullcontext, inline], ids=["threaded", "inline"])

@@ -20,8 +20,6 @@ from gpipe.checkpoint._random import CellRNG, RunRNG, interception
 
 from ..layers import Call
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli": torch.bernoulli,
     "bernoulli_ of a tensor": lambda p: torch.empty_like(p).bernoulli_(p),

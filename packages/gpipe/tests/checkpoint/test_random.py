@@ -21,8 +21,6 @@ from ..models import Recipe, recipes
 from ..module.test_step import SLOW, Way, lived, ways
 from ..test_models import assert_close
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def checkpointed(use_reentrant: bool, p: float = 0.0) -> nn.Module:
     """Has a checkpoint of its own inside."""

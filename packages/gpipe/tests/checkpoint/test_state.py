@@ -16,8 +16,6 @@ from gpipe import GPipe, is_recomputing
 
 from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
 """Without a schedule: forward and backward of the whole mini-batch."""
 

@@ -17,8 +17,6 @@ from gpipe import GPipe
 
 from ..layers import Call, OnBackward, assert_same, each_mode, each_way, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def perceptron() -> nn.Sequential:
     torch.manual_seed(0)

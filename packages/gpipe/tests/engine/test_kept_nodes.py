@@ -19,7 +19,6 @@ from ..layers import MODES, Call, assert_same, each_mode, linears, piped, rows, 
 from ..schedules import ALONE
 
 NAMES = sorted(name for name, _ in linears().named_parameters())
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor | None]]) -> list[Any]:

@@ -17,8 +17,6 @@ import gpipe
 
 from ..layers import DOUBLE, MODES, Layer, assert_same, piped, rows, running
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
 

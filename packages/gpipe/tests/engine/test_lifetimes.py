@@ -16,7 +16,7 @@ from gpipe.skip import Namespace
 
 from ..layers import Call, Pop, Stash, each_mode, each_way, linears, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "frees_at_once")
+pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
 
 Block = Callable[[], AbstractContextManager[Any]]
 

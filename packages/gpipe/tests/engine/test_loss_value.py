@@ -21,7 +21,6 @@ from gpipe import GPipe
 from ..layers import DOUBLE, Call, linears, piped, rows
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 

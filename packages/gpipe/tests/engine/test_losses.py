@@ -20,8 +20,6 @@ from gpipe import GPipe
 from ..layers import DOUBLE, MODES, linears, piped, rows
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def total(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target, reduction="sum")

@@ -19,8 +19,6 @@ from profiler import AllocationTracker
 from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows, running
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLASSES, PAD = 3, -100
 
 each_schedule = pytest.mark.parametrize("schedule", ALONE)

@@ -17,8 +17,6 @@ import gpipe
 from ..layers import MODES, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 

@@ -18,8 +18,6 @@ from ..layers import Call, assert_same, linears, piped, rows, running
 from ..models import Failing
 from ..schedules import V_SHAPED
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "cpu": lambda: RuntimeError(

@@ -20,8 +20,6 @@ from streams import CPUStream
 
 from ..layers import Call, Pop, Stash, assert_same, each_way, linears, numbered, rows, within
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Way = Callable[[], AbstractContextManager[Any]]
 
 

@@ -21,8 +21,6 @@ from gpipe.engine._split_backward import backward_inputs
 from ..layers import DOUBLE, MODES, Layer, assert_same, gradients, linears, piped, rows
 from ..models import PARTS, WIDTH, OnMain
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Square(torch.autograd.Function):
     """Of input and weight, both in one backward."""

@@ -16,8 +16,6 @@ import gpipe
 from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLACES = ("given", "own", "linear", "by parameter")
 
 Heard = list[tuple[int, Tensor]]

@@ -25,8 +25,6 @@ from ..schedules import V_SHAPED
 from ..test_models import assert_close
 from .test_step import SLOW, Way, lived, ways
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 
 

@@ -22,8 +22,6 @@ from gpipe import Arguments, GPipe
 from ..layers import DOUBLE, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Several(nn.Module):
     """Takes arguments by name."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ..layers import Call, each_mode, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @each_mode
 def test_optimizer_in_the_backward(mode: str):

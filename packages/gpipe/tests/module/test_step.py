@@ -27,8 +27,6 @@ from ..schedules import ALONE, CHOICES, V_SHAPED, some_schedule
 from ..test_models import Oracle, assert_close, pipe_of
 from ..test_models import step as optimize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
 

@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from gpipe.schedule import SCHEDULES
 from microbatch import Replicate, Split
 
 from ..layers import assert_same, linears, piped, rows
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = (
     "input", "target", "loss_fn", "metrics", "reduction", "normalizer", "schedule", "first layer", "output", "chunks"

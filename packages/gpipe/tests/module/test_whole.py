@@ -21,8 +21,6 @@ from microbatch import Replicate
 
 from ..layers import linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Color(enum.Enum):
     RED = "red"

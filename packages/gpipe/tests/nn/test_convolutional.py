@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe, flatten
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def norm(channels: int) -> nn.Module:
     """Not batch norm, whose statistics are those of micro-batches."""

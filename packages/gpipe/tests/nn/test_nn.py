@@ -21,8 +21,6 @@ from ..layers import Layer, gradients, running
 
 WIDTH, ROWS = 3, 6
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def weighed() -> nn.Module:
     """A join with a parameter."""

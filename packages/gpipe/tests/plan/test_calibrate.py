@@ -17,8 +17,6 @@ from gpipe._plan._search import search
 
 from ..plans import few, measurements, space_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Callable[[Candidate], list[float]]:
     """Every way takes what its costs say, more or less a share that it alone has."""

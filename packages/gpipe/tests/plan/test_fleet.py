@@ -25,8 +25,6 @@ from gpipe.simulate import Link
 
 from ..plans import everything, few, measurements
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 counts = st.integers(1, 12)
 WIDTH, ROWS = 2**13, 64
 

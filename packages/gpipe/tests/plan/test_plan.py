@@ -20,8 +20,6 @@ from ..flatten.test_answers import Model
 from ..layers import assert_same, linears, rows
 from ..plans import ROWS, model_of, profile_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPUS = ["cpu", "cpu"]
 KNOWN = profile_of([(1e-3, 40, 400, 10), (2e-3, 40, 400, 10), (1e-3, 10, 100, 10), (4e-3, 40, 400, 10)])
 

@@ -28,8 +28,6 @@ from profiler import profile
 from ..models import CHANNELS, PARTS, Fresh, Residual
 from ..models import WIDTH as PART_WIDTH
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CHUNKS, ONE_EACH = 6, (0, 1)
 MODES = [["never", "never"], ["always", "always"], ["always", "never"], ["except_last", "except_last"]]
 WIDTH, ROWS = 48, 64

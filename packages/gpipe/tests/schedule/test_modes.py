@@ -17,8 +17,6 @@ from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forwar
 
 from ..layers import MODES, Call, linears, piped
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 modes = st.sampled_from(MODES)
 
 

@@ -22,8 +22,6 @@ from gpipe.skip._store import current_store
 
 from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MODES = ("never", "except_last", "always")
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ from gpipe import Event, Plan, Report, Timeline, plan
 from gpipe._check._findings import CODES, Finding
 
 from ..plans import ROWS, model_of, profile_of
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 MARKUP = ["</b><script>alert(1)</script>", "a & b", "<img src=x onerror=alert(1)>", "\ud800", '"', "{{title}}"]
 texts = st.sampled_from(MARKUP) | st.text(max_size=20)

@@ -27,8 +27,6 @@ from gpipe.values._leaves import Activation
 from ..layers import MODES, Call, assert_same, each_way, linears, piped, rows, within
 from ..schedules import fitting
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Block = Callable[[], AbstractContextManager[Any]]
 
 

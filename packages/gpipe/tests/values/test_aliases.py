@@ -22,8 +22,6 @@ from gpipe.skip import Namespace, pop, skippable, stash
 
 from ..layers import DOUBLE, MODES, Call, Layer, assert_same, each_mode, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
 WIDTH = 4
 

@@ -13,8 +13,6 @@ from torch.utils import _pytree
 
 from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, linears, piped, rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Pair(NamedTuple):
     left: Tensor
