@@ -8,7 +8,15 @@ from pathlib import Path
 
 
 def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
-    """Write the format that belongs to the ending of ``path``; ValueError if ``forms`` has none."""
+    """Write a report to a file.
+
+    Args:
+        path: the file; what it held before is replaced.
+        forms: by the ending of a name, such as ``.json``, a function that returns the report in that format.
+
+    Raises:
+        ValueError: ``forms`` has no format for the ending of ``path``.
+    """
     file = Path(fspath(path))
     if file.suffix not in forms:
         *others, last = forms

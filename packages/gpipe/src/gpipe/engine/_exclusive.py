@@ -97,15 +97,3 @@ _claimed: dict[Section, Sequence[Tensor]] = {}
 def involved() -> Sections:
     """The sections that cannot be left before this thread goes on."""
     return current.serves + current.holds
-
-
-@contextmanager
-def serving(sections: Sections) -> Iterator[None]:
-    """A context in which this thread works for runs that are in ``sections`` and wait for it."""
-    # While this thread works it holds nothing: to enter what it held would be to wait for itself, and is refused.
-    before = current.serves, current.holds
-    current.serves, current.holds = sections, ()
-    try:
-        yield
-    finally:
-        current.serves, current.holds = before

@@ -7,8 +7,9 @@ micro-batches.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor, nn
 
@@ -16,6 +17,9 @@ from .._current import current
 
 if TYPE_CHECKING:
     from ._stage import Stage
+
+_KEY: Final = -1
+"""The key of a guard among the hooks of a tensor: those of others are numbered from 0."""
 
 
 class Guard:
@@ -40,7 +44,11 @@ class Guard:
         """Guard the ``tensors``, at which a cell begins. Call this after the forward: layers may see hooks."""
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(self)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf and tensor._backward_hooks is None:
+                    # As register_hook does, without a handle to remove it, which takes as long as a small layer.
+                    tensor._backward_hooks = OrderedDict([(_KEY, self)])
+                else:
+                    tensor.register_hook(self)  # type: ignore[no-untyped-call]
 
 
 def watch_attributes(stage: Stage) -> None:

@@ -23,7 +23,7 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._deferred_gradients import DeferredGradients, kept, summed
-from ._exclusive import involved, serving
+from ._exclusive import Sections, involved
 from ._failures import Failures
 from ._left_behind import watch_attributes
 from ._losses import Losses
@@ -201,23 +201,29 @@ class Run:
             self.rng.settle()
 
     def _run_all(self, walk: Walk, context: Context | None) -> None:
+        sections = involved()
         if self._workers is None:  # this thread, which has its settings
-            with serving(involved()):
-                self._do(walk[self._pipeline.processes.me or 0], nullcontext())
+            self._do(walk[self._pipeline.processes.me or 0], nullcontext(), sections)
         else:
             context = context or Context.capture()
-            works = [partial(self._do, steps, context.applied()) for steps in walk]
+            works = [partial(self._do, steps, context.applied(), sections) for steps in walk]
             placement = self.size[-1]
             streams = [self._stream_of[placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
-    def _do(self, steps: Sequence[Step], context: AbstractContextManager[None]) -> None:
-        """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
+    def _do(self, steps: Sequence[Step], context: AbstractContextManager[None], sections: Sections) -> None:
+        """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere.
+
+        ``sections`` are those that cannot be left before.
+        """
         failures, stages = self.failures, self._stages
         do = self._action_wrapper()
         step = steps[0]
-        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread.
-        own = setting(step=step, microbatch=None, statistics=None, rng=None, graph_task=backward_id())
+        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread. Meanwhile
+        # this thread holds nothing: to enter what it held would be to wait for itself, and is refused.
+        own = setting(
+            step=step, microbatch=None, statistics=None, rng=None, graph_task=backward_id(), serves=sections, holds=()
+        )
         try:
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
             with own, context, torch.autograd.set_multithreading_enabled(False), interception.on():

@@ -24,7 +24,7 @@ from streams import (
 )
 
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
-from ._exclusive import Section, Sections, involved, serving
+from ._exclusive import Section
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -78,9 +78,8 @@ class Workers:
             self._share_processor(in_queues, out_queues)
             if self._pauses:
                 pause_helpers()  # else they spin on the cores that the workers need
-            sections = involved()
             for queue, (stream, compute) in zip(in_queues, works, strict=True):
-                queue.put(_Work(stream, compute, stop, sections))
+                queue.put(_Work(stream, compute, stop))
             # All answers are taken, also after a failure: one that is left would be taken for that of the next run.
             return [_result(queue.get()) for queue in out_queues]
         except BaseException:
@@ -123,19 +122,17 @@ class Workers:
 class _Work(Task[Result]):
     """A work as a worker does it. It refers to nothing of the run when the worker answers."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_stop",)
 
-    def __init__(
-        self, stream: AbstractStream, compute: Callable[[], Result], stop: Callable[[], None], sections: Sections
-    ) -> None:
+    def __init__(self, stream: AbstractStream, compute: Callable[[], Result], stop: Callable[[], None]) -> None:
         super().__init__(stream, compute=compute)
-        self._run = compute, stop, sections
+        self._stop = stop
 
     def compute(self) -> Result:
-        compute, stop, sections = self._run
-        del self._run, self._compute
+        compute, stop = self._compute, self._stop
+        del self._compute, self._stop
         try:
-            with use_stream(self.stream), serving(sections):
+            with use_stream(self.stream):
                 return compute()
         except BaseException:
             stop()  # the other workers may be waiting for this one
