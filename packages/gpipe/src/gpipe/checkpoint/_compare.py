@@ -40,7 +40,7 @@ class Sample:
         """Raise RuntimeError if ``outputs``, those of the recomputation, differ."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
-            raise _different(f"{', '.join(self._kinds)}; now {', '.join(kinds)}")
+            raise _different(f"{_described(self._kinds)}; now {_described(kinds)}")
         for k, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
             now = _picked(tensor, self._whole)
             if before is not None and now is not None and not _close(before, now):
@@ -55,9 +55,22 @@ def _different(what: str) -> RuntimeError:
     )
 
 
-def _kind(tensor: Tensor) -> str:
-    with_grad = "with" if tensor.requires_grad else "without"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {with_grad} grad"
+_Kind = tuple[torch.dtype, torch.Size, bool]
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, tensor.shape, tensor.requires_grad
+
+
+def _described(kinds: Sequence[_Kind]) -> str:
+    """
+    >>> _described([(torch.float32, torch.Size([2, 3]), False)])
+    'float32[2, 3] without grad'
+    """
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')}{[*shape]} {'with' if requires_grad else 'without'} grad"
+        for dtype, shape, requires_grad in kinds
+    )
 
 
 def _picked(tensor: Tensor, whole: bool) -> Tensor | None:

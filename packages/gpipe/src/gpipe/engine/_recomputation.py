@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -38,15 +39,22 @@ class RecomputationFacts:
 
 
 class Recomputation:
-    """What all recomputed forwards of some layers share in a run."""
+    """What all recomputed forwards of some layers share in a run.
 
-    def __init__(self, module: nn.Module, facts: RecomputationFacts, context: Context) -> None:
+    Args:
+        context: the settings of the caller of the forward; None if the recomputation has them already.
+    """
+
+    def __init__(self, module: nn.Module, facts: RecomputationFacts, context: Context | None) -> None:
         self._module = module
         self._facts = facts
-        self.context = context
+        self._context = context
         self._state: State | None = None
         self._compares_all = checks_all()
         self._compares = not facts.compared
+
+    def applied_context(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else self._context.applied()
 
     def look(self) -> Snapshot:
         # Layers may add attributes and buffers in a forward. Then their places are looked up again.
@@ -122,7 +130,7 @@ class Repeatable:
                 "checkpoint='never', also if the forward of a later micro-batch changes it"
             )
         with (
-            self._shared.context.applied(),  # autocast also decides how far values may differ
+            self._shared.applied_context(),  # autocast also decides how far values may differ
             # A block is computed again inside of a backward, where layers must not draw; here they may.
             setting(recomputing=True, rng=self._random, graph_task=backward_id()),
             self._snapshot.restored(),

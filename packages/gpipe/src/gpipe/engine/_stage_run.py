@@ -96,7 +96,9 @@ class StageRun:
         self._checkpoint_stop = stop = run.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
-        self._recomputation = Recomputation(stage.module, stage.recomputation, run.context) if stop else None
+        # A step takes all its actions under one context, and a backward of the caller's has another.
+        context = run.context if run.loss is None else None
+        self._recomputation = Recomputation(stage.module, stage.recomputation, context) if stop else None
         # Nothing is checkpointed in evaluation.
         has_blocks = stage.blocks and run.keeps and stage.module.training
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
