@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._current import current
 
@@ -54,7 +55,7 @@ class Guard:
 def watch_attributes(stage: Stage) -> None:
     """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
     for name, module in stage.module.named_modules():
-        for attribute, tensor in _with_graph(module):
+        for attribute, tensor in _with_graph(vars(module).items()):
             Guard(stage, f"{name}.{attribute}").watch([tensor])
 
 
@@ -66,8 +67,19 @@ def expect_unguarded(leaf: Tensor) -> None:
             hook()
 
 
-def _with_graph(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in vars(module).items():
+def expect_no_variables(before: Context) -> None:
+    """Raise RuntimeError if layers have set a context variable of this thread to a tensor with its graph."""
+    # The loss, the other stages and the caller read another value, and there is no guard where nobody looks.
+    changed = ((each.name, value) for each, value in copy_context().items() if before.get(each) is not value)
+    for name, _ in _with_graph(changed):
+        raise RuntimeError(
+            f"a layer has left a tensor with its graph in the context variable '{name}', which only its own thread "
+            "sees. Return it from the layer, and through all later layers, leave its detach(), or reset the variable"
+        )
+
+
+def _with_graph(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in items:
         # Layers append: the last entry is of this run, and a look at one costs the same for a list of any length.
         if isinstance(value, list | tuple | dict) and value:
             value = value[next(reversed(value))] if isinstance(value, dict) else value[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from ._autograd_calls import accumulate_whole
 from ._deferred_gradients import DeferredGradients, kept, summed
 from ._exclusive import Sections, involved
 from ._failures import Failures
-from ._left_behind import watch_attributes
+from ._left_behind import expect_no_variables, watch_attributes
 from ._losses import Losses
 from ._parameters import modules_below, parameters_of
 from ._scale import Scale
@@ -227,6 +228,7 @@ class Run:
         try:
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
             with own, context, torch.autograd.set_multithreading_enabled(False), interception.on():
+                variables = copy_context()
                 for step in steps:
                     j, action = current.step = step
                     current.microbatch = action.microbatch
@@ -236,6 +238,8 @@ class Run:
                         getattr(stages[j], action.kind)(action.microbatch)
                     else:
                         do(stages[j], action)
+                if self._workers is not None:
+                    expect_no_variables(variables)
         except Cancelled:  # by a failure elsewhere, which is recorded already
             return
         except BaseException as error:
