@@ -355,7 +355,7 @@ each_refusal = pytest.mark.parametrize(
             r"'body.blocks.0' to 'body.blocks.2', .* in test_flatten.py:\d+, `.*\* 2` \(.*\(mul\) uses what a block",
         ),
         (_module_between, r"an operation \(\w+\) uses what a block returns"),
-        (_by_forward, r"Told has no blocks: it calls no element of a list"),
+        (_by_forward, r"Told cannot be divided: it calls no element of 'body\.blocks' \(layer\.forward\(x\)"),
     ],
 )
 

@@ -30,11 +30,13 @@ def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Seq
             raise ValueError(f"blocks names {name!r}, of which the model calls nothing; leave it out of blocks")
     found = _runs(model, called, candidates or _found(model, called))
     if not found:
+        unseen = next(_outermost(model, _alike), None)
+        because = f"it calls no element of {unseen!r} (layer.forward(x) in place of layer(x) is not seen)"
         raise ValueError(
-            f"{type(model).__name__} has no blocks: it calls no element of a list of alike modules, and no module "
-            "several times (what is called by layer.forward(x) in place of layer(x) is not seen); name its blocks, or "
-            "the ModuleLists or Sequentials that hold them, GPipe(model, sample=sample, blocks=[...]), or write the "
-            "model as an nn.Sequential"
+            f"{type(model).__name__} cannot be divided: "
+            f"{because if unseen else 'it has no list of modules of one class, and calls no module several times'}; "
+            "name its blocks, or the ModuleLists or Sequentials that hold them, GPipe(model, sample=sample, "
+            "blocks=[...]), or write the model as an nn.Sequential"
         )
     # Each call of a module that is named by itself is a trunk: anything may be computed between two.
     parts = [[[name] for name in trunk] if trunk[0] in named else [trunk] for trunk in found]
@@ -55,13 +57,14 @@ def _elements(model: nn.Module, name: str) -> Trunk:
 def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
     """The blocks of a model for which none are named, each list or module by itself.
 
-    These are the outermost lists whose elements are of one class, if possible those whose elements are called once each
-    and in order. Without such lists, others or modules that are called several times, whichever do most of the work.
+    These are the outermost lists whose elements are of one class and called, if possible those that are called once
+    each and in order. Without lists of one class, others or modules that are called several times, whichever do most
+    of the work.
     """
-    alike = _lists(model, _alike)
-    if alike:
-        return _in_order(model, called, alike) or alike
     counts = Counter(called)
+    alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for layer in layers.children()))
+    if alike or _lists(model, _alike):
+        return _in_order(model, called, alike) or alike
     again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
     ways = [_in_order(model, called, _lists(model, fits)) for fits in (_in_sequence, _unlike)]
     ways.append([[name] for name in again])
