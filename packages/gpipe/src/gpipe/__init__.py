@@ -3,32 +3,23 @@
 import importlib as _importlib
 import typing as _typing
 
-from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
-from ._gpipe import GPipe as GPipe
-from .checkpoint._phase import is_checkpointing as is_checkpointing
-from .checkpoint._phase import is_recomputing as is_recomputing
-from .engine._settings import inline as inline
-from .module._partition import BalanceError as BalanceError
-from .module._partition import recommend_auto_balance as recommend_auto_balance
-from .module._partition import split_module as split_module
-from .module._partition import verify_module as verify_module
-from .schedule import Schedule as Schedule
-from .values._leaves import Arguments as Arguments
+from ._batchnorm import DeferredBatchNorm
+from ._gpipe import GPipe
+from .checkpoint._phase import is_checkpointing, is_recomputing
+from .engine._settings import inline
+from .module._partition import BalanceError, recommend_auto_balance, split_module, verify_module
+from .schedule import Schedule
+from .values._leaves import Arguments
 
+# What a training loop does without is imported when it is first used: it takes longer than the rest of this package.
 if _typing.TYPE_CHECKING:
     from . import balance as balance
     from . import nn as nn
     from . import simulate as simulate
-    from ._check import Finding as Finding
-    from ._check import Report as Report
-    from ._check import check as check
-    from ._flatten._flatten import flatten as flatten
-    from ._plan import Infeasible as Infeasible
-    from ._plan import Plan as Plan
-    from ._plan import plan as plan
-    from .timeline import Event as Event
-    from .timeline import Timeline as Timeline
-    from .timeline import record as record
+    from ._check import Finding, Report, check
+    from ._flatten._flatten import flatten
+    from ._plan import Infeasible, Plan, plan
+    from .timeline import Event, Timeline, record
 
 __all__ = [
     "Arguments",
@@ -55,7 +46,6 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# What a training loop does without is imported when it is first used: it takes longer than the rest of this package.
 _MODULES = ("balance", "nn", "simulate", "timeline")
 _LATER = {
     "_check": ("Finding", "Report", "check"),

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from ._batch import Batch
@@ -50,9 +49,9 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
             )
     if not batches:
         raise ValueError("gather got no micro-batches; expected at least one")
-    values = [batch.value for batch in batches]
+    values = tuple([batch.value for batch in batches])
     first = values[0]
-    if spec is None and all(isinstance(value, Tensor) for value in values):
+    if spec is None and is_tensors(values):
         return joined(values, ROWS, batches, LeafPath(first, 0, "output"))
     if spec is None and is_tensors(first) and all(is_tensors(value) and len(value) == len(first) for value in values):
         columns = enumerate(zip(*values, strict=True))

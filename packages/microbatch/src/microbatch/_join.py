@@ -91,14 +91,14 @@ def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
 
 def _expect_alike(parts: Sequence[Any], place: LeafPath, dim: int | None = None) -> None:
     """TypeError or ValueError unless all are tensors that differ at most in the size of dimension `dim`."""
-    first = parts[0]
+    first, form = parts[0], _form(parts[0], dim)
     for i, part in enumerate(parts):
         if not isinstance(part, Tensor):
             raise TypeError(
                 f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
             )
         # torch.cat would promote dtypes, and skip empty tensors of another shape, without an error.
-        if _form(part, dim) != _form(first, dim):
+        if _form(part, dim) != form:
             raise ValueError(
                 f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in "
                 "rows only"

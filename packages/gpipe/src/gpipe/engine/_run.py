@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
@@ -95,22 +95,20 @@ class Run:
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages, modules)
-        departures: dict[int, Any] = self._transport.departures
-        if loss is not None and pipeline.ends:
-            departures = {**departures, pipeline.count - 1: loss}
-        self._stages = {
-            stage.index: StageRun(
-                self,
-                stage,
-                self._transport.arrivals[stage.index],
-                departures[stage.index],
-                parameters,
-                [*tied, *pipeline.processes.shared(stage.module)],
-            )
-            for stage, parameters, tied in zip(stages, own, self._tied.leaves, strict=True)
-        }
+        self._stages = self._stage_runs(own)
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []
+
+    def _stage_runs(self, parameters: Sequence[Sequence[nn.Parameter]]) -> dict[int, StageRun]:
+        """The stages of this process in this run, by number, each with its own ``parameters``."""
+        departures: dict[int, Any] = self._transport.departures
+        if self.loss is not None and self._pipeline.ends:
+            departures = {**departures, self._pipeline.count - 1: self.loss}
+        found = {}
+        for stage, own, tied in zip(self._pipeline.stages, parameters, self._tied.leaves, strict=True):
+            j, shared = stage.index, [*tied, *self._pipeline.processes.shared(stage.module)]
+            found[j] = StageRun(self, stage, self._transport.arrivals[j], departures[j], own, shared)
+        return found
 
     def _current_streams(self) -> list[AbstractStream]:
         return [current_stream(device) for device in self._pipeline.devices]

@@ -21,7 +21,17 @@ _UNWRITTEN = 255
 
 
 def expect_materializable(layers: Layers, places: Sequence[torch.device], means: Means) -> None:
-    """Raise ValueError, before anything changes, unless ``means`` can give data to ``layers`` on ``places``."""
+    """Raise unless the layers of a model on ``meta`` can be given data. Nothing is changed.
+
+    Args:
+        layers: the layers of the model, by name.
+        places: the device of each partition.
+        means: gives values to a layer.
+
+    Raises:
+        ValueError: a place is ``meta`` too, a tensor is lazy or of a subclass, none is on ``meta``, or a state dict has
+            other names than the model.
+    """
     if any(place.type == "meta" for place in places):
         raise ValueError(
             "devices: nothing on 'meta' can hold the data that init= is for; leave init= out, or give others"
@@ -45,7 +55,14 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], means:
 def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], means: Means) -> None:
     """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
 
-    ValueError if ``means`` left tensors without values.
+    Args:
+        partitions: the partitions of the model, in order. What has data already is moved.
+        places: the device of each partition.
+        means: gives values to a layer.
+
+    Raises:
+        ValueError: ``means`` left tensors without values.
+        Exception: any error of ``means``, with a note that names the layer.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
     layers: Layers = {name: layer for block in blocks for name, layer in block.items()}
