@@ -162,18 +162,33 @@ def assert_trains_like(pipe: GPipe, model: nn.Module, x: Tensor | None = None) -
     x = rows() if x is None else x
     pipe.zero_grad()
     model.zero_grad()
-    output, expected = pipe(x), model(x)
+    x, y = (x.detach().clone().requires_grad_(x.requires_grad) for _ in "xy")
+    output, expected = pipe(x), model(y)
     torch.testing.assert_close(output, expected)
     output.square().sum().backward()
     expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
     assert_same(pipe, model)
 
 
-def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What ``function`` returns or raises, on a thread; TimeoutError if it does neither.
+def squares(output: Tensor, target: Any = None) -> Tensor:
+    return output.square().sum()
 
-    ``seconds`` are more than a quiet machine needs; a busy one has ten times as long.
-    """
+
+def trained(
+    module: nn.Module, x: Any, schedule: str | None = None, loss_fn: Callable[..., Tensor] = squares
+) -> tuple[Tensor, Any]:
+    """Loss and output of a training step; without a schedule by a call and its backward, as of the plain model."""
+    if isinstance(module, GPipe) and schedule is not None:
+        return module.step(x, loss_fn=loss_fn, schedule=schedule, reduction="sum", return_outputs=True)
+    output = module(x)
+    loss = loss_fn(output, None)
+    loss.backward()
+    return loss.detach(), output.detach()
+
+
+def started(function: Callable[[], Any]) -> Future[Any]:
+    """What ``function`` returns or raises, on a thread."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -183,7 +198,15 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return future.result(10 * seconds)
+    return future
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises, on a thread; TimeoutError if it does neither.
+
+    ``seconds`` are more than a quiet machine needs; a busy one has ten times as long.
+    """
+    return started(function).result(10 * seconds)
 
 
 def running(inline: bool) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .layers import DOUBLE, MODES, Call, running
+from .layers import DOUBLE, MODES, Call, running, trained
 
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
 """Without a schedule: forward and backward of the whole mini-batch."""
@@ -63,16 +63,6 @@ def numbered_rows(count: int, width: int = 6) -> Tensor:
     return torch.cat([torch.arange(count, dtype=DOUBLE).repeat_interleave(2)[:, None], values], 1)
 
 
-def trained(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
-    """The output of a run whose loss is the sum of it."""
-    if way is None:
-        output = pipe(x)
-        output.sum().backward()
-        return output.detach()
-    loss_fn = lambda output, _: output.sum()  # noqa: E731
-    return pipe.step(x, loss_fn=loss_fn, schedule=way, reduction="sum", return_outputs=True)[1]
-
-
 def assert_gradient_belongs(x: Tensor, output: Tensor, acts: tuple[tuple[str, ...], ...]) -> None:
     """Output and gradient of each micro-batch are those of the same linear function, unless it was detached."""
     for i, own in enumerate(zip(*acts, strict=True)):
@@ -118,5 +108,5 @@ def test_each_micro_batch_gets_the_gradient_of_what_happened_to_it(
                 layer.acts = own
             x = numbered_rows(pipe.chunks).requires_grad_()
             torch.manual_seed(3)
-            assert_gradient_belongs(x, trained(pipe, x, way), acts)
+            assert_gradient_belongs(x, trained(pipe, x, way, lambda output, _: output.sum())[1], acts)
     pipe.close()

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from packages.streams.tests.fakes import in_child
 
 from gpipe import Event, Timeline
-
-from .children import in_child
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .layers import OnBackward, linears, rows, running, within
+from .layers import OnBackward, linears, rows, running, trained, within
 from .virtual import virtual_devices
 
 pytestmark = [pytest.mark.cuda]
 
-HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
+HOWS = (None, "fill_drain", "1f1b", "interleaved", "zero_bubble")
 TICKS = 50_000_000
 
 
@@ -31,13 +31,10 @@ class Slow(nn.Module):
             torch.cuda._sleep(TICKS)
 
 
-def trained(module: nn.Module, x: Tensor, how: str) -> list[Tensor]:
+def gradients_of(module: nn.Module, x: Tensor, how: str | None) -> list[Tensor]:
     """Gradients of the input and of all parameters, on the CPU."""
     leaf = x.detach().clone().requires_grad_()
-    if how == "call":
-        module(leaf).square().sum().backward()
-    else:
-        module.step(leaf, loss_fn=lambda output, _: output.square().sum(), reduction="sum", schedule=how)
+    trained(module, leaf, how)
     return [tensor.grad.cpu() for tensor in (leaf, *module.parameters())]
 
 
@@ -45,11 +42,11 @@ def trained(module: nn.Module, x: Tensor, how: str) -> list[Tensor]:
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 @pytest.mark.parametrize("how", HOWS)
-def test_nobody_reads_before_it_is_written(slow: int, mode: str, inline: bool, how: str):
+def test_nobody_reads_before_it_is_written(slow: int, mode: str, inline: bool, how: str | None):
     plain = linears(3)
-    wanted = trained(plain, rows(), "call")
+    wanted = gradients_of(plain, rows(), None)
     layers = [nn.Sequential(layer, Slow()) if j == slow else layer for j, layer in enumerate(copy.deepcopy(linears(3)))]
     with virtual_devices(), running(inline):
         pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cuda:0"] * 3, chunks=3, checkpoint=mode)
-        found = within(60, lambda: trained(pipe, rows().to("cuda:0"), how))
+        found = within(60, lambda: gradients_of(pipe, rows().to("cuda:0"), how))
     torch.testing.assert_close(found, wanted)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
-from ..layers import MODES, Call, Layer, each_mode, running
+from ..layers import MODES, Call, Layer, each_mode, running, squares, trained
 from ..models import Recipe, recipes
 from ..module.test_step import SLOW, Way, lived, ways
 from ..test_models import assert_close
@@ -149,14 +149,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
-def trained(pipe: GPipe, schedule: str | None) -> None:
-    x = torch.ones(4, 6, requires_grad=True) * 1
-    if schedule is None:
-        pipe(x).sum().backward()
-    else:
-        pipe.step(x, loss_fn=torch.sum, schedule=schedule)
-
-
 @pytest.mark.parametrize("name", sorted(REFUSED))
 @each_mode
 @pytest.mark.parametrize("inline", [False, True])
@@ -171,7 +163,7 @@ def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inlin
             torch.manual_seed(5)
             torch.rand(3)
             with pytest.raises(RuntimeError, match=says) as caught:
-                trained(pipe, schedule)
+                trained(pipe, torch.ones(4, 6, requires_grad=True) * 1, schedule)
             assert any("micro-batch" in note for note in caught.value.__notes__)
     pipe.close()
 
@@ -211,7 +203,7 @@ def _forks() -> None:
 def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode: str, schedule: str | None):
     """They read, set and put back its state on several threads while others draw."""
 
-    def trained(inline: bool) -> list[Any]:
+    def raced(inline: bool) -> list[Any]:
         torch.manual_seed(7)
         model = nn.Sequential(*(RACING[name]() for name in names))
         pipe = GPipe(model, [1] * len(names), devices=["cpu"] * len(names), chunks=4, checkpoint=mode)
@@ -225,9 +217,9 @@ def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode
                     torch.rand(3)  # by the caller, between forward and backward
                     loss.backward()
                 else:
-                    loss = pipe.step(x * 1, loss_fn=lambda y: y.square().sum(), schedule=schedule)
+                    loss = pipe.step(x * 1, loss_fn=squares, schedule=schedule)
                 found += [loss.detach(), x.grad, torch.get_rng_state(), *[p.grad for p in pipe.parameters()]]
         pipe.close()
         return found
 
-    torch.testing.assert_close(trained(False), trained(True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(raced(False), raced(True), rtol=1e-5, atol=1e-6)

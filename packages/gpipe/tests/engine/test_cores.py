@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packages.streams.tests.fakes import in_child
 from torch import nn
 
 from gpipe import GPipe, inline
 from gpipe.engine import _workers
 from gpipe.engine._cores import bind, shares, usable
 
-from ..children import in_child
 from ..layers import Call, rows
 
 many_cores = pytest.mark.skipif(len(usable()) < 2, reason="needs two cores, and a system that binds threads to them")

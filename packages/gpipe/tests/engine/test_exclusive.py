@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 
-from ..children import in_child
-from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, gradients, linears, piped, rows, within
+from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, started, within
 
 Way = Callable[[], AbstractContextManager[None]]
 ways = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threaded", "inline"])
@@ -26,25 +26,8 @@ ways = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threaded", "i
 def at_once(*works: Callable[[], Any]) -> list[Any]:
     """What ``works`` return, each on a thread of its own, started together."""
     meeting = threading.Barrier(len(works))
-    answers: dict[int, Any] = {}
-
-    def run(k: int) -> None:
-        meeting.wait(300)
-        try:
-            answers[k] = works[k]()
-        except BaseException as error:
-            answers[k] = error
-
-    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert len(answers) == len(works), "some thread hangs"
-    for answer in answers.values():
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answers[k] for k in range(len(works))]
+    futures = [started(lambda work=work: (meeting.wait(300), work())[1]) for work in works]
+    return [future.result(300) for future in futures]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -107,8 +90,7 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
     if hooked:
         # A gradient that arrives while another run keeps the hooks away is told together with that run's.
         assert 1 <= len(seen) <= sum(map(len, hows))
-        before = gradients(model)["0.weight"]
-        torch.testing.assert_close(torch.stack(seen).sum(0), before)
+        torch.testing.assert_close(torch.stack(seen).sum(0), model[0].weight.grad)
     pipe.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running, trained
 from ..schedules import ALONE
 
 PLACES = ("given", "own", "linear", "by parameter")
@@ -109,28 +109,18 @@ def test_as_often_and_with_the_same_as_in_the_plain_loop(
     )
     with closing(pipe), running(inline):
         for first in (0, 6):
-            x = numbered_rows(first)
-            if schedule is None:
-                pipe(x)[:, 1:].square().sum().backward()
-            else:
-                pipe.step(x, loss_fn=lambda y, _: y[:, 1:].square().sum(), schedule=schedule, reduction="sum")
+            trained(pipe, numbered_rows(first), schedule, lambda y, _: y[:, 1:].square().sum())
     assert_same(pipe, model)
     torch.testing.assert_close(in_order(heard[1]), in_order(heard[0]))
 
 
-class OnParameter(nn.Module):
-    """A layer whose forward registers a hook on its weight; it removes it again if ``tidy``."""
-
-    def __init__(self, register: str, tidy: bool) -> None:
-        super().__init__()
-        self.layer, self.register, self.tidy = linears(1)[0], register, tidy
-
-    def forward(self, x: Tensor) -> Tensor:
-        handle = getattr(self.layer.weight, self.register)(lambda _: None)
-        y: Tensor = self.layer(x)
-        if self.tidy:
-            handle.remove()
-        return y
+def hooks_weight(s: Layer, x: Tensor) -> Tensor:
+    """Registers a hook on a weight, and removes it again if it is tidy."""
+    handle = getattr(s.m[0].weight, s.register)(lambda _: None)
+    y: Tensor = s.m[0](x)
+    if s.tidy:
+        handle.remove()
+    return y
 
 
 @given(
@@ -142,18 +132,9 @@ class OnParameter(nn.Module):
 def test_hooks_that_a_forward_leaves_on_parameters_are_refused(
     register: str, tidy: bool, mode: str, way: str | None
 ) -> None:
-    layers = [*linears(1), OnParameter(register, tidy), *linears(1)]
+    layers = [*linears(1), Layer(hooks_weight, *linears(1), register=register, tidy=tidy), *linears(1)]
     pipe = piped(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint=mode)
-
-    def train() -> None:
-        if way is None:
-            pipe(rows()).sum().backward()
-        else:
-            pipe.step(rows(), loss_fn=lambda output, _: output.sum(), reduction="sum", schedule=way)
-
-    if tidy:
-        train()
-        return
-    with pytest.raises(RuntimeError, match=r"registered a hook on the parameter '1.layer.weight'"):
-        train()
-    assert all(parameter.grad is None for parameter in pipe.parameters())
+    refused = pytest.raises(RuntimeError, match=r"registered a hook on the parameter '1.m.0.weight'")
+    with nullcontext() if tidy else refused:
+        trained(pipe, rows(), way)
+    assert all((parameter.grad is not None) == tidy for parameter in pipe.parameters())

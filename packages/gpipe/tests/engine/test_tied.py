@@ -17,9 +17,9 @@ from gpipe import GPipe
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, each_way, gradients, linears, rows, within
+from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, each_way, linears, rows, trained, within
 
-HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
+HOWS = (None, "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
 
 
 class Tie(NamedTuple):
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     balance: list[int]
     workers: int
     apart: bool
-    how: str
+    how: str | None
     mode: str
     chunks: int
     inline: bool
@@ -79,26 +79,14 @@ def model(ties: tuple[Tie | None, ...], *, frozen: bool = False) -> nn.Sequentia
     return layers
 
 
-def squares(output: Tensor, target: Any = None) -> Tensor:
-    return output.square().sum()
-
-
-def trained(module: nn.Module, how: str, *, count: int = 6) -> Tensor:
-    """The loss of a training step, whose gradients are added to those there are."""
-    if how == "call" or not isinstance(module, GPipe):
-        loss = squares(module(rows(count)))
-        loss.backward()
-        return loss.detach()
-    return module.step(rows(count), loss_fn=squares, reduction="sum", schedule=how)
-
-
-def two_steps(module: nn.Module, how: str) -> list[Any]:
+def two_steps(module: nn.Module, how: str | None) -> list[Any]:
     """Losses and gradients before and after the optimizer's first step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     found: list[Any] = []
     for _ in range(2):
         optimizer.zero_grad()
-        found += [trained(module, how), {name: g if g is None else g.clone() for name, g in gradients(module).items()}]
+        loss, _ = trained(module, rows(), how)
+        found += [loss, [p.grad if p.grad is None else p.grad.clone() for p in module.parameters()]]
         optimizer.step()
     return found
 
@@ -135,13 +123,13 @@ def apart() -> Iterator[None]:
 @example(Case((None, Tie("linear", 0)), False, [1, 1], 2, False, "1f1b", "always", 3, False))
 @example(Case((None, Tie("weight", 0), Tie("bias", 0)), True, [1, 1, 1], 3, True, "zero_bubble", "never", 2, False))
 def test_it_trains_like_the_plain_model_and_every_run_gives_the_same_bits(case: Case) -> None:
-    expected, first = two_steps(model(case.ties, frozen=case.frozen), "call"), run(case)
+    expected, first = two_steps(model(case.ties, frozen=case.frozen), None), run(case)
     torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(run(case._replace(inline=not case.inline)), first, rtol=0, atol=0)
 
 
 places = pytest.mark.parametrize("place", [nullcontext, apart], ids=["together", "apart"])
-hows = pytest.mark.parametrize("how", ["call", "1f1b"])
+hows = pytest.mark.parametrize("how", [None, "1f1b"])
 
 TIED = (None, Tie("weight", 0), Tie("linear", 0))
 
@@ -178,19 +166,19 @@ def test_tied_untied_and_frozen_later(place: Callable[[], Any]) -> None:
 @each_way
 @hows
 class TestAsInThePlainModel:
-    def test_hooks_fire_once_with_the_sum(self, place: Any, way: Any, how: str) -> None:
+    def test_hooks_fire_once_with_the_sum(self, place: Any, way: Any, how: str | None) -> None:
         def watched(module: nn.Module) -> list[Tensor]:
             seen: list[Tensor] = []
             weight = module[0][0].weight
             weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
             weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-            trained(module, how)
+            trained(module, rows(), how)
             return seen
 
         with place(), way():
             assert_sees_the_same(watched)
 
-    def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str) -> None:
+    def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str | None) -> None:
         def built(sparse: bool) -> nn.Sequential:
             table = nn.Embedding.from_pretrained(rows(5), freeze=False, sparse=sparse, padding_idx=0)
             return nn.Sequential(table, linears(1)[0], Layer(lambda s, x: x @ s.m[0].weight.T, table))
@@ -199,22 +187,19 @@ class TestAsInThePlainModel:
         for sparse in (False, True):
             with place(), way():
                 pipe, plain = pipe_of(built(sparse), checkpoint="always"), built(sparse)
-                squares(plain(words)).backward()
-                if how == "call":
-                    squares(pipe(words)).backward()
-                else:
-                    pipe.step(words, loss_fn=lambda out, _: (squares(out), len(out) / len(words)))
+                trained(plain, words)
+                trained(pipe, words, how)
                 assert_same(pipe, plain)
 
-    def test_nodes_that_somebody_keeps(self, place: Any, way: Any, how: str) -> None:
+    def test_nodes_that_somebody_keeps(self, place: Any, way: Any, how: str | None) -> None:
         """As DistributedDataParallel does."""
 
         def watched(module: nn.Module) -> list[Tensor]:
             seen: list[Tensor] = []
             node = torch.autograd.graph.get_gradient_edge(module[0][0].weight).node
             node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
-            trained(module, how)
-            trained(module, how)
+            trained(module, rows(), how)
+            trained(module, rows(), how)
             return seen
 
         with place(), way():
@@ -253,12 +238,12 @@ def shared(what: nn.Module) -> nn.Sequential:
 @places
 @hows
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str, change: str) -> None:
+def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str | None, change: str) -> None:
     function, name = CHANGES[change]
     counts = counting(function)
     pipe = pipe_of(shared(counts), checkpoint="always")
     with place(), pytest.raises(RuntimeError, match=name):
-        trained(pipe, how)
+        trained(pipe, rows(), how)
     assert pipe[1].weight.grad is None
     assert pipe[2][0] is counts
 
@@ -271,13 +256,13 @@ def test_a_buffer_that_nobody_changes(place: Any) -> None:
 
 
 @hows
-def test_renorming_is_refused(how: str) -> None:
+def test_renorming_is_refused(how: str | None) -> None:
     table = nn.Embedding(5, 3, max_norm=0.1, dtype=DOUBLE)
     head = nn.Linear(3, 5, bias=False, dtype=DOUBLE)
     head.weight = table.weight
     pipe = pipe_of(nn.Sequential(table, head))
     with pytest.raises(RuntimeError, match=r"'0\.weight' of partition 0 in place"):
-        squares(pipe(torch.arange(5))).backward()
+        trained(pipe, torch.arange(5), how)
 
 
 def with_forward(layer: nn.Module) -> nn.Module:
@@ -311,7 +296,7 @@ def views() -> nn.Sequential:
 def test_views_train_on_one_device_and_are_refused_on_several() -> None:
     pipe, plain = pipe_of(views()), views()
     for module in (pipe, plain):
-        trained(module, "call")
+        trained(module, rows())
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
     others = [torch.device("cuda", 0), torch.device("cuda", 1)]

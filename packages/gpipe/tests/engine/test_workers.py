@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 
-from ..children import in_child
 from ..layers import DOUBLE, Call, OnBackward, assert_trains_like, linears, piped, rows, within
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from ..layers import DOUBLE, MODES, Call, Layer, assert_same, each_mode, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, Layer, assert_same, each_mode, linears, piped, rows, squares
 
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
 WIDTH = 4
@@ -410,7 +410,3 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
     pipe = piped(model, [1, 3], chunks=4, checkpoint=mode)
     with closing(pipe), pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
         pipe((x, x * 1)) if schedule == "forward" else pipe.step((x, x * 1), loss_fn=squares, schedule=schedule)
-
-
-def squares(output: Tensor, _: Any) -> Tensor:
-    return output.square().sum()
