@@ -7,10 +7,13 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline, is_checkpointing, is_recomputing
@@ -35,38 +38,27 @@ class Diary(nn.Module):
         return [i for i, c, r in self.entries if (c, r) == (checkpointing, recomputing)]
 
 
-def written(checkpoint: str, *, chunks: int = 3, count: int = 3, train: bool = True, grad: bool = True) -> Diary:
+def written(checkpoint: str, *, chunks: int = 3, count: int = 3, train: bool = True) -> Diary:
     diary = Diary()
     pipe = GPipe(nn.Sequential(diary, nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint)
     pipe.train(train)
-    output = pipe(numbered(count).requires_grad_(grad))
-    if grad:
-        output.sum().backward()
+    pipe(numbered(count).requires_grad_()).sum().backward()
+    pipe.close()
     return diary
 
 
 class TestModes:
-    @pytest.mark.parametrize(
-        ("checkpoint", "checkpointed"), [("always", [0, 1, 2]), ("except_last", [0, 1]), ("never", [])]
-    )
-    def test_layers_see_which_micro_batches_are_checkpointed(self, checkpoint: str, checkpointed: list[int]) -> None:
-        diary = written(checkpoint)
-        assert diary.microbatches(checkpointing=True, recomputing=False) == checkpointed
-        assert diary.microbatches(checkpointing=False, recomputing=True) == checkpointed[::-1]
-        assert diary.microbatches(checkpointing=False, recomputing=False) == [
-            i for i in range(3) if i not in checkpointed
-        ]
-
-    @pytest.mark.parametrize(("count", "chunks"), [(1, 4), (2, 4), (3, 3), (4, 8)])
-    def test_except_last_means_the_last_that_exists(self, count: int, chunks: int) -> None:
-        diary = written("except_last", count=count, chunks=chunks)
-        assert diary.microbatches(checkpointing=False, recomputing=False) == [count - 1]
-
     @each_mode
-    def test_evaluation_checkpoints_nothing(self, checkpoint: str) -> None:
-        diary = written(checkpoint, train=False)
-        assert diary.microbatches(checkpointing=False, recomputing=False) == [0, 1, 2]
-        assert len(diary.entries) == 3
+    @given(st.integers(1, 4), st.integers(0, 4), st.booleans())
+    def test_layers_see_which_micro_batches_are_checkpointed(
+        self, checkpoint: str, count: int, more: int, train: bool
+    ) -> None:
+        """Except the last means the last that exists; evaluation checkpoints nothing."""
+        diary = written(checkpoint, chunks=count + more, count=count, train=train)
+        stop = {"always": count, "except_last": count - 1, "never": 0}[checkpoint] if train else 0
+        assert diary.microbatches(checkpointing=True, recomputing=False) == [*range(stop)]
+        assert diary.microbatches(checkpointing=False, recomputing=True) == [*reversed(range(stop))]
+        assert diary.microbatches(checkpointing=False, recomputing=False) == [*range(stop, count)]
 
     @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
     @pytest.mark.parametrize("inner", MODES)
@@ -104,12 +96,8 @@ def _optimizer_step(pipe: GPipe) -> None:
     pipe.zero_grad()
 
 
-def _assign_state(pipe: GPipe) -> None:
-    pipe.load_state_dict({key: 2 * value for key, value in pipe.state_dict().items()}, assign=True)
-
-
-def _load_state(pipe: GPipe) -> None:
-    pipe.load_state_dict({key: 2 * value for key, value in pipe.state_dict().items()})
+def _load_state(pipe: GPipe, **options: Any) -> None:
+    pipe.load_state_dict({key: 2 * value for key, value in pipe.state_dict().items()}, **options)
 
 
 def _swap_data(pipe: GPipe) -> None:
@@ -143,7 +131,7 @@ class TestChangesBeforeTheRecomputation:
             (lambda pipe: pipe.eval(), r"train\(\) or eval\(\)"),
             (lambda pipe: pipe[2].eval(), r"train\(\) or eval\(\)"),
             (lambda pipe: setattr(pipe[2], "weight", nn.Parameter(2 * pipe[2].weight.detach())), "'2.weight'"),
-            (_assign_state, "'0.weight'"),
+            (partial(_load_state, assign=True), "'0.weight'"),
             (_swap_data, "'0.weight'"),
             (lambda pipe: pipe[2].weight.requires_grad_(False), "'2.weight' changed between the forward and the"),
             (lambda pipe: pipe[0].bias.requires_grad_(True), "'0.bias' changed between the forward and the backward"),

@@ -14,155 +14,77 @@ from torch.nn import functional as F
 
 from gpipe import GPipe, is_recomputing
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running, trained
+from ..odd_layers import ODD, WIDTH, Odd
 
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
 """Without a schedule: forward and backward of the whole mini-batch."""
 
 
-def remembers(start: int, act: Callable[[Layer, Tensor, bool], Tensor], *modules: nn.Module, **state: Any) -> Layer:
-    """A layer that does something else from the micro-batch on that is the ``start``-th, counted by a buffer."""
-
-    def forward(s: Layer, x: Tensor) -> Tensor:
-        s.seen += 1
-        return act(s, x, int(s.seen) > start)
-
-    return Layer(forward, *modules, seen=torch.zeros((), dtype=torch.long), **state)
+def late(s: Layer, x: Tensor) -> Tensor:
+    """Does what is odd from the micro-batch on that is the ``start``-th, counted by a buffer."""
+    s.seen += 1
+    odd = s.m[0]
+    return ACTS[odd.kind](odd, x) if int(s.seen) > s.start else odd.linear(x)
 
 
-def averaged(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """With a running average."""
-    output = x * s.mean.clone()
-    if begun:
-        s.move(s, 0.5 * s.mean + x.detach().mean())
-    return output
+def remembers(kind: str, start: int) -> Layer:
+    odd = Odd(kind)
+    odd.register_buffer("average", torch.zeros(WIDTH, WIDTH, dtype=DOUBLE))
+    if kind == "noise":
+        odd.generator = torch.Generator().manual_seed(1)
+    odd.spare.requires_grad_(kind != "momentum of a parameter")
+    return Layer(late, odd, start=start, seen=torch.zeros((), dtype=torch.long))
 
 
-def by_numpy(s: Layer, fresh: Tensor) -> None:
-    """Changes values, and no version."""
-    s.mean.numpy()[...] = fresh.numpy()
-
-
-def large(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """More than is copied just in case."""
-    output = x * s.mean[7].clone()
-    if begun:
-        s.mean.mul_(0.9)
-    return output
-
-
-def statistics(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Batch norm by hand, whose kernel changes buffers and no version."""
-    return F.batch_norm(x, s.mean, s.var, training=True) if begun else x * 1
-
-
-def attribute(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    output = x * s.factor
-    if begun:
-        s.factor *= 0.8
-    return output
-
-
-def hidden(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Keeps a tensor that is no buffer: as a recurrent network does between its calls."""
-    h = x if s.h is None else x * s.h.mean().tanh() + x
-    s.h = h.detach() if begun else None
-    return h
-
-
-def added(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Changes a tensor in place that is no buffer."""
-    if begun:
-        s.total += x.detach().sign().mean(0)
-    return x * s.total.clone() + x
-
-
-def adding(start: int) -> Layer:
-    layer = remembers(start, added)
-    layer.total = torch.zeros(3, dtype=DOUBLE)
-    return layer
-
-
-def listed(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Keeps a number where nobody can look."""
-    s.list[0] += begun
-    return x * 0.9 ** s.list[0]  # not a growing factor: the tanh behind it would hide what it is
-
-
-def polite(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Counts unless it is a recomputation."""
-    now = s.list[0]
+def polite(s: Odd, x: Tensor) -> Tensor:
+    """Counts where nobody can look, unless it is a recomputation."""
     if not is_recomputing():
-        s.list[0] += begun
-    return x * 2 + 0 * now
+        s.all.append(None)
+    return s.linear(x)
 
 
-def decaying(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Changes its own weight."""
-    if begun:
-        with torch.no_grad():
-            s.m[0].weight.mul_(0.9)
-    return s.m[0](x)
+def statistics(s: Odd, x: Tensor) -> Tensor:
+    """Batch norm by hand, whose kernel changes buffers and no version."""
+    return F.batch_norm(x, s.mean, s.average[0], training=True)
 
 
-def momentum(s: Layer, x: Tensor, begun: bool) -> Tensor:
+def added(s: Odd, x: Tensor) -> Tensor:
+    """Changes a tensor in place that is no buffer."""
+    s.kept = torch.zeros(WIDTH, dtype=DOUBLE) if s.kept is None else s.kept
+    s.kept += x.detach().mean(0)
+    return s.linear(x) * s.kept.clone()
+
+
+def momentum(s: Odd, x: Tensor) -> Tensor:
     """Moves an average of its weight."""
     with torch.no_grad():
-        s.average.lerp_(s.m[0].weight, 0.1 if begun else 0.0)
+        s.average.lerp_(s.linear.weight, 0.1)
         target = x @ s.average
-    return s.m[0](x) + target
+    return s.linear(x) + target
 
 
-def bag(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Renormalises the weights that it looks up."""
-    return s.m[0](x.detach().abs().mul(4).long().clamp(0, 8)).sum(1) * x
+def momentum_of_a_parameter(s: Odd, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.spare.lerp_(s.linear.bias, 0.1)
+        target = x * s.spare
+    return s.linear(x) + target
 
 
-def noise(s: Layer, x: Tensor, begun: bool) -> Tensor:
-    """Draws from a generator of its own."""
-    return x * torch.rand(x.shape, generator=s.generator, dtype=DOUBLE) if begun else x * 1
-
-
-def one() -> Tensor:
-    return torch.ones((), dtype=DOUBLE)
-
-
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=DOUBLE)
-
-
-def table() -> nn.Module:
-    weights = torch.arange(27, dtype=DOUBLE).sin().view(9, 3)
-    return nn.Embedding.from_pretrained(weights, freeze=False, max_norm=0.5)
-
-
-WORKING: dict[str, Callable[[int], nn.Module]] = {
-    "average": lambda k: remembers(k, averaged, mean=one(), move=lambda s, fresh: s.mean.copy_(fresh)),
-    "replaced": lambda k: remembers(k, averaged, mean=one(), move=lambda s, fresh: setattr(s, "mean", fresh)),
-    "statistics": lambda k: remembers(k, statistics, mean=zeros(3), var=1 + zeros(3)),
-    "polite": lambda k: remembers(k, polite, list=[0]),
-    "noise": lambda k: remembers(k, noise, generator=torch.Generator().manual_seed(1)),
-    "momentum": lambda k: remembers(k, momentum, *linears(1), average=zeros(3, 3)),
+ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
+    **ODD,
+    "polite": polite,
+    "statistics": statistics,
+    "added": added,
+    "momentum": momentum,
+    "momentum of a parameter": momentum_of_a_parameter,
+    "noise": lambda s, x: s.linear(x) * torch.rand(x.shape, generator=s.generator, dtype=DOUBLE),
 }
+WORKING = ("counted", "averaged", "statistics", "polite", "noise", "momentum")
 """Those that are right whenever they begin, in all modes."""
-KEEPING: dict[str, Callable[[int], nn.Module]] = {
-    "attribute": lambda k: remembers(k, attribute, factor=1.0),
-    "hidden": lambda k: remembers(k, hidden, h=None),
-    "tensor": adding,
-    "decaying": lambda k: remembers(k, decaying, *linears(1)),
-    "large": lambda k: remembers(k, large, mean=torch.ones(5000, dtype=DOUBLE)),
-    "bag": lambda k: remembers(k, bag, table()),
-    "momentum of a parameter": lambda k: remembers(
-        k, momentum, *linears(1), average=nn.Parameter(zeros(3, 3), requires_grad=False)
-    ),
-}
+KEEPING = ("number", "carries", "added", "decays", "large", "renorms", "momentum of a parameter")
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
-REMEMBERING: dict[str, Callable[[int], nn.Module]] = {
-    **WORKING,
-    **KEEPING,
-    "numpy": lambda k: remembers(k, averaged, mean=one(), move=by_numpy),
-    "list": lambda k: remembers(k, listed, list=[0]),
-}
+REMEMBERING = (*WORKING, *KEEPING, "by_numpy", "listed")
 
 
 def again(s: Layer, x: Tensor) -> Tensor:
@@ -182,23 +104,11 @@ def loop(model: nn.Module, x: Tensor, chunks: int) -> list[Tensor]:
     return outputs
 
 
-def squares(output: Tensor, _: Any) -> Tensor:
-    return output.square().sum()
-
-
-def train(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
-    if way is not None:
-        return pipe.step(x, loss_fn=squares, schedule=way, reduction="sum", return_outputs=True)[1]
-    output = pipe(x)
-    output.square().sum().backward()
-    return output.detach()
-
-
 def assert_state_alike(pipe: nn.Module, model: nn.Module) -> None:
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
     torch.testing.assert_close(dict(pipe.named_parameters()), dict(model.named_parameters()))
     for ours, theirs in zip(pipe.modules(), model.modules(), strict=True):
-        for name in ("factor", "h", "total"):
+        for name in ("value", "kept"):
             torch.testing.assert_close(getattr(ours, name, None), getattr(theirs, name, None), msg=name)
 
 
@@ -209,16 +119,17 @@ def live(
     """Train a pipe and the plain model; the run in which the pipe refused, or ``runs``."""
 
     def built() -> nn.Sequential:
-        (first, last), layer = linears(2), REMEMBERING[name](start)
+        torch.manual_seed(0)
+        (first, last), layer = linears(2, WIDTH), remembers(name, start)
         return nn.Sequential(first, layer if times == 1 else Layer(again, layer, times=times), nn.Tanh(), last)
 
     model = built()
     pipe = GPipe(built(), [3, 1] if early else [1, 3], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
     with running(inline):
         for run in range(runs):
-            x = rows(2 * chunks) * (run + 1)
+            x = rows(2 * chunks, WIDTH) * (run + 1)
             try:
-                output = train(pipe, x, way)
+                _, output = trained(pipe, x, way)
             except RuntimeError as refusal:
                 text = str(refusal)
                 assert "checkpoint='never'" in text or "inplace" in text
@@ -231,7 +142,7 @@ def live(
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
-    name=st.sampled_from(sorted(REMEMBERING)),
+    name=st.sampled_from(REMEMBERING),
     start=st.integers(0, 9),
     mode=st.sampled_from(MODES),
     way=st.sampled_from(WAYS),
@@ -242,7 +153,7 @@ def live(
 )
 def test_equal_or_refused(name: str, start: int, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPIPE_CHECK", str(int(name == "list")))
+        patch.setenv("GPIPE_CHECK", str(int(name == "listed")))
         live(name, start, **options, runs=4)
 
 
@@ -271,9 +182,9 @@ def test_a_layer_that_changes_what_is_not_copied_keeps_its_graph(
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | None, inline: bool) -> None:
-    model = nn.Sequential(*linears(1), REMEMBERING["list"](0), *linears(1))
+    model = nn.Sequential(*linears(1, WIDTH), remembers("listed", 0), *linears(1, WIDTH))
     pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
     with running(inline), pytest.raises(RuntimeError, match="another output") as caught:
-        train(pipe, rows(), way)
+        trained(pipe, rows(6, WIDTH), way)
     assert "in partition 1 (layers '1' to '2')" in "".join(caught.value.__notes__)
     assert "is_recomputing" in str(caught.value)

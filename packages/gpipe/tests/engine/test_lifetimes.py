@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe.skip import Namespace
+from gpipe.skip import skippable, stash
 
-from ..layers import Call, Pop, Stash, each_mode, each_way, linears, rows
+from ..layers import Call, OnBackward, Pop, each_mode, each_way, linears, rows
 
 pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
 
@@ -42,8 +42,9 @@ class Memory:
         self._seen: list[weakref.ref[Any]] = []
         self.counts: list[int] = []
 
-    def watch(self, tensor: Tensor) -> None:
+    def watch(self, tensor: Tensor) -> Tensor:
         self._seen.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
 
     @property
     def alive(self) -> int:
@@ -53,21 +54,31 @@ class Memory:
         """Watches its input, its output, and the gradient of that."""
 
         def act(x: Tensor) -> Tensor:
-            self.watch(x)
-            output = Gradients.apply(x * 2, self.watch)
-            self.watch(output)
+            output = self.watch(Gradients.apply(self.watch(x) * 2, self.watch))
             self.counts.append(self.alive)
             return output
 
         return Call(act)
 
 
+@skippable(stash=["skip"])
+class Stashes(nn.Module):
+    """Stashes what is watched."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", self.memory.watch(x * 2))
+        return x * 3
+
+
 def watched(stages: int, mode: str, microbatches: int) -> tuple[GPipe, Memory]:
     """A pipe of layers that are watched, with a skip past all of them."""
-    memory, space = Memory(), Namespace()
-    inner = [memory.layer() for _ in range(stages)]
-    model = nn.Sequential(*linears(1), Stash().isolate(space), *inner, Pop().isolate(space), *linears(1))
-    balance = [3, *[1] * (stages - 2), 3]
+    memory = Memory()
+    model = nn.Sequential(*linears(1), Stashes(memory), *(memory.layer() for _ in range(3)), Pop(), *linears(1))
+    balance = {1: [7], 2: [4, 3], 3: [3, 1, 3]}[stages]
     return GPipe(model, balance, devices=["cpu"] * stages, chunks=microbatches, checkpoint=mode), memory
 
 
@@ -75,6 +86,24 @@ def backward(pipe: GPipe) -> object:
     output = pipe(rows(8, grad=True))
     output.square().sum().backward()
     return output
+
+
+def failing(phase: str, run: Callable[[GPipe], object]) -> Callable[[GPipe], object]:
+    """A run in which the last layer fails."""
+
+    def fail(*_: Any) -> Any:
+        raise ArithmeticError
+
+    def fails(pipe: GPipe) -> object:
+        if phase == "forward":
+            pipe[-1].register_forward_pre_hook(fail)
+        else:
+            pipe[-1].register_forward_hook(lambda _, inputs, output: OnBackward.apply(output, fail))
+        with pytest.raises(ArithmeticError):
+            run(pipe)
+        return True
+
+    return fails
 
 
 def stepped(schedule: str) -> Callable[[GPipe], object]:
@@ -90,6 +119,8 @@ ENDS: dict[str, Callable[[GPipe], object]] = {
     "backward": backward,
     "forgotten": lambda pipe: pipe(rows(8)) is None,
     **{schedule: stepped(schedule) for schedule in ("fill_drain", "1f1b", "zero_bubble")},
+    **{f"{phase} fails": failing(phase, backward) for phase in ("forward", "backward")},
+    **{f"{phase} of a step fails": failing(phase, stepped("1f1b")) for phase in ("forward", "backward")},
 }
 """Ways to the end of a run, each with what its caller holds afterwards."""
 
@@ -97,8 +128,9 @@ ENDS: dict[str, Callable[[GPipe], object]] = {
 @each_mode
 @each_way
 @pytest.mark.parametrize("end", ENDS)
-def test_afterwards_nothing_is_kept_although_the_output_lives(end: str, way: Block, mode: str):
-    pipe, memory = watched(3, mode, 4)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_afterwards_nothing_is_kept_although_the_output_lives(stages: int, end: str, way: Block, mode: str):
+    pipe, memory = watched(stages, mode, 4)
     with way():
         held = ENDS[end](pipe)
     assert memory.alive == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -107,6 +109,17 @@ def test_loss_function_may_work_in_place_on_some_microbatches_only():
     assert_same(pipe, model)
 
 
+def measured(*metrics: Any) -> Callable[[Tensor, Tensor], Any]:
+    """A loss with metrics, others for each second micro-batch."""
+    turns = cycle(metrics)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        found = next(turns)
+        return F.mse_loss(output, target) if found is None else (F.mse_loss(output, target), found)
+
+    return loss_fn
+
+
 class TestBadLosses:
     @pytest.mark.parametrize(
         ("loss_fn", "kind", "message"),
@@ -132,6 +145,27 @@ class TestBadLosses:
             ),
             (lambda o, t: (o.sum(), "3"), TypeError, "count of str; expected a real number"),
             (lambda o, t: (o.sum(), None), TypeError, "count of NoneType"),
+            (
+                measured({"a": "text"}),
+                TypeError,
+                r"metrics\['a'\] of loss_fn is of type str; expected a tensor or",
+            ),
+            (
+                measured({"a": {"b": 1}}),
+                TypeError,
+                r"metrics\['a'\] of loss_fn is of type dict; .* flattened",
+            ),
+            (measured({"a": None}), TypeError, r"metrics\['a'\] of loss_fn is of type NoneType"),
+            (measured({"a": torch.ones(3)}), ValueError, r"must have the same names .* its shapes are \(3,\)"),
+            (measured({"a": torch.ones(2)}, {"a": torch.ones(4)}), ValueError, r"its shapes are \(\d,\), \(\d,\)"),
+            (measured({"a": 1}, {"b": 1}), ValueError, "instead of a dict with the leaves"),
+            (
+                measured({"a": torch.ones(2)}, {"a": torch.ones(2).int()}),
+                ValueError,
+                "they may differ in rows only",
+            ),
+            (measured(None, {"a": 1}), ValueError, "loss_fn returned metrics for some micro-batches only"),
+            (measured({"a": 1}, None), ValueError, "loss_fn returned metrics for some micro-batches only"),
         ],
     )
     @each_schedule
@@ -143,6 +177,9 @@ class TestBadLosses:
             pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
         assert "in partition 1" in " ".join(caught.value.__notes__)
         assert all(p.grad is None for p in pipe.parameters())
+        if "grad" not in message:
+            with pytest.raises(kind, match=message):
+                pipe.evaluate(rows(), rows(), loss_fn=loss_fn)
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
         F.mse_loss(model(rows()), rows()).backward()
         assert_same(pipe, model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ import gpipe
 
 from ..layers import MODES, assert_same, linears, piped, rows
 from ..schedules import ALONE
-
-each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
 def metrics_of(output: Tensor, target: Tensor) -> dict[str, Any]:
@@ -61,46 +58,4 @@ def test_metrics_are_those_of_the_whole_mini_batch(
         assert list(each[1]) == list(expected[1])
         torch.testing.assert_close(each, expected, check_dtype=False)
         assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(each) if isinstance(t, Tensor))
-    assert_same(pipe, plain)
-
-
-class Varying:
-    """Gives something else for the second micro-batch that it sees."""
-
-    def __init__(self, *metrics: Any) -> None:
-        self.metrics = list(metrics)
-
-    def __call__(self, output: Tensor) -> Any:
-        metrics = self.metrics[0]
-        self.metrics = self.metrics[1:] or self.metrics
-        return output.square().mean() if metrics is None else (output.square().mean(), metrics)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "kind", "message"),
-    [
-        ([{"a": "text"}], TypeError, r"metrics\['a'\] of loss_fn is of type str; expected a tensor or a number"),
-        ([{"a": {"b": 1}}], TypeError, r"metrics\['a'\] of loss_fn is of type dict; .* has to be flattened"),
-        ([{"a": None}], TypeError, r"metrics\['a'\] of loss_fn is of type NoneType"),
-        ([{"a": torch.ones(3)}], ValueError, r"must have the same names .* its shapes are \(3,\)"),
-        ([{"a": torch.ones(2)}, {"a": torch.ones(4)}], ValueError, r"its shapes are \(\d,\), \(\d,\)"),
-        ([{"a": 1}, {"b": 1}], ValueError, "instead of a dict with the leaves"),
-        ([{"a": torch.ones(2)}, {"a": torch.ones(2).int()}], ValueError, "they may differ in rows only"),
-        ([None, {"a": 1}], ValueError, "loss_fn returned metrics for some micro-batches only"),
-        ([{"a": 1}, None], ValueError, "loss_fn returned metrics for some micro-batches only"),
-    ],
-)
-@each_schedule
-def test_bad_metrics_are_refused_before_the_step_is_done(
-    schedule: str, metrics: list[Any], kind: type[Exception], message: str
-) -> None:
-    pipe, plain = piped(linears(), [1, 2], chunks=3), linears()
-    with pytest.raises(kind, match=message) as caught:
-        pipe.step(rows(), loss_fn=Varying(*metrics), schedule=schedule)
-    assert "in partition 1" in " ".join(caught.value.__notes__)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    with pytest.raises(kind, match=message):
-        pipe.evaluate(rows(), loss_fn=Varying(*metrics))
-    pipe.step(rows(), loss_fn=lambda output: output.square().mean(), schedule=schedule)
-    plain(rows()).square().mean().backward()
     assert_same(pipe, plain)

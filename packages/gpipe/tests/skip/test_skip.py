@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,34 +16,8 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 from gpipe.skip._store import current_store
 
-from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
-
-MODES = ("never", "except_last", "always")
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 1.5, dtype=DOUBLE))
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * self.scale)
-        return x.tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x if skip is None else x + skip.square()
-
-
-@skippable(stash=["skip"])
-class StashNone(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", None)
-        return x * 2
+from ..layers import DOUBLE, MODES, Call, assert_same, assert_trains_like, piped, rows
+from ..models import Pop, Stash
 
 
 @skippable(stash=["same"])
@@ -82,10 +52,10 @@ def skipping(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
         if k is None:
             layers.append(linear())
         elif k in seen:
-            layers.append(Pop().isolate(spaces[k]))
+            layers.append(Pop(draw(st.booleans())).isolate(spaces[k]))
         else:
             seen.add(k)
-            layers.append((StashNone if draw(st.integers(0, 4)) == 4 else Stash)().isolate(spaces[k]))
+            layers.append(Stash(draw(st.sampled_from(["copy", "copy", "constant", "none"]))).isolate(spaces[k]))
     cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=4)))
     return nn.Sequential(*layers), [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
 
@@ -125,7 +95,7 @@ def test_none_may_be_stashed_now_and_a_tensor_then():
             yield stash("skip", x * 2 if float(x[0, 0].detach()) > 0 else None)
             return x * 1
 
-    model = nn.Sequential(linear(), Sometimes(), linear(), Pop(), linear())
+    model = nn.Sequential(linear(), Sometimes(), linear(), Pop(False), linear())
     for mode in MODES:
         pipe = piped(model, [2, 1, 2], chunks=6, checkpoint=mode)
         model.zero_grad()
@@ -178,25 +148,25 @@ def test_after_a_failure_nobody_finds_the_skips_of_the_run():
     def fail(x: Tensor) -> Tensor:
         raise KeyError("no more")
 
-    pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
+    pipe = GPipe(nn.Sequential(Stash("copy"), Call(fail), Pop(False)), [1, 2], devices=["cpu"] * 2)
     before = current_store()
     with inline(), pytest.raises(KeyError, match="no more"):
         pipe(rows())
     assert current_store() is before
     with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
-        Pop()(rows())
+        Pop(False)(rows())
 
 
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [
-        ([Stash()], "no module declared 'skip' as poppable"),
-        ([Pop()], "declared 'skip' as poppable but it was not stashed"),
-        ([Pop(), Stash()], "declared 'skip' as poppable but it was not stashed"),
-        ([Stash(), Stash(), Pop()], "redeclared 'skip' as stashable"),
-        ([Stash(), Pop(), Pop()], "redeclared 'skip' as poppable"),
-        ([Stash().isolate(Namespace()), Pop()], "not stashed"),
-        ([Stash(), nn.Sequential(nn.Sequential(Pop(), Pop()))], "'1.0.1' redeclared"),
+        ([Stash("copy")], "no module declared 'skip' as poppable"),
+        ([Pop(False)], "declared 'skip' as poppable but it was not stashed"),
+        ([Pop(False), Stash("copy")], "declared 'skip' as poppable but it was not stashed"),
+        ([Stash("copy"), Stash("copy"), Pop(False)], "redeclared 'skip' as stashable"),
+        ([Stash("copy"), Pop(False), Pop(False)], "redeclared 'skip' as poppable"),
+        ([Stash("copy").isolate(Namespace()), Pop(False)], "not stashed"),
+        ([Stash("copy"), nn.Sequential(nn.Sequential(Pop(False), Pop(False)))], "'1.0.1' redeclared"),
     ],
 )
 def test_what_does_not_match_is_refused(layers: list[nn.Module], problem: str):
@@ -218,7 +188,7 @@ def test_a_name_is_not_a_list_of_names():
         (Namespace(), ["other"], ValueError),
     ):
         with pytest.raises(error, match=r"only must be a list|must be a Namespace|declares"):
-            Stash().isolate(ns, only=only)
+            Stash("copy").isolate(ns, only=only)
 
 
 def commands(*given: Any) -> nn.Module:
@@ -255,43 +225,10 @@ def test_skip_inside_a_nested_module_crosses_stages():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Sequential(linear(), Stash())
+            self.inner = nn.Sequential(linear(), Stash("copy"))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
+    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop(False)))
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
-
-
-@pytest.mark.usefixtures("frees_at_once")
-@pytest.mark.parametrize("where", [nullcontext, inline])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(("balance", "mode"), [([3], "always"), ([1, 2], "never"), ([1, 1, 1], "always")])
-def test_what_fails_between_stash_and_pop_keeps_nothing_alive(
-    balance: list[int], mode: str, phase: str, where: Callable[[], AbstractContextManager[None]]
-):
-    stashed: list[weakref.ref[Tensor]] = []
-
-    @skippable(stash=["skip"])
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = x * 2
-            stashed.append(weakref.ref(skip))
-            yield stash("skip", skip)
-            return x
-
-    def fail() -> None:
-        raise ArithmeticError
-
-    def layer(x: Tensor) -> Any:
-        return fail() if phase == "forward" else OnBackward.apply(x, fail)
-
-    model = nn.Sequential(Watched(), Call(layer), Pop())
-    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint=mode)
-    with where(), pytest.raises(ArithmeticError):
-        pipe(rows(grad=True)).sum().backward()
-    gc.collect()
-    assert stashed
-    assert not any(ref() is not None for ref in stashed)
-    pipe.close()

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from packages.microbatch.tests.strategies import Encoding, Frozen, Lookup, Pair, Sample
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, linears, piped, rows
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor | None
-
-
-@dataclass
-class Point:
-    x: Tensor
-    label: Tensor
-
-
-_pytree.register_pytree_node(Point, lambda point: ([point.x, point.label], None), lambda leaves, _: Point(*leaves))
 
 
 def linear() -> nn.Linear:
@@ -46,7 +31,13 @@ PACKINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda x: {"b": x, "a": number(x)}, lambda v: v["b"] + v["a"][:, None]),
     "nested": (lambda x: {"p": [(x,), {"q": (None, x.exp())}]}, lambda v: v["p"][0][0] * v["p"][1]["q"][1]),
     "named tuple": (lambda x: Pair(x, None), lambda v: v.left * (2 if v.right is None else 3)),
-    "dataclass": (lambda x: Point(x * 2, number(x)), lambda v: v.x * v.label[:, None]),
+    "dataclass": (lambda x: Sample(x * 2, number(x)), lambda v: v.image * v.label[:, None]),
+    "dataclass that nobody registered": (lambda x: Frozen(words=x, mask={"y": x * 2}), lambda v: v.words * v.mask["y"]),
+    "kind of dict": (
+        lambda x: Lookup(x=x, y=(x * 2,)),
+        lambda v: v["x"] * v["y"][0] if type(v) is Lookup else v.missing,
+    ),
+    "mapping": (lambda x: Encoding({"x": x, "y": x * 2}), lambda v: v.x * v.y),
     "same tensor twice": (lambda x: (x, x), lambda v: v[0] * v[1]),
     "a tensor and its view": (lambda x: (x, x[:, :1]), lambda v: v[0] * v[1]),
     "booleans": (lambda x: (x > 0, x), lambda v: v[1].masked_fill(v[0], 2.0)),
