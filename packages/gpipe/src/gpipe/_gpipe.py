@@ -35,7 +35,7 @@ from .module._devices import (
     moving_denied,
     replicating_denied,
 )
-from .module._init import means_of
+from .module._init import initializer_of
 from .module._keywords import as_value
 from .module._partition import BalanceError, checked_balance, divide, recommend_auto_balance
 from .module._sequential import as_sequential
@@ -132,7 +132,7 @@ class GPipe(Stepping):
     ) -> None:
         super().__init__()
         # First whatever can be checked by itself: flattening and measuring take seconds.
-        means = means_of(init)
+        initializer = initializer_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
@@ -146,7 +146,7 @@ class GPipe(Stepping):
         verify_skippables(module)
         # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
         self.__dict__.update(_checkpoint=expect_fitting(choices, sizes), _balance=sizes, _devices=places)
-        partitions = divide(module, sizes, places, means, self.chunks if deferred else 0)
+        partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)
         self.training = module.training
         self._take(partitions, module)
         self._prepare()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._batchnorm import DeferredBatchNorm
 from ..engine._walks import walk_of
 from ..module._arguments import Device, checked_chunks
-from ..module._init import means_of
+from ..module._init import initializer_of
 from ..module._partition import checked_balance, partitions_of, verify_module
 from ..module._sequential import as_sequential
 from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk
@@ -78,7 +78,7 @@ def export(
     """
     runtime_of = _runtime_of()
     group = expect_group(group)
-    chunks, means, layers = checked_chunks(chunks), means_of(init), as_sequential(module, sample)
+    chunks, initializer, layers = checked_chunks(chunks), initializer_of(init), as_sequential(module, sample)
     sizes = checked_balance(balance, len(layers))
     verify_skippables(layers)
     verify_module(layers, sizes)
@@ -86,7 +86,7 @@ def export(
     places = checked_ranks(ranks, len(sizes), dist.get_world_size(group))
     walk = _walk(schedule, chunks, places)
     weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
-    share = own_share(layers, sizes, places, dist.get_rank(group), device, means)
+    share = own_share(layers, sizes, places, dist.get_rank(group), device, initializer)
     own = dict(zip(share.numbers, share.partitions, strict=True))
     return Exported(*runtime_of(own, share.devices, len(sizes), walk, chunks, weighed, group))
 

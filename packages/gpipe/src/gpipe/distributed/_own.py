@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..module._arguments import Device, parsed_device
-from ..module._init import Means
+from ..module._init import Initializer
 from ..module._partition import partitions_of, place_partitions
 from ._routes import backend_of
 from ._tied import Twin, twins_of
@@ -52,7 +52,7 @@ def own_share(
     ranks: Sequence[int],
     me: int,
     device: Device | Sequence[Device],
-    means: Means | None,
+    initializer: Initializer | None,
     norm_chunks: int = 0,
 ) -> Share:
     """Cut ``module``, and move the partitions of rank ``me`` to their devices. After an error no layer has moved."""
@@ -61,7 +61,7 @@ def own_share(
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     twins, ties = twins_of(list(every), ranks, me)
-    place_partitions(module, own, places, means, norm_chunks)
+    place_partitions(module, own, places, initializer, norm_chunks)
     return Share(list(every), numbers, own, places, twins, ties)
 
 

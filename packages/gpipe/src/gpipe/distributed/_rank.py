@@ -23,7 +23,7 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
 from ..module._choices import checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
-from ..module._init import means_of
+from ..module._init import initializer_of
 from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
 from ..module._sequential import as_sequential
@@ -119,7 +119,7 @@ class Rank(Stepping):
             with agreement(rendezvous) as found:
                 self._chunks = checked_chunks(chunks)
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-                means, layers = means_of(init), as_sequential(module, sample)
+                initializer, layers = initializer_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
                 self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
@@ -127,7 +127,7 @@ class Rank(Stepping):
                 found.alike = self._made_alike(layers, transport)
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
-                share = own_share(layers, self._balance, self._ranks, groups.me, device, means, norm_chunks)
+                share = own_share(layers, self._balance, self._ranks, groups.me, device, initializer, norm_chunks)
                 placed.told = share.told(transport)
             self.training = layers.training
             self._take(share.partitions, layers)

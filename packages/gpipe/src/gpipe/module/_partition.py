@@ -14,7 +14,7 @@ from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
-from ._init import Means, expect_materializable, materialize
+from ._init import Initializer, expect_materializable, materialize
 from ._stage_layers import StageLayers
 from ._tied import expect_shareable, move_all
 
@@ -116,13 +116,13 @@ def divide(
     module: nn.Sequential,
     balance: Sequence[int],
     places: Sequence[torch.device],
-    means: Means | None = None,
+    initializer: Initializer | None = None,
     norm_chunks: int = 0,
 ) -> nn.ModuleList:
     """The partitions of ``module``, each on its place. What several of them share is on that of the first."""
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
-    place_partitions(module, partitions, places, means, norm_chunks)
+    place_partitions(module, partitions, places, initializer, norm_chunks)
     return partitions
 
 
@@ -143,24 +143,24 @@ def place_partitions(
     module: nn.Sequential,
     partitions: nn.ModuleList,
     places: Sequence[torch.device],
-    means: Means | None,
+    initializer: Initializer | None,
     norm_chunks: int,
 ) -> None:
     """Move each of the ``partitions`` of ``module`` to its place, after all were checked.
 
     Args:
-        means: if given, gives values to what is on ``meta``, on its place.
+        initializer: if given, gives values to what is on ``meta``, on its place.
         norm_chunks: the ``chunks`` of the deferred batch norms that replace those of the partitions; 0 if none are.
     """
-    if means is not None:
-        expect_materializable(dict(module.named_children()), places, means)
+    if initializer is not None:
+        expect_materializable(dict(module.named_children()), places, initializer)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
-        if means is None:
+        if initializer is None:
             expect_movable(partition, place, j)  # all of them before the first moves
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(partitions):
-        if means is not None:
-            materialize(partitions, places, means)
+        if initializer is not None:
+            materialize(partitions, places, initializer)
         move_all(list(partitions), places)  # a shared tensor may be on the device where it was needed last
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(partitions, norm_chunks)

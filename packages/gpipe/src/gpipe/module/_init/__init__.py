@@ -1,8 +1,8 @@
 """Initialise a model that was built on the device ``meta``, layer by layer, each on its own device."""
 
+from ._initializer import Initializer as Initializer
+from ._initializer import initializer_of as initializer_of
 from ._materialize import expect_materializable as expect_materializable
 from ._materialize import materialize as materialize
-from ._means import Means as Means
-from ._means import means_of as means_of
 
-__all__ = ["Means", "expect_materializable", "materialize", "means_of"]
+__all__ = ["Initializer", "expect_materializable", "initializer_of", "materialize"]

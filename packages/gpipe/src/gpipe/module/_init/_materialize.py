@@ -13,20 +13,20 @@ from streams import add_note
 from ..._flatten._skeleton import is_placeholder
 from .._devices import move
 from .._swap import leaf_of, swap_data
-from ._means import Loaded, Means
+from ._initializer import Initializer, Loaded
 from ._model import Layers, Owned, modules_of
 
 _UNWRITTEN = 255
 """Each byte of memory that no value was written to: not-a-number, or -1."""
 
 
-def expect_materializable(layers: Layers, places: Sequence[torch.device], means: Means) -> None:
+def expect_materializable(layers: Layers, places: Sequence[torch.device], initializer: Initializer) -> None:
     """Raise unless the layers of a model on ``meta`` can be given data. Nothing is changed.
 
     Args:
         layers: the layers of the model, by name.
         places: the device of each partition.
-        means: gives values to a layer.
+        initializer: gives values to a layer.
 
     Raises:
         ValueError: a place is ``meta`` too, a tensor is lazy or of a subclass, none is on ``meta``, or a state dict has
@@ -48,21 +48,21 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], means:
             "init= gives data to a model that was built on the device 'meta', but this one has data already; leave "
             "init= out, or call model.load_state_dict() first"
         )
-    if isinstance(means, Loaded):
-        means.expect_names(layers)
+    if isinstance(initializer, Loaded):
+        initializer.expect_names(layers)
 
 
-def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], means: Means) -> None:
+def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], initializer: Initializer) -> None:
     """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
 
     Args:
         partitions: the partitions of the model, in order. What has data already is moved.
         places: the device of each partition.
-        means: gives values to a layer.
+        initializer: gives values to a layer.
 
     Raises:
-        ValueError: ``means`` left tensors without values.
-        Exception: any error of ``means``, with a note that names the layer.
+        ValueError: ``initializer`` left tensors without values.
+        Exception: any error of ``initializer``, with a note that names the layer.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
     layers: Layers = {name: layer for block in blocks for name, layer in block.items()}
@@ -71,11 +71,13 @@ def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device],
         for block, place in zip(blocks, places, strict=True):
             device = torch.device("cpu") if place.type == "cpu" else place
             for name in block:
-                _materialize_layer(layers, name, device, memory, means)
+                _materialize_layer(layers, name, device, memory, initializer)
         _expect_values(modules_of(layers), memory)
 
 
-def _materialize_layer(layers: Layers, name: str, device: torch.device, memory: Memory, means: Means) -> None:
+def _materialize_layer(
+    layers: Layers, name: str, device: torch.device, memory: Memory, initializer: Initializer
+) -> None:
     layer = layers[name]
     try:
         for tensor in (*layer.parameters(), *layer.buffers()):
@@ -83,7 +85,7 @@ def _materialize_layer(layers: Layers, name: str, device: torch.device, memory: 
                 memory.give(tensor, device)
         move(layer, device)  # what had data before
         with device:
-            means(layers, name, memory.fresh)
+            initializer(layers, name, memory.fresh)
         move(layer, device)  # what was made anew, elsewhere
     except Exception as error:
         add_note(error, f"this happened as init= gave values to layer {name!r} on {str(device)!r}")

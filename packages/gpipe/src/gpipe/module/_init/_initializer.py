@@ -17,13 +17,13 @@ from ..._flatten._skeleton import is_placeholder
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of
 from ._sources import state_dict_at
 
-Means = Callable[[Layers, str, Mapping[int, Tensor]], None]
+Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
 """Gives values to the tensors of one of the layers, among them the fresh ones: those that have memory and no values, by
 identity.
 """
 
 
-def means_of(init: Any) -> Means | None:
+def initializer_of(init: Any) -> Initializer | None:
     if init is None:
         return None
     if isinstance(init, str) and init == "reset":
