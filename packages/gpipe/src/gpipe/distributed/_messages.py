@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -79,21 +79,18 @@ class Peer:
 
     def send(self, data: Tensor, beside: int = 0) -> Any:
         """Start to send ``data``, which must not change until :meth:`wait` has returned."""
-        try:
-            return self._group.send([data], self._number, self._out + beside)
-        except RuntimeError as error:
-            raise UnreachableError(self.member, error) from None
+        return self._tried(self._group.send, [data], self._number, self._out + beside)
 
     def receive(self, data: Tensor, beside: int = 0) -> Any:
         """Start to receive into ``data``, which may be larger than the message."""
-        try:
-            return self._group.recv([data], self._number, self._into + beside)
-        except RuntimeError as error:
-            raise UnreachableError(self.member, error) from None
+        return self._tried(self._group.recv, [data], self._number, self._into + beside)
 
     def wait(self, work: Any) -> None:
+        self._tried(work.wait, *(() if self._timeout is None else (self._timeout,)))
+
+    def _tried(self, call: Callable[..., Any], *given: Any) -> Any:
         try:
-            work.wait() if self._timeout is None else work.wait(self._timeout)
+            return call(*given)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
@@ -160,8 +157,9 @@ class RemoteLink:
         """Tell the other end that nothing more comes in this run, and why: an object that can be pickled."""
         self._send(_POISON, pickle.dumps(why), self._sent)
 
-    def tell(self, what: Any) -> None:
-        self._send(_OBJECT, pickle.dumps(what), self._sent)
+    def tell(self, pickled: bytes) -> None:
+        """Send an object outside of a run."""
+        self._send(_OBJECT, pickled, self._sent)
 
     def get(self) -> tuple[int, bool, Any]:
         """Wait for the next message: its micro-batch, flag, and payload.

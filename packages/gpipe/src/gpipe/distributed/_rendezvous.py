@@ -42,7 +42,7 @@ class Rendezvous:
     def announced(self, what: Any) -> Any:
         """What the root says to all, none of which waits for any other; ``what`` at the root itself."""
         if not self.is_root:
-            return pickle.loads(self._links[0].hear())
+            return self._links[0].hear()
         text = pickle.dumps(what)
         for link in self._links:
             link.tell(text)
@@ -116,8 +116,8 @@ class Rendezvous:
 
     def _exchange(self, report: Report) -> list[Report]:
         (link,) = self._links
-        link.tell(report)
-        reports: dict[int, Report] = pickle.loads(link.hear())
+        link.tell(pickle.dumps(report))
+        reports: dict[int, Report] = link.hear()
         link.flush()
         return [reports.get(k, {}) for k in range(len(self.groups.members))]
 
