@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
-from packages.gpipe.tests.layers import Raise
-from torch import Tensor, nn
+from packages.gpipe.tests.models import Failing
+from torch import nn
 
 from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, some_of, trained
 from .placements import backward_streams, forward_streams
@@ -15,23 +17,10 @@ pytestmark = [
 ]
 
 
-class Fails(nn.Module):
-    """The identity, but for the call that fails: in its forward, or in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.call: int | None = None
-        self.error: BaseException = ValueError("half-way")
-        self.backward = False
-        self._calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._calls += 1
-        if self.call is None or self._calls != self.call:
-            return x * 1
-        if self.backward:
-            return Raise.apply(x, self.error)
-        raise self.error
+def failing(backward: bool) -> Failing:
+    """The identity, but for its second call, which fails: in its forward, or in its backward."""
+    calls, wanted = count(1), "backward" if backward else "forward"
+    return Failing(lambda phase, _: ValueError("half-way") if phase == wanted and next(calls) == 2 else None)
 
 
 CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"]
@@ -43,11 +32,8 @@ CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"
 )
 def test_failures(placement: str, inline: bool, how: str, where: str, backward: bool):
     plain = model()
-    fails = Fails()
-    layers = [fails, *plain] if where == "first" else [*plain, fails]
+    layers = [failing(backward), *plain] if where == "first" else [*plain, failing(backward)]
     pipe = piped(nn.Sequential(*layers), placement, "never")
-    there = next(layer for layer in pipe if isinstance(layer, Fails))
-    there.call, there.backward = 2, backward
     with running(inline), pytest.raises(ValueError, match="half-way"):
         trained(pipe, rows().to(pipe.devices[0]), how, "own")
     pipe.zero_grad()
@@ -56,8 +42,7 @@ def test_failures(placement: str, inline: bool, how: str, where: str, backward: 
 
 def test_gradients_may_be_zeroed_right_after_a_failure():
     """Also on other streams than the forward's: these wait for what the stages were still doing."""
-    pipe = piped(nn.Sequential(Fails(), *model()), "three devices", "never")
-    pipe[0].call, pipe[0].backward = 2, True
+    pipe = piped(nn.Sequential(failing(backward=True), *model()), "three devices", "never")
     x = rows().to(pipe.devices[0]).requires_grad_()
     with forward_streams("foreign"):
         loss = pipe(x).square().sum()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.gpipe.tests.models import InPlace
 from torch import Tensor, nn
 
 import gpipe
@@ -66,11 +67,6 @@ class Hooked(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient + 1)
         return y
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(0.5).add_(0.1)
 
 
 def normalised() -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class Lazily(Mapping[str, Tensor]):
-    """A state dict whose values are made when they are asked for."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state[name].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
 class OnHost(AllocationTracker):
     """Counts host memory alone."""
 
@@ -57,7 +41,7 @@ def saved(state: dict[str, Tensor], folder: Path) -> Path:
 
 INITS: dict[str, Callable[[dict[str, Tensor], Path], Any]] = {
     "reset": lambda state, folder: "reset",
-    "state dict": lambda state, folder: Lazily(state),
+    "state dict": lambda state, folder: state,
     "file": saved,
 }
 

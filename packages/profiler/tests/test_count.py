@@ -54,23 +54,6 @@ def test_the_peak_of_a_backward_counted_by_hand(device):
     assert second.peak_bytes == 2 * 8 * ROW + weight
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x.square() * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return 2 * x * weight * gradient, (x.square() * gradient).sum(0)
-
-
-class Custom(nn.Linear):
-    def forward(self, x):
-        return Squared.apply(x, self.bias)
-
-
 class Twice(nn.Linear):
     def forward(self, x):
         return super().forward(super().forward(x).tanh())
@@ -84,10 +67,9 @@ class Twice(nn.Linear):
         (lambda: nn.ReLU(inplace=True), True),
         (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), True),
         (lambda: nn.Sequential(nn.LSTM(WIDTH, WIDTH), Call(first)), False),  # one kernel gives all gradients
-        (lambda: Custom(WIDTH, WIDTH), False),
         (lambda: Twice(WIDTH, WIDTH), False),  # gradients of a weight add up
     ],
-    ids=["linear", "tanh", "in place", "frozen", "lstm", "custom", "twice"],
+    ids=["linear", "tanh", "in place", "frozen", "lstm", "twice"],
 )
 def test_a_backward_has_two_parts_where_an_engine_may_do_one_first(make, splits):
     (layer,) = counted(nn.Sequential(make()), torch.rand(8, WIDTH, requires_grad=True))

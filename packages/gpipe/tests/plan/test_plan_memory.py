@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, zero_bubble
 from gpipe.schedule._flags import as_lists, mode_of
 from gpipe.simulate import Link
-from gpipe.skip import pop, skippable, stash
 from profiler import profile
 
+from ..layers import Call, Pop, Stash
 from ..models import CHANNELS, PARTS, Fresh, Residual
 from ..models import WIDTH as PART_WIDTH
 
@@ -80,25 +81,6 @@ PIECES = {
 }
 
 
-@skippable(stash=["skip"])
-class Keep(nn.Module):
-    def forward(self, x: Tensor):
-        x = x.tanh()
-        yield stash("skip", x)
-        return x * 2
-
-
-@skippable(pop=["skip"])
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor):
-        skip = yield pop("skip")
-        return self.mix(torch.cat([x, skip], dim=1))
-
-
 def squares(output: Tensor, _: object) -> Tensor:
     """Several times as large as its output in between."""
     return (output.square() * output.sigmoid()).mean()
@@ -110,8 +92,8 @@ def cases(draw: st.DrawFn):
     layers = [nn.Linear(WIDTH, WIDTH), *(PIECES[name]() for name in names)]
     if draw(st.booleans()):
         source = draw(st.integers(1, len(layers)))
-        layers[source:source] = [Keep()]
-        layers.insert(draw(st.integers(source + 1, len(layers))), Join())
+        layers[source:source] = [Stash()]
+        layers.insert(draw(st.integers(source + 1, len(layers))), Pop())
     layers.append(nn.Linear(WIDTH, draw(st.sampled_from([8, 6 * WIDTH]))))
     schedule = draw(st.sampled_from(SCHEDULES))
     (placement,) = placed([schedule], 2, len(layers))
@@ -171,13 +153,11 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
     assert [need.total - need.optimizer for need in (first, last)] == pytest.approx(real, rel=0.2)
 
 
-class Recurrent(nn.LSTM):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
-
-
 def test_what_the_kernel_of_an_lstm_keeps_is_counted():
-    model, x = nn.Sequential(*(Recurrent(32, 32, batch_first=True) for _ in range(4))), torch.randn(64, 16, 32)
+    model, x = (
+        nn.Sequential(*(layer for _ in range(4) for layer in (nn.LSTM(32, 32, batch_first=True), Call(itemgetter(0))))),
+        torch.randn(64, 16, 32),
+    )
     given = {"chunks": 4, "schedule": "1f1b", "checkpoint": "never", "optimizer": "sgd", "calibrate": False}
     found = plan(model, x, ["cpu"] * 2, loss_fn=lambda output: output.mean(), **given)
     real = taken(model, x, found.balance, found.modes, "1f1b", chunks=4, loss_fn=lambda output, _: output.mean())
