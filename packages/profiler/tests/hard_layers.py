@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .strategies import Call, from_dict, join, to_dict
+from .strategies import Call, join
 
 
 def first(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -100,14 +100,8 @@ HARD = {
     "in-place on a view": lambda: (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), torch.rand(4, 2, 3)),
     "several inputs": lambda: (nn.Sequential(Call(join), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
     "same tensor twice": lambda: (nn.Sequential(Call(join)), (_rows(),) * 2),
-    "dict": lambda: (
-        nn.Sequential(Call(from_dict), nn.Linear(6, 6), Call(to_dict)),
-        {"value": _rows(), "mask": _rows() > 0.5},
-    ),
     "dataclasses": lambda: (nn.Sequential(OnPairs(), OnPairs()), UserDict(pair=Pair(_rows(), _rows()))),
     "dropout": lambda: (nn.Sequential(nn.Dropout(), nn.AlphaDropout()), _rows()),
-    "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), Call(first)), torch.rand(4, 3, 6)),
-    "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 2)), torch.randint(9, (4, 3))),
     "sparse embedding": lambda: (nn.Sequential(nn.Embedding(9, 6, sparse=True)), torch.randint(9, (4, 3))),
     "lstm on strided rows": lambda: (
         nn.Sequential(nn.Dropout(), Call(lambda x: x.transpose(0, 1)), nn.LSTM(6, 5, batch_first=True), Call(first)),
@@ -126,7 +120,6 @@ HARD = {
         nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)),
         torch.rand(4, 3, 6),
     ),
-    "weight norm": lambda: (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))), _rows()),
     "spectral norm": lambda: (nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))), _rows()),
     "complex": lambda: (nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat)), torch.rand(4, 6, dtype=torch.cfloat)),
 }

@@ -10,14 +10,6 @@ pytestmark = pytest.mark.cuda
 BLOCK = 512  # the allocator hands out multiples of this
 
 
-def model():
-    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), nn.Linear(16 * 36, 10))
-
-
-def sample():
-    return torch.rand(64, 3, 8, 8)
-
-
 def test_the_allocator_agrees_up_to_its_blocks():
     x = torch.rand(64, 100, requires_grad=True)
     for layer in (nn.Dropout(), nn.LayerNorm(100), nn.GELU()):
@@ -28,14 +20,6 @@ def test_the_allocator_agrees_up_to_its_blocks():
         # No layer here keeps more than three storages.
         assert 0 <= torch.cuda.memory_allocated() - before - found.saved_bytes < 3 * BLOCK
         del output
-
-
-def test_works_on_the_current_stream():
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        found = profile(model(), sample(), device="cuda", timeout=0.05)
-        assert torch.cuda.current_stream() == stream
-    assert min(found.seconds) > 0
 
 
 def slow(x):

@@ -154,10 +154,8 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
 
 
 def test_what_the_kernel_of_an_lstm_keeps_is_counted():
-    model, x = (
-        nn.Sequential(*(layer for _ in range(4) for layer in (nn.LSTM(32, 32, batch_first=True), Call(itemgetter(0))))),
-        torch.randn(64, 16, 32),
-    )
+    layers = [each for _ in range(4) for each in (nn.LSTM(32, 32, batch_first=True), Call(itemgetter(0)))]
+    model, x = nn.Sequential(*layers), torch.randn(64, 16, 32)
     given = {"chunks": 4, "schedule": "1f1b", "checkpoint": "never", "optimizer": "sgd", "calibrate": False}
     found = plan(model, x, ["cpu"] * 2, loss_fn=lambda output: output.mean(), **given)
     real = taken(model, x, found.balance, found.modes, "1f1b", chunks=4, loss_fn=lambda output, _: output.mean())
