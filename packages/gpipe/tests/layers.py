@@ -175,14 +175,20 @@ def squares(output: Tensor, target: Any = None) -> Tensor:
     return output.square().sum()
 
 
+def counted(output: Tensor, target: Any = None) -> tuple[Tensor, int]:
+    return output.square().sum(), output.numel()
+
+
 def trained(
-    module: nn.Module, x: Any, schedule: str | None = None, loss_fn: Callable[..., Tensor] = squares
+    module: nn.Module, x: Any, schedule: str | None = None, loss_fn: Callable[..., Any] = squares
 ) -> tuple[Tensor, Any]:
     """Loss and output of a training step; without a schedule by a call and its backward, as of the plain model."""
     if isinstance(module, GPipe) and schedule is not None:
         return module.step(x, loss_fn=loss_fn, schedule=schedule, reduction="sum", return_outputs=True)
     output = module(x)
     loss = loss_fn(output, None)
+    if isinstance(loss, tuple):
+        loss = loss[0] / loss[1]
     loss.backward()
     return loss.detach(), output.detach()
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from gpipe import is_recomputing
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from .layers import Call, Raise
+from .layers import Call, Layer, Raise
 
 CHANNELS, WIDTH = 4, 6
 
@@ -77,33 +77,34 @@ def to_dict(value: Any) -> Any:
     return {"integers": integers(x), "none": None, "main": x, "nested": {"sizes": [x.detach().abs()]}}
 
 
-class Recurrent(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
+def recurrent(dropout: float) -> nn.Module:
+    inner = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
+    return Layer(lambda s, x: s.m[0](x)[0], inner)
 
 
-class Attention(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x, x, x, need_weights=False)[0]
+def attention(dropout: float) -> nn.Module:
+    inner = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
+    return Layer(lambda s, x: x + s.m[0](x, x, x, need_weights=False)[0], inner)
 
 
-class Lookup(nn.Module):
+def lookup() -> nn.Module:
     """An embedding of integers that are made of the value on the way."""
+    return Layer(lambda s, x: x + s.m[0]((x.detach()[..., 0] * 3).long().abs() % 5), nn.Embedding(5, WIDTH))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Embedding(5, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner((x.detach()[..., 0] * 3).long().abs() % 5)
+def residual(inner: nn.Module) -> nn.Module:
+    return Layer(lambda s, x: x + s.m[0](x), inner)
+
+
+def fresh() -> nn.Module:
+    """Gives memory of its own, which nobody needs as it is."""
+    return Call(lambda x: x * 0.9)
+
+
+def detours() -> nn.Module:
+    """Has a parameter that gets no gradient."""
+    often, never = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+    return Layer(lambda s, x: x * s.often, often=often, never=never)
 
 
 class InPlace(nn.Module):
@@ -113,24 +114,6 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x if self.inplace else x.clone()).mul_(0.5).add_(0.1)
-
-
-class Fresh(nn.Module):
-    """Gives memory of its own, which nobody needs as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0.9
-
-
-class Residual(nn.Module):
-    """A layer and a way around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 class Counts(nn.Module):
@@ -145,18 +128,6 @@ class Counts(nn.Module):
         self.calls += 1
         self.scale = self.scale * 0.9
         return x * self.scale + self.calls
-
-
-class Detours(nn.Module):
-    """Has a parameter that only sometimes gets a gradient: where no row is greater than the bound."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.often = nn.Parameter(torch.ones(WIDTH))
-        self.never = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.often
 
 
 @skippable(stash=["skip"])
@@ -255,7 +226,7 @@ PARTS = {
     "celu in place": Part(lambda: nn.CELU(inplace=True), in_place=True, output="kept"),
     "in place": Part(InPlace, in_place=True),
     "nested": Part(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, WIDTH)))),
-    "residual": Part(lambda: Residual(nn.Linear(WIDTH, WIDTH))),
+    "residual": Part(lambda: residual(nn.Linear(WIDTH, WIDTH))),
     "image": Part(_image, output="input"),
     "row": Part(_row),
     "flip": Part(lambda: Call(lambda x: x.flip(-1))),
@@ -264,11 +235,11 @@ PARTS = {
     "half detached": Part(lambda: Call(lambda x: 0.5 * x + 0.5 * x.detach())),
     "identity": Part(nn.Identity, output="input"),
     "view": Part(lambda: Call(lambda x: x.flatten(1).unflatten(1, (CHANNELS, WIDTH))), output="input"),
-    "lstm": Part(lambda: Recurrent(0.0), output="kept"),
-    "attention": Part(lambda: Attention(0.0)),
+    "lstm": Part(lambda: recurrent(0.0), output="kept"),
+    "attention": Part(lambda: attention(0.0)),
     "encoder": Part(lambda: _encoder(0.0)),
-    "embedding": Part(Lookup),
-    "unused parameter": Part(Detours),
+    "embedding": Part(lookup),
+    "unused parameter": Part(detours),
     "weight norm": Part(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "orthogonal": Part(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))),
     "frozen batch norm": Part(_frozen_norm),
@@ -282,8 +253,8 @@ PARTS = {
     "dropout of channels": Part(lambda: nn.Dropout1d(0.4), draws=True),
     "alpha dropout": Part(lambda: nn.AlphaDropout(0.4), draws=True),
     "random relu": Part(lambda: nn.RReLU(), draws=True),
-    "random lstm": Part(lambda: Recurrent(0.4), draws=True, output="kept"),
-    "random attention": Part(lambda: Attention(0.4), draws=True),
+    "random lstm": Part(lambda: recurrent(0.4), draws=True, output="kept"),
+    "random attention": Part(lambda: attention(0.4), draws=True),
     "random encoder": Part(lambda: _encoder(0.4), draws=True),
 }
 
@@ -364,7 +335,7 @@ def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.
             kind = wanted
         part = PARTS[name]
         if part.in_place and output == "kept" and not recipe.overwrites:
-            order.append(OnMain(Fresh()))
+            order.append(OnMain(fresh()))
         order += own
         output = output if part.output == "input" and not part.in_place else part.output
     return order

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, cycle, product
 
+import pytest
 from hypothesis import strategies as st
 
 from gpipe.schedule import (
@@ -29,6 +30,7 @@ from gpipe.schedule import (
 
 ALONE = ("1f1b", "fill_drain", "interleaved", "zero_bubble")
 """The schedules that differ where each stage has a worker of its own."""
+each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 LOOPED = ("interleaved", "interleaved_zero_bubble", "looped_bfs")
 V_SHAPED = ("dualpipev", "zbv")

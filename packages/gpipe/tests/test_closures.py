@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, MODES, Call, Layer, Overwrites, linears, piped, rows, running
-from .schedules import ALONE
-
-each_schedule = pytest.mark.parametrize("schedule", ALONE)
-each_way = pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+from .layers import DOUBLE, MODES, Call, Layer, Overwrites, each_way, linears, piped, rows, running
+from .schedules import ALONE, each_schedule
 
 LEAVES = ("head", "free", "embed", "token")
 NAMES = (*LEAVES, "0.weight", "0.bias", "2.weight")
@@ -174,8 +170,8 @@ def reentrant(s: Layer, output: Tensor, _: Any) -> Any:
 @each_schedule
 @each_way
 @pytest.mark.parametrize("counted", [False, True])
-def test_reentrant_checkpoint_in_the_loss(schedule: str, where: Any, counted: bool):
+def test_reentrant_checkpoint_in_the_loss(schedule: str, way: Any, counted: bool):
     head = Layer(reentrant, weight=nn.Parameter(torch.ones(3, dtype=DOUBLE)), counted=counted)
     refused = pytest.raises(RuntimeError, match=r"loss_fn uses .* use_reentrant=True")
-    with closing(piped(linears(), [1, 2], chunks=3)) as pipe, where(), refused:
+    with closing(piped(linears(), [1, 2], chunks=3)) as pipe, way(), refused:
         pipe.step(rows(7), loss_fn=head, schedule=schedule)

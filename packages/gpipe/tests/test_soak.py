@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-MODES = ("never", "except_last", "always")
+from .layers import MODES, counted, trained
 
 
 def pipe_of(mode: str) -> GPipe:
@@ -28,10 +28,7 @@ def pipe_of(mode: str) -> GPipe:
 def train(pipe: GPipe, optimizer: torch.optim.Optimizer, x: Tensor, steps: int, schedule: str | None = None) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        if schedule is None:
-            pipe(x).square().mean().backward()
-        else:
-            pipe.step(x, loss_fn=lambda y, _: (y.square().sum(), y.numel()), schedule=schedule)
+        trained(pipe, x, schedule, counted)
         optimizer.step()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import microbatch
-from gpipe import GPipe, inline
+from gpipe import GPipe
 from microbatch import Arguments, Mean, Replicate, Split, Sum
 
-from .layers import DOUBLE, MODES, Call, assert_same, each_mode, linears, piped, rows
+from .layers import DOUBLE, MODES, Call, assert_same, each_mode, each_way, linears, piped, rows
 
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")
-
-each_way = pytest.mark.parametrize("way", [contextlib.nullcontext, inline], ids=["threaded", "inline"])
 
 # What a last layer makes of (n, 3), and what out_spec says of it. Means are over the rows.
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
@@ -79,24 +76,6 @@ class TestForward:
                 total(expected).backward()
                 assert_same(pipe, model)
 
-    @each_mode
-    @each_way
-    @pytest.mark.parametrize("dim", [1, -2])
-    def test_an_input_with_its_rows_elsewhere(self, mode: str, way: Any, dim: int) -> None:
-        model = linears()
-        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
-        x, y = (
-            torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3)).requires_grad_()
-            for _ in "xy"
-        )
-        with way():
-            found = pipe(x)
-            torch.testing.assert_close(found, model(y))
-            total(found).backward()
-        total(model(y)).backward()
-        assert_same(pipe, model)
-        torch.testing.assert_close(x.grad, y.grad)
-
 
 class Masked(nn.Module):
     """A first layer of several arguments."""
@@ -128,18 +107,25 @@ class TestArguments:
 class TestStep:
     @each_mode
     @each_way
-    @pytest.mark.parametrize("schedule", SCHEDULES)
-    def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(self, mode: str, way: Any, schedule: str) -> None:
-        model = linears()
-        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(1), out_spec=Split(1))
-        x, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 4))
-        loss_fn = nn.functional.mse_loss
+    @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+    @pytest.mark.parametrize("dim", [1, -2])
+    def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(
+        self, mode: str, way: Any, schedule: str | None, dim: int
+    ) -> None:
+        model, loss_fn = linears(), nn.functional.mse_loss
+        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
+        x, same, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
+        expected = model(same.requires_grad_())
+        options: Any = {"loss_fn": loss_fn, "schedule": schedule, "return_outputs": True}
         with way():
-            loss, found = pipe.step(x, Split(y, dim=1), loss_fn=loss_fn, schedule=schedule, return_outputs=True)
-        expected = loss_fn(model(x), y)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(found, model(x).detach())
+            if schedule is not None:
+                loss, found = pipe.step(x.requires_grad_(), Split(y, dim=dim), **options)
+            else:
+                found = pipe(x.requires_grad_())
+                loss = loss_fn(found, y)
+                loss.backward()
+        loss_fn(expected, y).backward()
+        torch.testing.assert_close((loss, found, x.grad), (loss_fn(expected, y), expected, same.grad))
         assert_same(pipe, model)
 
     def test_a_replicated_first_tensor_has_no_say_in_the_weights(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 
-from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, started, within
+from ..layers import Call, OnBackward, assert_same, assert_trains_like, counted, linears, piped, rows, started, trained
 
 Way = Callable[[], AbstractContextManager[None]]
 ways = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threaded", "inline"])
@@ -30,30 +30,12 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
     return [future.result(300) for future in futures]
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum()
+HOWS = [None, "1f1b", "fill_drain", "zero_bubble", "counted"]
 
 
-def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return loss(output, target), output.numel()
-
-
-def train(pipe: nn.Module, how: str, x: Tensor) -> None:
+def train(pipe: nn.Module, how: str | None, x: Tensor) -> None:
     """Add the gradients of one mini-batch."""
-    if isinstance(pipe, GPipe) and how != "backward":
-        pipe.step(x, torch.zeros_like(x), **STEPS[how])
-        return
-    total, count = counted(pipe(x), torch.zeros_like(x))
-    (total / (count if how == "counted" else 1)).backward()
-
-
-STEPS = {
-    "1f1b": {"loss_fn": loss, "schedule": "1f1b", "reduction": "sum"},
-    "fill_drain": {"loss_fn": loss, "schedule": "fill_drain", "reduction": "sum"},
-    "zero_bubble": {"loss_fn": loss, "schedule": "zero_bubble", "reduction": "sum"},
-    "counted": {"loss_fn": counted, "schedule": "1f1b"},
-}
-HOWS = ["backward", *STEPS]
+    trained(pipe, x, *(["1f1b", counted] if how == "counted" else [how]))
 
 
 @ways
@@ -66,7 +48,7 @@ HOWS = ["backward", *STEPS]
     stages=st.integers(1, 3),
 )
 def test_threads_that_train_one_pipe_add_what_each_would_have_added(
-    way: Way, hows: list[list[str]], checkpoint: str, hooked: bool, shared: bool, stages: int
+    way: Way, hows: list[list[str | None]], checkpoint: str, hooked: bool, shared: bool, stages: int
 ) -> None:
     model = linears(3)
     pipe = piped(model, [1] * (stages - 1) + [4 - stages], chunks=3, checkpoint=checkpoint)
@@ -74,7 +56,7 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
     if hooked:
         pipe[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     for module in (pipe, model):
-        module[1].weight.grad = torch.ones(3, 3, dtype=DOUBLE)
+        module[1].weight.grad = torch.ones_like(module[1].weight)
     inputs = [rows() if shared else rows() * (k + 1) for k in range(len(hows))]
 
     def work(k: int) -> None:
@@ -126,7 +108,7 @@ def test_threads_are_refused_where_autograd_adds_the_gradients(monkeypatch: pyte
 @ways
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shared", [True, False])
-def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, how: str, shared: bool) -> None:
+def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, how: str | None, shared: bool) -> None:
     inside, tried = threading.Event(), threading.Event()
 
     def slow(gradient: Tensor) -> None:
@@ -190,7 +172,7 @@ class TestPipesInside:
                 pipes[0](rows())
 
         with pytest.raises(RuntimeError, match="calls the pipe itself, or another pipe whose layers do"):
-            within(20, run)
+            started(run).result(300)
 
     @ways
     def test_a_loss_that_calls_the_pipe_is_refused(self, way: Way) -> None:
@@ -198,10 +180,10 @@ class TestPipesInside:
 
         def run() -> None:
             with way():
-                pipe.step(rows(), rows(), loss_fn=lambda output, target: loss(output, pipe(target)))
+                pipe.step(rows(), rows(), loss_fn=lambda output, target: (output - pipe(target)).sum())
 
         with pytest.raises(RuntimeError, match="loss function"):
-            within(20, run)
+            started(run).result(300)
 
     @ways
     @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -218,10 +200,10 @@ class TestPipesInside:
 
         def run() -> None:
             with way():
-                loss(outer(rows()), rows()).backward()
+                trained(outer, rows())
 
-        within(20, run)
-        loss(outer_model(rows()), rows()).backward()
+        started(run).result(300)
+        trained(outer_model, rows())
         assert_same(inner, inner_model)
         assert_same(outer, outer_model)
 
@@ -235,7 +217,7 @@ class TestPipesInside:
             with way():
                 pipe(rows()).sum().backward()
 
-        within(20, run)
+        started(run).result(300)
         torch.testing.assert_close(outputs, [linears()(rows()).detach()])
 
 
@@ -243,7 +225,7 @@ class TestPipesInside:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @ways
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: pipe.step(rows(), rows(), loss_fn=loss)])
+@pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: trained(pipe, rows(), "1f1b")])
 def test_in_the_middle_of_a_run_the_child_may_not(way: Way, where: str, use: Callable[[GPipe], Any]) -> None:
     """A process is forked while another thread is in a run, and the child uses the pipe."""
     reached, done = threading.Event(), threading.Event()
@@ -268,7 +250,7 @@ def test_in_the_middle_of_a_run_the_child_may_not(way: Way, where: str, use: Cal
     def fork() -> str:
         assert reached.wait(300)
         try:
-            return in_child(lambda: within(20, lambda: use(pipe)))
+            return in_child(lambda: started(lambda: use(pipe)).result(300))
         finally:
             done.set()
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import MODES, Call, assert_same, each_mode, linears, piped, rows, running
+from ..layers import MODES, Call, assert_same, counted, each_mode, linears, piped, rows, running, squares, trained
 from ..schedules import ALONE
 
 NAMES = sorted(name for name, _ in linears().named_parameters())
@@ -44,19 +44,6 @@ def hook(parameter: nn.Parameter, kind: str, name: str, calls: list[tuple[str, T
         parameter.register_post_accumulate_grad_hook(lambda p: calls.append((name, p.grad.clone())))
 
 
-def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, decay: bool) -> None:
-    def loss(output: Tensor, _: Any) -> Any:
-        return (output.square().sum(), len(output)) if counted else output.square().sum()
-
-    if isinstance(model, GPipe) and schedule is not None:
-        model.step(x, loss_fn=loss, schedule=schedule, reduction="sum")
-        return
-    total = model(x).square().sum() / (len(x) if counted and schedule is not None else 1)
-    if schedule is None and decay:
-        total = total + sum(p.square().sum() for p in model.parameters())
-    total.backward()
-
-
 @given(
     st.sets(st.sampled_from(NAMES)),
     st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(["see", "scale", "after"])), max_size=4),
@@ -64,21 +51,25 @@ def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, de
     st.sampled_from([None, None, *ALONE]),
     st.sampled_from(MODES),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([squares, counted]),
     st.booleans(),
     st.lists(st.integers(1, 7), min_size=1, max_size=3),
     st.sampled_from([[3], [1, 2], [1, 1, 1]]),
 )
 def test_as_often_and_with_the_same_as_in_the_plain_model(
     names: set[str], hooked: list[tuple[str, str]], filled: set[str], schedule: str | None, mode: str, inline: bool,
-    counted: bool, decay: bool, counts: list[int], balance: list[int],
+    loss_fn: Any, decay: bool, counts: list[int], balance: list[int],
 ):  # fmt: skip
     """Whatever number of micro-batches a run has, and whatever else the caller's loss reaches."""
-    decay = decay and not hooked and not names
+    decay = decay and schedule is None and not hooked and not names
     model = linears()
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
     results = []
     for each in (model, pipe):
+
+        def decayed(output: Tensor, _: Any, each: nn.Module = each) -> Tensor:
+            return squares(output) + sum(squares(p) for p in each.parameters())
+
         calls: list[tuple[str, Tensor | None]] = []
         nodes = listening(each, names, calls)
         for name, parameter in each.named_parameters():
@@ -89,7 +80,7 @@ def test_as_often_and_with_the_same_as_in_the_plain_model(
                 parameter.grad = torch.ones_like(parameter)
         with closing(each) if isinstance(each, GPipe) else nullcontext(), running(inline):
             for count in counts:
-                trained(each, schedule, rows(count), counted, decay)
+                trained(each, rows(count), schedule, decayed if decay else loss_fn)
         assert len(nodes) == len(names)
         results.append(sorted(calls, key=lambda call: call[0]))
     assert_same(pipe, model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, piped, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, piped, rows, running, squares, trained
 
 SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
@@ -35,7 +35,7 @@ def leave(s: Layer, x: Tensor) -> Tensor:
     """A linear layer that leaves an auxiliary loss, of its output or of a head of its own."""
     linear, head = s.m
     y: Tensor = linear(x).tanh()
-    aux = (head(x) if s.has_head else y).square().mean()
+    aux = squares(head(x) if s.has_head else y)
     if not s.has_head:
         y = y + 0 * head(x)
     WAYS[s.way][0](s, aux)
@@ -55,15 +55,7 @@ def model_with(way: str, head: bool, at: int) -> nn.Sequential:
 
 
 def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
-    def loss_of(output: Tensor) -> Tensor:
-        layer: Any = model.get_submodule(str(at))
-        found: Tensor = output.square().mean() + WAYS[way][1](layer)
-        return found
-
-    if isinstance(model, gpipe.GPipe) and schedule is not None:
-        model.step(rows(), loss_fn=lambda output, _: loss_of(output), schedule=schedule)
-    else:
-        loss_of(model(rows())).backward()
+    trained(model, rows(), schedule, lambda y, _: squares(y) + WAYS[way][1](model.get_submodule(str(at))))
 
 
 @given(
@@ -106,11 +98,8 @@ def test_what_is_left_and_used_by_no_loss_is_no_harm(mode: str, schedule: str | 
     plain, pipe = model(), gpipe.GPipe(model(), [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
     with closing(pipe):
         for _ in range(2):
-            plain(rows()).square().mean().backward()
-            if schedule is None:
-                pipe(rows()).square().mean().backward()
-            else:
-                pipe.step(rows(), loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
+            trained(plain, rows())
+            trained(pipe, rows(), schedule)
         assert_same(pipe, plain)
 
 

@@ -19,9 +19,7 @@ import gpipe
 from gpipe import GPipe
 
 from ..layers import DOUBLE, Call, linears, piped, rows
-from ..schedules import ALONE
-
-each_schedule = pytest.mark.parametrize("schedule", ALONE)
+from ..schedules import ALONE, each_schedule
 
 
 def square(output: Tensor) -> Tensor:

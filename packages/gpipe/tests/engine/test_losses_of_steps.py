@@ -19,11 +19,9 @@ from gpipe import GPipe
 from profiler import AllocationTracker
 
 from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows, running
-from ..schedules import ALONE
+from ..schedules import ALONE, each_schedule
 
 CLASSES, PAD = 3, -100
-
-each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
 @st.composite

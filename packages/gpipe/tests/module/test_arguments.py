@@ -14,10 +14,9 @@ from torch import nn
 from gpipe import GPipe
 from gpipe.module import _arguments
 
-from ..layers import linears, piped, rows
+from ..layers import MODES, linears, piped, rows
 
 CPU = torch.device("cpu")
-MODES = ("always", "except_last", "never")
 
 nonsense = st.one_of(
     st.none(),

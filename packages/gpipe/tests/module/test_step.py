@@ -23,14 +23,12 @@ from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
 from ..layers import DOUBLE, MODES, assert_same, each_mode, linears, piped, rows, running
 from ..models import PARTS, Recipe, recipes
-from ..schedules import ALONE, CHOICES, V_SHAPED, some_schedule
+from ..schedules import CHOICES, V_SHAPED, some_schedule
 from ..test_models import Oracle, assert_close, pipe_of
 from ..test_models import step as optimize
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
-
-each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
 @dataclass(frozen=True)

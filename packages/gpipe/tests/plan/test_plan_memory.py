@@ -26,7 +26,7 @@ from gpipe.simulate import Link
 from profiler import profile
 
 from ..layers import Call, Pop, Stash
-from ..models import CHANNELS, PARTS, Fresh, Residual
+from ..models import CHANNELS, PARTS, fresh, residual
 from ..models import WIDTH as PART_WIDTH
 
 CHUNKS, ONE_EACH = 6, (0, 1)
@@ -76,7 +76,7 @@ PIECES = {
     "tanh": nn.Tanh,
     "view": nn.Flatten,
     "norm": lambda: nn.LayerNorm(WIDTH),
-    "residual": lambda: Residual(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))),
+    "residual": lambda: residual(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
 }
 
@@ -165,7 +165,7 @@ def test_what_the_kernel_of_an_lstm_keeps_is_counted():
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     torch.manual_seed(0)
-    model = nn.Sequential(Fresh(), Fresh(), *PARTS[name].layers())
+    model = nn.Sequential(fresh(), fresh(), *PARTS[name].layers())
     x = torch.randn(4, CHANNELS, PART_WIDTH, requires_grad=True)
     found = profile(model, x, device="cpu", timeout=1e-6, split_backward=True)
     pipe = GPipe(model, [1, len(model) - 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
