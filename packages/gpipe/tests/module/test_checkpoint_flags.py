@@ -47,9 +47,12 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
         torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_held_falls_by_what_blocks_save():
+@pytest.mark.parametrize(("activation", "saved"), [(nn.GELU, 2), (nn.Tanh, 1)], ids=["input", "output"])
+def test_what_is_held_falls_by_what_blocks_save(activation: type[nn.Module], saved: int):
+    """Also if an operation saves its output; until the last backward, with what recomputations save."""
+
     def held(choice: Any) -> int:
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        blocks = [nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 64)) for _ in range(4)]
         with closing(GPipe(nn.Sequential(*blocks), [3, 1], devices=["cpu"] * 2, chunks=4, checkpoint=choice)) as pipe:
             x, y = torch.zeros(64, 64), torch.zeros(64, 64)
             with gpipe.inline():
@@ -59,7 +62,7 @@ def test_what_is_held_falls_by_what_blocks_save():
         return timeline.peak_bytes[0]
 
     counts = [held([[True] * k + [False] * (3 - k), "never"]) for k in range(3)]
-    layer = 2 * 16 * 256 * 4  # two activations of 16 rows and 256 columns
+    layer = saved * 16 * 256 * 4  # activations of 16 rows and 256 columns
     inner = 16 * 64 * 4  # what is between two layers of a block
     assert [a - b for a, b in pairwise(counts)] == pytest.approx([4 * layer, 4 * (layer + inner)], rel=0.02)
 

@@ -113,15 +113,17 @@ class _Forward:
         """Compute the layers again, and replace what was dropped by what their operations save."""
         found: list[_Saved] = []
 
-        def save(tensor: Tensor) -> Tensor:
+        def save(tensor: Tensor) -> _Saved:
+            # Not the tensor: an operation that saves its output would refer to itself, and keep the whole graph.
             found.append(_Saved(self, tensor))
-            return tensor  # a layer may have a small backward of its own, within its forward
+            return found[-1]
 
         def compute() -> Activation:
             assert self._repeatable.inputs is not None
             value, *skips = as_nonleaf(self._repeatable.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
-            with setting(skips=own), saved_tensors_hooks(save, lambda tensor: tensor):
+            # A layer may have a small backward of its own, within its forward.
+            with setting(skips=own), saved_tensors_hooks(save, _Saved.load):
                 return self._block.outputs(self._compute(value))
 
         self._repeatable.again(compute)
