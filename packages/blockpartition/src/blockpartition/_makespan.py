@@ -35,32 +35,29 @@ def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> 
     return best, min(floor, makespan(best, m))
 
 
-Arrivals = dict[int, tuple[int, PlacedBlock | None]]
-"""For each position at which blocks can end, their least latency and the last of them."""
-
-
 def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
     """Blocks within the limit, which has to be possible, with the least latency. O(k n log n)."""
-    tables: list[Arrivals] = [{0: (0, None)}]
+    # For each position at which blocks can end, their least latency; and by stage, the start and slot of the last one.
+    latencies, last = {0: 0}, list[dict[int, tuple[int, ModeSlot]]]()
     for modes, ends in zip(problem.slots, ReachableEnds(problem, limit).ends[1:], strict=True):
-        table: Arrivals = {}
+        before, latencies = latencies, {}
+        last.append({})
         for slot in modes:
-            for latency, block in _extensions(problem, tables[-1], slot, ends, limit):
-                if block.end not in table or latency < table[block.end][0]:
-                    table[block.end] = latency, block
-        tables.append(table)
+            for end, latency, start in _extensions(problem, before, slot, ends, limit):
+                if end not in latencies or latency < latencies[end]:
+                    latencies[end], last[-1][end] = latency, (start, slot)
     blocks, end = list[PlacedBlock](), problem.n
-    for table in reversed(tables[1:]):
-        if last := table[end][1]:
-            blocks.append(last)
-            end = last.start
+    for table in reversed(last):
+        start, slot = table[end]
+        blocks.append(PlacedBlock(start, end, slot))
+        end = start
     return blocks[::-1]
 
 
 def _extensions(
-    problem: Problem, before: Arrivals, slot: ModeSlot, ends: list[Interval], limit: int
-) -> Iterable[tuple[int, PlacedBlock]]:
-    """For each end the best block up to there, with the latency.
+    problem: Problem, before: dict[int, int], slot: ModeSlot, ends: list[Interval], limit: int
+) -> Iterable[tuple[int, int, int]]:
+    """For each end, the least latency of blocks up to there and the start of the last one.
 
     The latency splits into a part of the end and one of the start. So the best start is a minimum over the allowed
     starts: candidates are kept in order, each dropped once a later one is as good.
@@ -70,7 +67,7 @@ def _extensions(
     for end in chain(*(range(first, last + 1) for first, last in ends)):
         while coming and coming[-1] < end:
             start = coming.pop()
-            cost = before[start][0] - time.prefix[start]
+            cost = before[start] - time.prefix[start]
             # Ends only grow, so an earlier start that is no better is never the best again.
             while costs and costs[-1] >= cost:
                 starts.pop()
@@ -79,4 +76,4 @@ def _extensions(
             costs.append(cost)
         best = bisect_left(starts, problem.first_start(slot, end, limit))
         if best < len(starts):
-            yield costs[best] + time.of(0, end), PlacedBlock(starts[best], end, slot)
+            yield end, costs[best] + time.of(0, end), starts[best]
