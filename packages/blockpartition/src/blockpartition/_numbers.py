@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,6 +13,8 @@ from operator import mul
 from typing import Any, TypeAlias
 
 Number: TypeAlias = int | float | Fraction
+
+_LARGEST = int(sys.float_info.max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +27,8 @@ class Scale:
     def value(self, units: int | Fraction) -> Number:
         """So many in the caller's unit: if rounded, the nearest float (exact beyond their range), else exact."""
         numerator, denominator = units.numerator, units.denominator * self.scale
-        if self.rounded:
-            try:
-                return numerator / denominator
-            except OverflowError:
-                pass
+        if self.rounded and numerator <= _LARGEST * denominator:
+            return numerator / denominator
         return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
 
 

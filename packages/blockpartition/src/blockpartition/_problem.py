@@ -119,5 +119,13 @@ def slowest(blocks: list[PlacedBlock]) -> int:
 
 
 def makespan(blocks: list[PlacedBlock], microbatches: int) -> int:
-    """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs."""
+    """The time at which the last micro-batch leaves a pipeline; it is a flow shop of equal jobs.
+
+    Args:
+        blocks: those of all stages.
+        microbatches: the number of micro-batches, each of which takes a block's time there.
+
+    Returns:
+        The time, in units of the problem.
+    """
     return sum(block.time for block in blocks) + (microbatches - 1) * slowest(blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import lcm
 from operator import add
@@ -44,56 +43,26 @@ def read_problem(
     known = {key: _terms(devices[j], f"stage[{j}]") for key, j in places.items()}
     options = [known[id(stage)] for stage in devices]
     factors = in_flight_factors(in_flight, len(devices), count)
-
-    # The least units in which all times, and all amounts of memory, are integers.
-    every = list(chain(*known.values()))
-    unit = lcm(paid.scale, work.scale * lcm(*{option.pace.denominator for option in every}))
-    shares = lcm(*{term.denominator for option in every for term in (option.saved, option.transient)})
-    room_unit = lcm(held.scale, kept.scale * shares, *{(option.room or 0).denominator for option in every})
-
-    def sums(grid: Grid, unit: int) -> list[int]:
-        """For each position the sum of all layers before it, in units of which so many are one of the caller's."""
-        before = [unit // grid.scale * x for x in accumulate(grid.units, initial=0)]
-        return [before[p] for p in at]
-
-    work_at, held_at, kept_at = sums(work, unit), sums(held, room_unit), sums(kept, room_unit // shares)
-    leave = [0, *(unit // paid.scale * paid.units[p - 1] for p in at[1:-1]), 0]  # the ends of all are no cuts
-
-    # Equal stages share what is as long as the layers.
-    @cache
-    def time(pace: Fraction) -> Measure:
-        prefix = [x // pace.denominator * pace.numerator for x in work_at]
-        return Measure(prefix, list(map(add, prefix, leave)))
-
-    @cache
-    def need(share: Fraction) -> Measure:
-        times = int(share * shares)
-        prefix = [x + times * y for x, y in zip(held_at, kept_at, strict=True)]
-        return Measure(prefix, prefix)
-
-    def slot(option: Terms, factor: int) -> ModeSlot:
-        needed = need(factor * option.saved + option.transient)
-        # Without a capacity there is room for everything.
-        room = needed.prefix[-1] if option.room is None else int(room_unit * option.room)
-        return ModeSlot(option.name, time(option.pace), needed, room)
-
+    measures = _Measures(at, work, paid, held, kept, list(chain(*known.values())))
     # Bounds count each stage in its fastest mode. Times multiplied by `tick` make all speeds integers.
     paces = [min(option.pace for option in modes) for modes in options]
     tick = lcm(*{pace.numerator for pace in paces})
     speeds = list(accumulate((int(tick / pace) for pace in paces), initial=0))
-    layers = [tick * x for x in work_at]
+    layers = [tick * x for x in measures.work]
+    slowest = max(b - a for a, b in pairwise(measures.work)) * min(paces)
     paced = chain(*((stage.speed, *(mode.time for mode in stage.modes)) for stage in devices))
+    rooms = (stage.capacity or 0 for stage in devices)
     return Problem(
         costs=work,
         positions=at,
         pins=pins,
-        slots=[[slot(option, factor) for option in modes] for modes, factor in zip(options, factors, strict=True)],
+        slots=[[measures.slot(each, factor) for each in modes] for modes, factor in zip(options, factors, strict=True)],
         work=layers,
         speeds=speeds,
-        time=Scale(unit, work.rounded or paid.rounded or has_floats(paced)),
-        memory=Scale(room_unit, held.rounded or kept.rounded or has_floats(stage.capacity or 0 for stage in devices)),
+        time=Scale(measures.time_unit, work.rounded or paid.rounded or has_floats(paced)),
+        memory=Scale(measures.memory_unit, held.rounded or kept.rounded or has_floats(rooms)),
         microbatches=count,
-        lower_bound=max(Fraction(layers[-1], speeds[-1]), max(b - a for a, b in pairwise(work_at)) * min(paces)),
+        lower_bound=max(Fraction(layers[-1], speeds[-1]), slowest),
     )
 
 
@@ -105,6 +74,50 @@ class Terms(NamedTuple):
     saved: Fraction
     transient: Fraction
     room: Fraction | None
+
+
+class _Measures:
+    """What blocks take and need, as integers; equal stages share what is as long as the layers.
+
+    time_unit, memory_unit: so many of these integers are one of the caller's; the least with which none is rounded.
+    work: for each position the time of the layers before it, at speed 1.
+    """
+
+    def __init__(self, at: list[int], work: Grid, paid: Grid, held: Grid, kept: Grid, terms: list[Terms]) -> None:
+        self._shares = lcm(*{share.denominator for term in terms for share in (term.saved, term.transient)})
+        self.time_unit = lcm(paid.scale, work.scale * lcm(*{term.pace.denominator for term in terms}))
+        rooms = {(term.room or 0).denominator for term in terms}
+        self.memory_unit = lcm(held.scale, kept.scale * self._shares, *rooms)
+        self.work = _sums(work, at, self.time_unit)
+        self._held, self._kept = _sums(held, at, self.memory_unit), _sums(kept, at, self.memory_unit // self._shares)
+        # The ends of all are no cuts.
+        self._leave = [0, *(self.time_unit // paid.scale * paid.units[p - 1] for p in at[1:-1]), 0]
+        self._times = {pace: self._time(pace) for pace in {term.pace for term in terms}}
+        self._needs: dict[Fraction, Measure] = {}
+
+    def slot(self, option: Terms, factor: int) -> ModeSlot:
+        share = factor * option.saved + option.transient
+        if share not in self._needs:
+            self._needs[share] = self._need(share)
+        need = self._needs[share]
+        # Without a capacity there is room for everything.
+        room = need.prefix[-1] if option.room is None else int(self.memory_unit * option.room)
+        return ModeSlot(option.name, self._times[option.pace], need, room)
+
+    def _time(self, pace: Fraction) -> Measure:
+        prefix = [x // pace.denominator * pace.numerator for x in self.work]
+        return Measure(prefix, list(map(add, prefix, self._leave)))
+
+    def _need(self, share: Fraction) -> Measure:
+        times = int(share * self._shares)
+        prefix = [x + times * y for x, y in zip(self._held, self._kept, strict=True)]
+        return Measure(prefix, prefix)
+
+
+def _sums(grid: Grid, at: list[int], unit: int) -> list[int]:
+    """For each position the sum of all layers before it, in units of which so many are one of the caller's."""
+    before = [unit // grid.scale * x for x in accumulate(grid.units, initial=0)]
+    return [before[p] for p in at]
 
 
 def _terms(stage: Stage, name: str) -> list[Terms]:

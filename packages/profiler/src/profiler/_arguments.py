@@ -52,13 +52,15 @@ def fewest_rows(value: Any) -> int:
     return min(scatter(value, 1)[0].rows)
 
 
-def check_rows(rows: Sequence[int]) -> list[int]:
-    """``rows`` in ascending order."""
+def check_rows(rows: Sequence[int], chunks: int) -> list[int]:
+    """``rows`` in ascending order; there must be no other number of ``chunks`` than the default."""
     if isinstance(rows, SupportsIndex):
         raise TypeError(f"rows: expected a list of numbers, got {rows!r}; write rows=[{rows!r}]")
     numbers = sorted(operator.index(number) for number in rows)
     if not numbers or numbers[0] < 1 or len(set(numbers)) < len(numbers):
         raise ValueError(f"rows: expected different numbers of at least 1, got {list(rows)}")
+    if chunks != 1:
+        raise ValueError(f"rows: expected either rows or chunks, got rows={list(rows)} and chunks={chunks}")
     return numbers
 
 

@@ -82,9 +82,7 @@ def profile(
     chain = layers_of(module)
     check_no_gradient(chain)
     check_number("timeout", timeout, positive=True)
-    wanted = [None] if rows is None else check_rows(rows)
-    if rows is not None and chunks != 1:
-        raise ValueError(f"rows: expected either rows or chunks, got rows={list(rows)} and chunks={chunks}")
+    wanted = [None] if rows is None else check_rows(rows, chunks)
     device = sizing_device(chain, device)
     found: list[Profile] = []
     with isolated(device):

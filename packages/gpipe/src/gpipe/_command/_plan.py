@@ -48,18 +48,15 @@ def plan(
         html: Save the plan there, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
-    given = devices if fake is None else fake
-    if given is None or (devices is not None and fake is not None):
-        raise ValueError(f"devices: give either --devices or --fake, got {'both' if given else 'neither'}")
+    chosen = _devices(devices, fake)
     _expect_units("memory", memory or ())
-    _expect_units("fake", [] if fake is None else [fake.rpartition("x")[2]])
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     try:
         found = make_plan(
             model,
             mini_batch,
-            given,
+            chosen,
             target=goal,
             loss_fn=None if loss is None else load(loss, "loss"),
             optimizer=optimizer,
@@ -75,6 +72,16 @@ def plan(
         return 1
     finish(found, found.to_json if json else None, html, found.save)
     return 0
+
+
+def _devices(given: Sequence[str] | None, fake: str | None) -> Sequence[str] | str:
+    """The devices ``given``, or those that are ``fake``; ValueError unless it is one of the two."""
+    if fake is None and given is not None:
+        return given
+    if fake is None or given is not None:
+        raise ValueError(f"devices: give either --devices or --fake, got {'neither' if fake is None else 'both'}")
+    _expect_units("fake", [fake.rpartition("x")[2]])
+    return fake
 
 
 def _expect_units(name: str, sizes: Sequence[str]) -> None:

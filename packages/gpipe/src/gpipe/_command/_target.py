@@ -24,8 +24,16 @@ _SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>\w
 def load(path: str, what: str) -> Any:
     """The object that ``package.module:name`` names. Modules in the working directory are found too.
 
-    ``what`` names the argument in errors: ValueError if ``path`` is no such text, AttributeError if there is no such
-    name.
+    Args:
+        path: the name.
+        what: the argument, for errors.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: ``path`` is no such text.
+        ImportError, AttributeError: there is no such module, or no such name in it.
     """
     module, _, name = path.partition(":")
     if not (module and name):

@@ -68,7 +68,16 @@ class Verification:
 
 
 def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
-    """Train some steps, and compare measured with predicted time and memory; see :meth:`gpipe.Plan.verify`."""
+    """Train some steps, and compare measured with predicted time and memory.
+
+    Args:
+        plan: the plan.
+        pipe: the pipe that it has built. Gradients and buffers are restored.
+        x, y, loss_fn: as for :meth:`gpipe.Plan.verify`.
+
+    Returns:
+        Predicted and measured figures, and the timeline of a step.
+    """
     with as_before(pipe):
         seconds = timed(pipe, x, y, loss_fn, plan.schedule)
         with record() as timeline:
