@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gpipe.values._leaves import Activation
-from gpipe.values._sharing import KEPT, SEEN, parted
+from gpipe.values._sharing import PRESERVED, SHARED, as_copied
 from microbatch import Arguments, flatten
 
 from .test_messages import ends
@@ -86,11 +86,11 @@ def values(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def activations(draw: st.DrawFn) -> Activation:
-    """With or without ties."""
+    """With or without marks."""
     activation = Activation(draw(values(tensors())))
     count = len(activation.tensors)
-    ties = draw(st.lists(st.sampled_from([0, KEPT, SEEN]), min_size=count, max_size=count))
-    return Activation(activation.value, activation.tensors, ties if draw(st.booleans()) and any(ties) else ())
+    marks = draw(st.lists(st.sampled_from([0, PRESERVED, SHARED]), min_size=count, max_size=count))
+    return Activation(activation.value, activation.tensors, marks if draw(st.booleans()) and any(marks) else ())
 
 
 GRADIENTS = st.lists(st.one_of(st.none(), tensors()), max_size=4)
@@ -142,7 +142,7 @@ def assert_same_value(a: Any, b: Any) -> None:
 def test_activations_arrive_as_they_were(activation: Activation) -> None:
     found = arrived(activation)
     assert_same_value(found.value, activation.value)
-    assert list(found.ties) == list(parted(activation).ties)
+    assert list(found.marks) == list(as_copied(activation).marks)
     assert all(a is b for a, b in zip(found.tensors, Activation(found.value).tensors, strict=True))
 
 

@@ -23,7 +23,7 @@ def counted(chunks: Any) -> int:
     return number
 
 
-def dealt(rows: int, chunks: int) -> Sizes:
+def rows_of_parts(rows: int, chunks: int) -> Sizes:
     """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left."""
     if not rows:
         return (0,) * chunks

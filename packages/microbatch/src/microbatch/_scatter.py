@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._cut import Cut, Sizes, copies, counted, dealt, views
+from ._cut import Cut, Sizes, copies, counted, rows_of_parts, views
 from ._paths import LeafPath
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
@@ -139,7 +139,7 @@ def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath)
             f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
             "or Replicate() it in the spec"
         )
-    sizes = dealt(tensor.size(rule.dim), chunks)
+    sizes = rows_of_parts(tensor.size(rule.dim), chunks)
     try:
         return sizes, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator

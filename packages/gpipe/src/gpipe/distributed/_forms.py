@@ -20,7 +20,7 @@ from microbatch import is_flat
 
 from ..values._leaves import Activation
 from ..values._memory import is_dense
-from ..values._sharing import parted
+from ..values._sharing import as_copied
 
 Payload = Activation | list[Tensor | None]
 
@@ -66,14 +66,14 @@ class Form(NamedTuple):
             return list(tensors)
         if isinstance(self.tree, int):
             return Activation(tuple(tensors) if self.tree else tensors[0])
-        value, ties = _Reader(self.tree, tensors).load()
-        return Activation(value, ties=ties)
+        value, marks = _Reader(self.tree, tensors).load()
+        return Activation(value, marks=marks)
 
 
 def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     """The form of a message, and its dense tensors.
 
-    The ties in the form are those after :func:`parted`, since tensors that arrive have memory of their own.
+    The marks in the form are those after :func:`as_copied`, since tensors that arrive have memory of their own.
     """
     given: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
     tensors = [None if each is None else _dense(each) for each in given]
@@ -116,11 +116,11 @@ def _tree(payload: Payload) -> bytes | int | None:
     if not isinstance(payload, Activation):
         return None
     value, given = payload.value, payload.tensors
-    if not payload.ties and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
+    if not payload.marks and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
         return len(value) if type(value) is tuple else 0
     file = io.BytesIO()
     try:
-        _Writer(file, given).dump((value, tuple(parted(payload).ties)))
+        _Writer(file, given).dump((value, tuple(as_copied(payload).marks)))
     except Exception as error:
         raise TypeError(
             f"{type(value).__qualname__} cannot be sent to another process, because it cannot be pickled: {error}; "

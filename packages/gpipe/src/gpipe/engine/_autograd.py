@@ -32,20 +32,20 @@ def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch
     columns: dict[int, Sequence[Tensor]] = {}
     for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True):
         if id(whole) not in columns:  # a tensor that is in ``value`` twice is in each micro-batch twice too
-            columns[id(whole)] = _dealt(dim, whole, column)
+            columns[id(whole)] = _connected(dim, whole, column)
     rows = [columns[id(whole)] for whole in wholes]
     return [_with(batch, row) for batch, row in zip(views, zip(*rows, strict=True), strict=True)]
 
 
 def _reattached(whole: Tensor, views: Sequence[Batch]) -> list[Batch]:
     """The same where the mini-batch is one tensor, cut along its rows."""
-    parts = _dealt(0, whole, [view.value for view in views])
+    parts = _connected(0, whole, [view.value for view in views])
     for view, part in zip(views, parts, strict=True):
         view.value = part
     return [*views]
 
 
-def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
+def _connected(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     return Scatter.apply(dim, whole, *views) if whole.requires_grad else views  # type: ignore[no-untyped-call]
 
 

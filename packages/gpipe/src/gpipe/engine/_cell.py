@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
-from ..values._sharing import KEPT, flag_aliases
+from ..values._sharing import PRESERVED, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import Below, GradientSums, below
 from ._recomputation import Recomputation, Repeatable
@@ -41,7 +41,7 @@ class Cell:
         # The graph ends here. The next stage begins one of its own, whose backward gives the gradients of these leaves.
         sent = detach_leaves(outputs)
         # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
-        apart = not inputs.ties and not stage.given and len(sent.tensors) == 1
+        apart = not inputs.marks and not stage.given and len(sent.tensors) == 1
         return sent if apart else flag_aliases(sent, inputs, stage.given)
 
     def recompute(self, stage: StageRun) -> None:
@@ -126,7 +126,7 @@ class CheckpointedCell(Cell):
             return flag_aliases(detach_leaves(outputs), inputs, stage.given)
         self.inputs = self._repeatable.inputs
         # A later stage that works in place must not change what the recomputation needs.
-        kept = [(tensor, KEPT) for tensor in self.inputs.tensors]
+        kept = [(tensor, PRESERVED) for tensor in self.inputs.tensors]
         return flag_aliases(detach_leaves(outputs), inputs, [*kept, *stage.given])
 
     def recompute(self, stage: StageRun) -> None:

@@ -78,9 +78,9 @@ class Losses:
         self._take(i, outputs, self._value(i, outputs))
 
     def _value(self, i: int, outputs: Activation) -> LossValue:
-        before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.ties else ([], [])
+        before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
         value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
-        if outputs.ties:
+        if outputs.marks:
             expect_unseen("loss_fn", outputs, before, uncounted)
         return value
 

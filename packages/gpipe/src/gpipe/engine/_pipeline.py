@@ -22,7 +22,7 @@ from ..transport._copy import CopyStreams
 from ..transport._link import Link
 from ..transport._transport import Transport
 from ..values._leaves import Activation, detach_leaves
-from ..values._sharing import KEPT, flag_aliases, owned
+from ..values._sharing import PRESERVED, flag_aliases, owned
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
@@ -218,9 +218,9 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
 
 def _entering(batch: Batch) -> Activation:
     if isinstance(batch.value, Tensor):
-        return Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(KEPT,))
+        return Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), marks=(PRESERVED,))
     leaves = detach_leaves(Activation(batch.value))
-    return flag_aliases(leaves, leaves, [(tensor, KEPT) for tensor in leaves.tensors])
+    return flag_aliases(leaves, leaves, [(tensor, PRESERVED) for tensor in leaves.tensors])
 
 
 def _flowing(

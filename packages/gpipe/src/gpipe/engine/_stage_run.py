@@ -71,7 +71,7 @@ class StageRun:
 
     Attributes:
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
-        given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
+        given: parameters and buffers whose memory the outputs of the first forward share, with their mark.
         adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -118,7 +118,7 @@ class StageRun:
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
-        if inputs.ties and self.may_change_input:
+        if inputs.marks and self.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
         stage = self.stage
         recomputation = self._recomputation if i < self._checkpoint_stop else None
@@ -171,7 +171,7 @@ class StageRun:
         if self.may_change_input:
             return self._compute_first(inputs)
         stage, value = self.stage, inputs.value
-        before = versions(inputs) if inputs.ties else []  # tensors without ties are used by this stage alone
+        before = versions(inputs) if inputs.marks else []  # tensors without marks are used by this stage alone
         try:
             if stage.is_direct and isinstance(value, Tensor):  # most stages; saves three calls
                 output = stage.module(value)
@@ -183,9 +183,9 @@ class StageRun:
             if "leaf Variable that requires grad" in str(error):
                 raise RuntimeError(_LATE_CHANGE) from error
             raise
-        # Other stages or the caller use tensors with a tie too.
+        # Other stages or the caller use tensors with a mark too.
         after = versions(inputs) if before else before
-        if after != before and any(tie and a != b for tie, a, b in zip(inputs.ties, before, after, strict=True)):
+        if after != before and any(mark and a != b for mark, a, b in zip(inputs.marks, before, after, strict=True)):
             raise RuntimeError(_LATE_CHANGE)
         return Activation(output)
 

@@ -26,7 +26,7 @@ from ..values._memory import storage_id
 from ._parameters import modules_below
 from ._stage import Stage
 
-Grown = tuple[Tensor, Tensor]
+LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
 
@@ -110,9 +110,9 @@ class Tied:
                 if entries.get(name) is copy:  # a layer may have set something else
                     entries[name] = own
 
-    def joined(self, grown: Sequence[Grown]) -> list[Grown]:
-        """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
-        found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
+    def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
+        """``gradients`` with owners in place of copies, on the owners' devices, in the order of the stages."""
+        found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # By stage, since sums of floats depend on their order, and threads arrive in any.
         found.sort(key=lambda each: each[0])
         # An owner may have been frozen since the forward: then autograd drops its gradient too.

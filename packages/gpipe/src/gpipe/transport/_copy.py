@@ -34,7 +34,7 @@ from streams import (
 )
 
 from ..values._leaves import Activation
-from ..values._sharing import parted
+from ..values._sharing import as_copied
 
 Payload = Activation | list[Tensor | None]
 Parcel = tuple[Payload, AbstractEvent]
@@ -100,7 +100,7 @@ class Copy:
         # Between two accelerators the copy runs on the stream of the source, and torch makes that of the target wait
         # for it: an event there comes after both.
         last = target.copy if is_accelerator(target.copy) else source.copy
-        return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
+        return (as_copied(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
         """Make the target's computation wait for the copy, on its worker."""

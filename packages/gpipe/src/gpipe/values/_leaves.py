@@ -22,24 +22,24 @@ class Activation:
 
     Args:
         tensors: the tensors in ``value``, in tree order; found if not given.
-        ties: for each tensor, what else uses its memory (:mod:`gpipe.values._sharing`). Empty if nothing else does.
+        marks: for each tensor, what else uses its memory (:mod:`gpipe.values._sharing`). Empty if nothing else does.
     """
 
-    __slots__ = ("tensors", "ties", "value")
+    __slots__ = ("marks", "tensors", "value")
 
-    def __init__(self, value: Any, tensors: tuple[Tensor, ...] | None = None, ties: Sequence[int] = ()) -> None:
+    def __init__(self, value: Any, tensors: tuple[Tensor, ...] | None = None, marks: Sequence[int] = ()) -> None:
         if tensors is None:
             tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
         self.value = value
         self.tensors = tensors
-        self.ties = ties
+        self.marks = marks
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Activation:
         fresh = tuple(tensors)
         if isinstance(self.value, Tensor):
-            return Activation(fresh[0], fresh, self.ties)
+            return Activation(fresh[0], fresh, self.marks)
         value = fresh if self.value is self.tensors else _rebuilt(self.value, fresh)
-        return Activation(value, fresh, self.ties)
+        return Activation(value, fresh, self.marks)
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ def detach_leaves(activation: Activation) -> Activation:
     """The same tensors as leaves of a new graph; those that require grad still do."""
     value = activation.value
     if isinstance(value, Tensor):
-        return Activation(value.detach().requires_grad_(value.requires_grad), ties=activation.ties)
+        return Activation(value.detach().requires_grad_(value.requires_grad), marks=activation.marks)
     return activation.with_tensors([t.detach().requires_grad_(t.requires_grad) for t in activation.tensors])
 
 

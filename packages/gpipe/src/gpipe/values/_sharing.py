@@ -1,13 +1,13 @@
 """Memory that a tensor on its way from stage to stage shares with anything else.
 
-Each tensor has a tie, which is sent with it:
+Each tensor has a mark, which is sent with it and says what else uses its memory:
 
 - ``OWN``: nothing else uses the memory.
-- ``KEPT``: a checkpointed cell or the caller needs the memory as it is. A layer that works in place gets a clone.
-- ``SEEN``: a change would be visible elsewhere: through another tensor of the value, a skip, or the layer that owns
+- ``PRESERVED``: a checkpointed cell or the caller needs the memory as it is. A layer that works in place gets a clone.
+- ``SHARED``: a change would be visible elsewhere: through another tensor of the value, a skip, or the layer that owns
   this parameter or buffer. In-place work is refused, because autograd would not see the change there.
 
-Of several ties the largest counts. Tensors with one storage count as sharing memory, wherever they lie in it.
+Of several marks the largest counts. Tensors with one storage count as sharing memory, wherever they lie in it.
 """
 
 from __future__ import annotations
@@ -24,54 +24,55 @@ from microbatch import Batch, gather, map_tensors
 from ._leaves import Activation, versions
 from ._memory import clone, storage_id
 
-OWN, KEPT, SEEN = 0, 1, 2
+OWN, PRESERVED, SHARED = 0, 1, 2
 
 
-def ties_of(activation: Activation) -> Sequence[int]:
-    return activation.ties or [OWN] * len(activation.tensors)
+def marks_of(activation: Activation) -> Sequence[int]:
+    return activation.marks or [OWN] * len(activation.tensors)
 
 
-def with_ties(activation: Activation, ties: Sequence[int]) -> Activation:
-    return Activation(activation.value, activation.tensors, ties if any(ties) else ())
+def with_marks(activation: Activation, marks: Sequence[int]) -> Activation:
+    return Activation(activation.value, activation.tensors, marks if any(marks) else ())
 
 
 def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
-    """``outputs`` of a stage with ties for the memory that they share; ``SEEN`` where it is with each other.
+    """``outputs`` of a stage with marks for the memory that they share; ``SHARED`` where it is with each other.
 
     Args:
-        inputs: of the stage; an output in the memory of one of them gets its tie.
-        others: more tensors, with the tie that an output in their memory gets.
+        inputs: of the stage; an output in the memory of one of them gets its mark.
+        others: more tensors, with the mark that an output in their memory gets.
     """
     sources: dict[int, int] = {}
-    for tensor, tie in (*zip(inputs.tensors, inputs.ties, strict=False), *others):  # inputs without ties are left out
+    marked = [*zip(inputs.tensors, inputs.marks, strict=False), *others]  # inputs without marks are left out
+    for tensor, mark in marked:
         storage = storage_id(tensor)
-        sources[storage] = max(tie, sources.get(storage, OWN))
+        sources[storage] = max(mark, sources.get(storage, OWN))
     own = [storage_id(tensor) for tensor in outputs.tensors]
     if len(set(own)) == len(own) and sources.keys().isdisjoint(own):
         return outputs
-    return with_ties(outputs, [SEEN if own.count(storage) > 1 else sources.get(storage, OWN) for storage in own])
+    return with_marks(outputs, [SHARED if own.count(storage) > 1 else sources.get(storage, OWN) for storage in own])
 
 
 def owned(activation: Activation) -> Activation:
-    """``activation`` with clones of tensors that are ``KEPT``; a change of ``SEEN`` ones is refused."""
-    if KEPT not in activation.ties:
+    """``activation`` with clones of tensors that are ``PRESERVED``; a change of ``SHARED`` ones is refused."""
+    if PRESERVED not in activation.marks:
         return activation
-    pairs = zip(activation.tensors, activation.ties, strict=True)
-    own = activation.with_tensors([clone(tensor) if tie == KEPT else tensor for tensor, tie in pairs])
-    return parted(own)
+    pairs = zip(activation.tensors, activation.marks, strict=True)
+    own = activation.with_tensors([clone(tensor) if mark == PRESERVED else tensor for tensor, mark in pairs])
+    return as_copied(own)
 
 
 def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
-    """The ``SEEN`` tensors of inference mode, where torch counts no changes, each with a copy."""
-    pairs = zip(activation.tensors, activation.ties, strict=False)
-    return [(tensor, tensor.clone()) for tensor, tie in pairs if tie == SEEN and tensor.is_inference()]
+    """The ``SHARED`` tensors of inference mode, where torch counts no changes, each with a copy."""
+    pairs = zip(activation.tensors, activation.marks, strict=False)
+    return [(tensor, tensor.clone()) for tensor, mark in pairs if mark == SHARED and tensor.is_inference()]
 
 
 def expect_unseen(
     who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Raise RuntimeError if ``who`` has changed a ``SEEN`` tensor since its version was ``before``."""
-    seen = [tie == SEEN for tie in activation.ties]
+    """Raise RuntimeError if ``who`` has changed a ``SHARED`` tensor since its version was ``before``."""
+    seen = [mark == SHARED for mark in activation.marks]
     counted = any(flag and a != b for flag, a, b in zip(seen, before, versions(activation), strict=False))
     if counted or any(_differs(tensor, copy) for tensor, copy in uncounted):
         raise RuntimeError(
@@ -87,29 +88,29 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 def joined(parts: Sequence[Activation]) -> Activation:
     whole = Activation(tuple([part.value for part in parts]))
-    return with_ties(whole, [tie for part in parts for tie in ties_of(part)])
+    return with_marks(whole, [mark for part in parts for mark in marks_of(part)])
 
 
 def divided(activation: Activation) -> list[Activation]:
     """The inverse of :func:`joined`: one activation for each value in the tuple."""
     parts = [Activation(value) for value in activation.value]
-    ties = iter(ties_of(activation))
-    return [with_ties(part, [next(ties) for _ in part.tensors]) for part in parts]
+    marks = iter(marks_of(activation))
+    return [with_marks(part, [next(marks) for _ in part.tensors]) for part in parts]
 
 
-def parted(activation: Activation) -> Activation:
+def as_copied(activation: Activation) -> Activation:
     """``activation`` after a copy: it shares no memory, but changes that others would have to see remain refused."""
-    if not activation.ties:
+    if not activation.marks:
         return activation
-    return with_ties(activation, [tie if tie == SEEN else OWN for tie in activation.ties])
+    return with_marks(activation, [mark if mark == SHARED else OWN for mark in activation.marks])
 
 
 def guarded(activation: Activation) -> Activation:
-    """``activation`` so that torch refuses in-place changes of its ``SEEN`` tensors."""
-    if not activation.ties:
+    """``activation`` so that torch refuses in-place changes of its ``SHARED`` tensors."""
+    if not activation.marks:
         return activation
-    pairs = zip(activation.tensors, activation.ties, strict=True)
-    return activation.with_tensors([unchangeable(tensor) if tie == SEEN else tensor for tensor, tie in pairs])
+    pairs = zip(activation.tensors, activation.marks, strict=True)
+    return activation.with_tensors([unchangeable(tensor) if mark == SHARED else tensor for tensor, mark in pairs])
 
 
 def unchangeable(tensor: Tensor) -> Tensor:
@@ -118,12 +119,12 @@ def unchangeable(tensor: Tensor) -> Tensor:
 
 
 def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """The parameters and buffers of ``module`` that share memory with ``outputs``, each with the tie ``SEEN``."""
+    """The parameters and buffers of ``module`` that share memory with ``outputs``, each with the mark ``SHARED``."""
     uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
     if not uncertain:  # the usual case: a result with a graph that is no view has memory of its own
         return []
     given = set(map(storage_id, uncertain))
-    return [(state, SEEN) for state in (*module.parameters(), *module.buffers()) if storage_id(state) in given]
+    return [(state, SHARED) for state in (*module.parameters(), *module.buffers()) if storage_id(state) in given]
 
 
 def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
@@ -135,10 +136,10 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
     if len(outputs) == 1:
         outputs = [guarded(outputs[0])]
     whole = gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec)
-    if len(outputs) == 1 or SEEN not in chain.from_iterable(map(_ties, outputs)):
+    if len(outputs) == 1 or SHARED not in chain.from_iterable(map(_marks, outputs)):
         return whole
-    shared = iter([SEEN in ties for ties in zip(*map(ties_of, outputs), strict=True)])
+    shared = iter([SHARED in marks for marks in zip(*map(marks_of, outputs), strict=True)])
     return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
 
 
-_value, _rows, _ties = attrgetter("value"), attrgetter("rows"), attrgetter("ties")
+_value, _rows, _marks = attrgetter("value"), attrgetter("rows"), attrgetter("marks")
