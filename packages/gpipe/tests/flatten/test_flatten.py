@@ -173,15 +173,37 @@ class Stages(nn.Module):
         return self.head(self.layer2(self.layer1(self.stem(x).relu())))
 
 
-def test_lists_that_are_called_as_a_whole():
+class Nested(nn.Module):
+    """Lists in a list, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, WIDTH)
+        self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        for group in self.groups:
+            for layer in group:
+                hidden = layer(hidden)
+            hidden = hidden.relu()
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Stages, ["layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2"]),
+        (Nested, ["groups_0_0", "groups_0_1", "between_1", "groups_1_0", "groups_1_1"]),
+    ],
+)
+def test_several_lists_have_a_segment_between_them(make: type[nn.Module], names: list[str]):
     torch.manual_seed(0)
-    model = Stages()
+    model = make()
     plain, x = copy.deepcopy(model), torch.randn(ROWS, 2)
     layers = flatten(model, x[:2])
-    assert [name for name, _ in layers.named_children()] == [
-        *("start", "layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2", "end")
-    ]
-    pipe = GPipe(layers, [3, 5], devices=["cpu"] * 2, chunks=2)
+    assert [name for name, _ in layers.named_children()] == ["start", *names, "end"]
+    pipe = GPipe(layers, [3, len(layers) - 3], devices=["cpu"] * 2, chunks=2)
     pipe(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close(gradients(model), gradients(plain))
