@@ -67,22 +67,23 @@ class State:
         self._values = [(name, each, each.clone()) for name, each in model.named_buffers() if not each.is_meta]
 
     def changed(self) -> Changed:
-        attributes = []
-        for path, module in self._model.named_modules():
-            if module not in self._known:
-                raise ValueError(
-                    f"{type(self._model).__name__} cannot be divided: its forward makes the module {path!r} anew; make "
-                    "it when the model is built"
-                )
-            known, found = self._known[module], _attributes(module)
-            for key in {**known, **found}:
-                value, then = found.get(key, _NONE), known.get(key, _NONE)
-                is_number = isinstance(value, Number) and isinstance(then, Number)
-                if value is not then and not (is_number and value == then):
-                    name, *inside = key
-                    title = ".".join(filter(None, (path, name))) + "".join(f"[{each!r}]" for each in inside)
-                    attributes.append((title, module, name, is_number or name in self._entries[module][1]))
+        attributes = [each for path, module in self._model.named_modules() for each in self._set_in(path, module)]
         return Changed([(name, each) for name, each, then in self._values if not torch.equal(each, then)], attributes)
+
+    def _set_in(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]:
+        if module not in self._known:
+            raise ValueError(
+                f"{type(self._model).__name__} cannot be divided: its forward makes the module {path!r} anew; make it "
+                "when the model is built"
+            )
+        known, found = self._known[module], _attributes(module)
+        for key in {**known, **found}:
+            value, then = found.get(key, _NONE), known.get(key, _NONE)
+            is_number = isinstance(value, Number) and isinstance(then, Number)
+            if value is not then and not (is_number and value == then):
+                name, *inside = key
+                title = ".".join(filter(None, (path, name))) + "".join(f"[{each!r}]" for each in inside)
+                yield title, module, name, is_number or name in self._entries[module][1]
 
     def restore(self) -> None:
         for module, (attributes, buffers) in self._entries.items():

@@ -250,7 +250,10 @@ class Likeness:
             return vars(module)[name]
         answer = getattr(type(module), name, property())
         if callable(answer) or isinstance(answer, property):  # which would need the module
-            raise AttributeError(f"what stands for a {type(module).__name__} has no {name}")
+            raise AttributeError(
+                f"the forward uses {name!r} of a {type(module).__name__} that belongs to another layer, where it may "
+                "read attributes, parameters' shapes and modules only"
+            )
         return answer
 
 
