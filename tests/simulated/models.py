@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packages.gpipe.tests.layers import MODES as MODES
-from packages.gpipe.tests.layers import Pop, Stash, running
+from packages.gpipe.tests.layers import Pop, Stash, running, squares
 from torch import Tensor, nn
 
 from gpipe import GPipe
@@ -60,10 +60,6 @@ def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **opt
     return GPipe(
         copy.deepcopy(plain), balance(len(plain), len(places)), devices=places, chunks=3, checkpoint=mode, **options
     )
-
-
-def squares(output: Tensor, target: Any = None) -> Tensor:
-    return output.square().sum()
 
 
 def counted_squares(output: Tensor, target: Any = None) -> tuple[Tensor, Tensor]:

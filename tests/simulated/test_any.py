@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,10 +18,34 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.engine._workers import placement
+from gpipe.transport._link import Link
 
 from .accelerator import device, no_races
-from .delays import delayed
 from .models import MODES, Pop, Stash, expected, linear, rows, running, trained
+
+
+@contextmanager
+def delayed(seed: int) -> Iterator[None]:
+    """Inside, threads pause before they send or receive: not at all, just to let others run, or for up to 1 ms.
+
+    How long depends on the seed, the link and the micro-batch alone. The pauses are sleeps on purpose: threads reach
+    their operations in unusual orders, and nothing waits for them. Events could set the order instead, but would
+    deadlock under some schedules.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("put", "get"):
+            patch.setattr(Link, name, _after_a_pause(getattr(Link, name), f"{seed} {name}"))
+        yield
+
+
+def _after_a_pause(method: Callable[..., Any], seed: str) -> Callable[..., Any]:
+    def paused(link: Link[Any], microbatch: int, *payload: Any) -> Any:
+        choice = random.Random(f"{seed} {link.name} {microbatch}")
+        if choice.random() < 0.5:
+            time.sleep(choice.choice([0.0, choice.random() * 0.001]))
+        return method(link, microbatch, *payload)
+
+    return paused
 
 
 def model(stages: int) -> nn.Sequential:

@@ -23,9 +23,6 @@ from .placements import backward_streams, devices, forward_streams
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
 
-each_placement = pytest.mark.parametrize("placement", CROSSING)
-each_run = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-
 
 def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the losses of the rows that count, and how many these are."""
@@ -155,8 +152,8 @@ def test_calls(name: str, placement: str, mode: str, inline: bool):
         torch.testing.assert_close(used(pipe), wanted)
 
 
-@each_placement
-@each_run
+@pytest.mark.parametrize("placement", CROSSING)
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 @pytest.mark.parametrize("how", ["call", *SCHEDULES])
 def test_dropout(placement: str, inline: bool, how: str):
     """A recomputation repeats the masks, and with one seed every mode gives the same."""

@@ -10,9 +10,6 @@ import pytest
 
 from .worlds import of_each_size
 
-CASES = 1
-"""How many cases of a test over several processes run where time is short."""
-
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
@@ -35,13 +32,11 @@ worlds = pytest.fixture(scope="session")(of_each_size)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test over several processes, which take long, some stand for all."""
+    """Of the cases of a test over several processes, which take long, the first stands for all."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
             cases.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
-    for found in cases.values():
-        chosen = {*found[:: -(-len(found) // CASES)]}
-        for item in found:
-            if item not in chosen:
-                item.add_marker(pytest.mark.long)
+    for _, *others in cases.values():
+        for item in others:
+            item.add_marker(pytest.mark.long)
