@@ -207,6 +207,25 @@ def started(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
+def hook(parameter: Tensor, kind: str, name: Any, calls: list[Any]) -> None:
+    """Note what a parameter's gradient is: before it is added, changed as well, or afterwards."""
+    if kind == "see":
+        parameter.register_hook(lambda gradient: calls.append((name, gradient.clone())))
+    elif kind == "scale":
+        parameter.register_hook(lambda gradient: calls.append((name, gradient.clone())) or gradient * 0.5 + 1)
+    else:
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append((name, p.grad.clone())))
+
+
+def state(module: nn.Module) -> Any:
+    """Everything that a failed construction may not change."""
+    return (
+        [(name, id(each), type(each), each.training) for name, each in module.named_modules()],
+        [(name, id(p), p.device, p.data_ptr(), id(p.grad)) for name, p in module.named_parameters()],
+        [(name, id(b), b.device, b.data_ptr()) for name, b in module.named_buffers()],
+    )
+
+
 def within(seconds: float, function: Callable[[], Any]) -> Any:
     """What ``function`` returns or raises, on a thread; TimeoutError if it does neither.
 

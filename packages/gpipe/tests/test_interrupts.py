@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import DOUBLE, MODES, assert_same, linears, rows, running, within
+from .layers import MODES, assert_same, counted, linears, rows, running, squares, trained, within
 
 OURS = (str(Path(gpipe.__file__).parents[3]), torch.autograd.grad_mode.__file__)
-WAYS = ("call", "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
+WAYS = (None, "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:
@@ -53,36 +53,25 @@ def interrupted(work: Callable[[], object], at: int) -> int:
     return count
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return (output - target).square().sum(), output.numel()
-
-
 class Trial:
     """A pipe with a hook and a gradient that was there before, and its model."""
 
-    def __init__(self, way: str, mode: str, inline: bool) -> None:
+    def __init__(self, way: str | None, mode: str, inline: bool) -> None:
         self.way, self.inline = way, inline
         self.model = nn.Sequential(*linears(2), nn.Dropout(0.0), *linears(1))
         own = copy.deepcopy(self.model)
         self.pipe = GPipe(own, [1, 2, 1], devices=["cpu"] * 3, chunks=3, checkpoint=mode)
-        self.x, self.y = rows(), torch.ones(6, 3, dtype=DOUBLE)
         self.calls: list[Tensor] = []
         own[0].weight.register_hook(self.calls.append)
 
     def step(self) -> None:
         with running(self.inline):
-            if self.way == "call":
-                loss(self.pipe(self.x), self.y).backward()
-            elif self.way == "evaluate":
-                self.pipe.evaluate(self.x, self.y, loss_fn=loss)
+            if self.way == "evaluate":
+                self.pipe.evaluate(rows(), loss_fn=squares)
             elif self.way == "counted":
-                self.pipe.step(self.x, self.y, loss_fn=counted)
+                trained(self.pipe, rows(), "1f1b", counted)
             else:
-                self.pipe.step(self.x, self.y, loss_fn=loss, schedule=self.way)
+                trained(self.pipe, rows(), self.way)
 
     def expect_all_well(self) -> None:
         assert torch.is_grad_enabled()
@@ -91,7 +80,7 @@ class Trial:
         self.calls.clear()
         self.step()
         if self.way != "evaluate":
-            loss(self.model(self.x), self.y).backward()
+            trained(self.model, rows(), None, counted if self.way == "counted" else squares)
             assert len(self.calls) == 1
         assert_same(self.pipe, self.model)
         self.model.zero_grad()
@@ -105,7 +94,7 @@ def lines(trial: Trial) -> int:
 
 @given(st.sampled_from(WAYS), st.sampled_from(MODES), st.booleans(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_after_an_interrupt_at_any_line_the_next_step_is_right(
-    way: str, mode: str, inline: bool, places: list[float]
+    way: str | None, mode: str, inline: bool, places: list[float]
 ) -> None:
     def tried() -> None:
         trial = Trial(way, mode, inline)

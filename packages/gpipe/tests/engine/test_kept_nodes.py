@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import MODES, Call, assert_same, counted, each_mode, linears, piped, rows, running, squares, trained
+from ..layers import MODES, Call, assert_same, counted, each_mode, hook, linears, piped, rows, running, squares, trained
 from ..schedules import ALONE
 
 NAMES = sorted(name for name, _ in linears().named_parameters())
@@ -33,15 +33,6 @@ def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor |
                 )
             )
     return nodes
-
-
-def hook(parameter: nn.Parameter, kind: str, name: str, calls: list[tuple[str, Tensor | None]]) -> None:
-    if kind == "see":
-        parameter.register_hook(lambda gradient: calls.append((name, gradient.clone())))
-    elif kind == "scale":
-        parameter.register_hook(lambda gradient: gradient * 0.5 + 1)
-    else:
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append((name, p.grad.clone())))
 
 
 @given(

@@ -15,7 +15,7 @@ from torch import nn
 import gpipe.module._partition
 from gpipe import GPipe
 
-from ..layers import DOUBLE, assert_trains_like, linears, piped
+from ..layers import DOUBLE, assert_trains_like, linears, piped, state
 
 
 class FullError(RuntimeError):
@@ -26,15 +26,6 @@ def blocks(count: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(count)))
-
-
-def state(module: nn.Module) -> Any:
-    """Everything that a failed construction may not change."""
-    return (
-        [(name, id(each), type(each)) for name, each in module.named_modules()],
-        [(name, id(p), p.device, p.data_ptr(), id(p.grad)) for name, p in module.named_parameters()],
-        [(name, id(b), b.device, b.data_ptr()) for name, b in module.named_buffers()],
-    )
 
 
 class TestConstruction:

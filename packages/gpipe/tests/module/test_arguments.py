@@ -14,7 +14,7 @@ from torch import nn
 from gpipe import GPipe
 from gpipe.module import _arguments
 
-from ..layers import MODES, linears, piped, rows
+from ..layers import MODES, linears, piped, rows, state
 
 CPU = torch.device("cpu")
 
@@ -35,14 +35,6 @@ nonsense = st.one_of(
 MENTIONED = {"devices": "'meta'", "balance": "too few devices"}
 """What an error names instead: what cannot be moved there, or how many of both there are."""
 NAMES = ("balance", "devices", "chunks", "checkpoint", "deferred_batch_norm")
-
-
-def state(module: nn.Module) -> Any:
-    """What may not change if a pipe cannot be made of ``module``."""
-    return (
-        [(name, id(each), type(each), each.training) for name, each in module.named_modules()],
-        [(name, id(each), each.device, each.data_ptr()) for name, each in module.state_dict(keep_vars=True).items()],
-    )
 
 
 def refused(make: Callable[[], object]) -> str | None:
