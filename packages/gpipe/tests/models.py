@@ -19,6 +19,7 @@ from gpipe import is_recomputing
 from gpipe.skip import Namespace, pop, skippable, stash
 
 from .layers import Call, Layer, Raise
+from .schedules import balance_by
 
 CHANNELS, WIDTH = 4, 6
 
@@ -300,11 +301,7 @@ class Recipe:
         return nn.Sequential(*_in_order(self, layers)).to(self.dtype).train(self.training)
 
     def balance(self, layers: int) -> list[int]:
-        """Layers of each stage: any composition is equally likely."""
-        stages = min(self.stages, layers)
-        generator = torch.Generator().manual_seed(self.balance_seed)
-        cuts = sorted((torch.randperm(layers - 1, generator=generator)[: stages - 1] + 1).tolist())
-        return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+        return balance_by(self.balance_seed, layers, self.stages)
 
     def modes(self, stages: int) -> str | list[str]:
         """How a pipe of so many stages is to checkpoint."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, cycle, product
+from itertools import accumulate, chain, cycle, pairwise, product
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
+from gpipe import GPipe
 from gpipe.schedule import (
     SCHEDULES,
     Action,
@@ -122,6 +124,27 @@ def idle(walk: Walk, f: float, i: float, w: float) -> float:
     spans = spans_of(walk, f, i, w)
     busy = max(sum(spans[step].end - spans[step].start for step in steps) for steps in walk)
     return max(span.end for span in spans.values()) - busy
+
+
+@st.composite
+def balances(draw: st.DrawFn, layers: int, stages: int = 5) -> list[int]:
+    """How many layers each of some stages has."""
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=stages - 1))) if layers > 1 else []
+    return [b - a for a, b in pairwise([0, *cuts, layers])]
+
+
+def balance_by(seed: int, layers: int, stages: int) -> list[int]:
+    """A balance of so many stages at most; any is equally likely."""
+    cuts = torch.randperm(layers - 1, generator=torch.Generator().manual_seed(seed))[: min(stages, layers) - 1] + 1
+    return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), layers])]
+
+
+def suited(schedule: str, pipe: GPipe) -> str:
+    """A schedule by its name, or another one if it wants the stages of ``pipe`` on other workers."""
+    places = [device.index for device in pipe.devices]
+    in_v = len(places) % 2 == 0 and places == [*v_placement(len(places))]
+    wrong = in_v if schedule in LOOPED else not in_v and schedule in V_SHAPED
+    return "zero_bubble" if wrong else schedule
 
 
 counts = st.integers(1, 7)

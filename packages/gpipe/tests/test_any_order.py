@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import DeferredBatchNorm, GPipe
-from gpipe.schedule import SCHEDULES, v_placement
+from gpipe.schedule import SCHEDULES
 from microbatch import Batch, gather
 
 from .layers import DOUBLE, MODES, gradients
 from .models import CHANNELS, PARTS, WIDTH, Failing, OnMain, Recipe, main_of, recipes, with_main
 from .module.test_step import LOSSES, Way, floats, kinds_of_loss, ways, weights_for, whole
-from .schedules import LOOPED, V_SHAPED
+from .schedules import suited
 from .test_models import WholeNorms, assert_close
 
 PHASES = ("forward", "backward", "recompute")
@@ -191,16 +191,11 @@ class AnyOrder(RuleBasedStateMachine):
     def stepped(self, x: Tensor, weights: Any, loss: str, schedule: str) -> dict[str, Any]:
         leaf, (loss_fn, how) = x.clone().requires_grad_(), LOSSES[loss]
         with self.way.where():
-            schedule = self.fitting(schedule)
+            schedule = suited(schedule, self.pipe)
             total, output = self.pipe.step(
                 leaf * 1, weights, loss_fn=loss_fn, schedule=schedule, return_outputs=True, **how
             )
         return {"loss": total, "output": floats(output), "input": leaf.grad}
-
-    def fitting(self, schedule: str) -> str:
-        in_v = [str(device) for device in self.pipe.devices] == [f"cpu:{k}" for k in placement(len(self.pipe.devices))]
-        wrong = in_v if schedule in LOOPED else not in_v and schedule in V_SHAPED
-        return "zero_bubble" if wrong else schedule
 
     def assert_equal(self, found: Any, expected: Any) -> None:
         assert_close(found, expected, self.recipe)
@@ -381,10 +376,6 @@ def tie(layers: list[nn.Module], pairs: list[tuple[int, int]]) -> None:
 def is_square(layer: nn.Module) -> bool:
     """Whether a layer is like any other one of its kind."""
     return isinstance(layer, OnMain) and type(layer.layer) is nn.Linear and layer.layer.weight.shape == (WIDTH, WIDTH)
-
-
-def placement(stages: int) -> tuple[int, ...] | list[int]:
-    return v_placement(stages) if stages % 2 == 0 else ()
 
 
 def detached(output: Any) -> list[Tensor]:

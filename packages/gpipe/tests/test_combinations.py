@@ -23,7 +23,7 @@ from gpipe.schedule import SCHEDULES, v_placement
 
 from .layers import DOUBLE, MODES, running
 from .odd_layers import HEARD, NAMES, OUTSIDE, WIDTH, Odd, draws, make
-from .schedules import LOOPED, V_SHAPED
+from .schedules import balance_by, suited
 
 REFUSALS = (RuntimeError, ValueError, TypeError)
 
@@ -126,10 +126,8 @@ class Combination:
         return model
 
     def pipe(self, layers: nn.Sequential) -> GPipe:
-        n, generator = len(layers), torch.Generator().manual_seed(self.seed)
-        stages = min(self.stages, n)
-        cuts = sorted((torch.randperm(n - 1, generator=generator)[: stages - 1] + 1).tolist())
-        balance = [b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+        balance = balance_by(self.seed, len(layers), self.stages)
+        stages = len(balance)
         places = v_placement(stages) if self.workers == 0 and stages % 2 == 0 else range(stages)
         if self.workers:
             places = [j % self.workers for j in places]
@@ -214,10 +212,7 @@ class Both:
             return replace(do, between=None) if self.case.draws else do
         if do.what == "evaluate" and do.loss == "left behind":
             do = replace(do, loss="mean")
-        places = [device.index for device in self.pipe.devices]
-        in_v = len(places) % 2 == 0 and places == [*v_placement(len(places))]
-        wrong = (do.schedule in V_SHAPED and not in_v) or (do.schedule in LOOPED and in_v)
-        return replace(do, schedule="zero_bubble" if wrong else do.schedule, between=None)
+        return replace(do, schedule=do.schedule and suited(do.schedule, self.pipe), between=None)
 
     def seen(self, model: nn.Module, way: Callable[[Do, Tensor, Tensor], Any], do: Do, x: Tensor, y: Tensor) -> Any:
         """All that can be seen after ``way``."""

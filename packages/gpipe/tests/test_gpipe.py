@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
 
 from .layers import DOUBLE, assert_trains_like, linears, piped, rows
+from .schedules import balances
 
 CPU = torch.device("cpu")
 
@@ -34,12 +34,6 @@ def deep() -> nn.Sequential:
     ).to(DOUBLE)
 
 
-@st.composite
-def balances(draw: st.DrawFn, layers: int = 5) -> list[int]:
-    cuts = sorted(draw(st.sets(st.integers(1, layers - 1))))
-    return [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
-
-
 def by_pickle(pipe: GPipe) -> GPipe:
     return pickle.loads(pickle.dumps(pipe))  # type: ignore[no-any-return]
 
@@ -48,7 +42,7 @@ each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 
 
 class TestNames:
-    @given(balances())
+    @given(balances(5))
     def test_all_names_are_those_of_the_model_in_its_order(self, balance: list[int]) -> None:
         model = deep()
         pipe = piped(model, balance)
@@ -60,7 +54,7 @@ class TestNames:
             names = [name for name, _ in getattr(pipe, listing)()]
             assert names == [name for name, _ in getattr(model, listing)()]
 
-    @given(balances())
+    @given(balances(5))
     def test_a_checkpoint_of_torchgpipe_loads(self, balance: list[int]) -> None:
         source, target = deep(), piped(deep(), balance)
         view = piped(source, balance).partitions
@@ -95,7 +89,7 @@ class TestNames:
 
 
 class TestSequence:
-    @given(balances())
+    @given(balances(5))
     def test_length_iteration_and_index_are_the_models(self, balance: list[int]) -> None:
         model = deep()
         pipe = GPipe(model, balance, devices=["cpu"] * len(balance))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from .layers import DOUBLE, MODES, Blocks, Call, Layer, Overwrites, assert_same, piped, rows, running
-from .schedules import ALONE
+from .schedules import ALONE, balances
 
 
 def shifted(s: Layer, x: Tensor) -> Tensor:
@@ -58,11 +58,10 @@ LAYERS = {
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     names = ["linear", *draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5))]
-    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), max_size=2)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(*(LAYERS[name]() for name in names))
-    return model, [b - a for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+    return model, draw(balances(len(names), 3))
 
 
 @given(stacks(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans(), st.booleans())

@@ -19,6 +19,7 @@ from microbatch import Batch
 from streams import CPUStream
 
 from ..layers import Call, Pop, Stash, assert_same, each_way, linears, numbered, rows, within
+from ..schedules import balances
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -50,10 +51,8 @@ def problems(draw: st.DrawFn) -> Problem:
     if "skip" in order:  # of one name there is one in a model
         order = [name for k, name in enumerate(order) if name != "skip" or k == order.index("skip")]
     layers = [*linears(1), *(layer for name in order for layer in kinds[name]())]
-    cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=3))) if len(layers) > 1 else []
-    balance = [end - start for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
     sizes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
-    return Problem(layers, balance, sizes, draw(st.integers(0, len(sizes) + 1)))
+    return Problem(layers, draw(balances(len(layers), 4)), sizes, draw(st.integers(0, len(sizes) + 1)))
 
 
 @each_way

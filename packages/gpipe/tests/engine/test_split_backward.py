@@ -20,6 +20,7 @@ from gpipe.engine._split_backward import backward_inputs
 
 from ..layers import DOUBLE, MODES, Layer, assert_same, gradients, linears, piped, rows
 from ..models import PARTS, WIDTH, OnMain
+from ..schedules import balances
 
 
 class Square(torch.autograd.Function):
@@ -125,10 +126,8 @@ def trained(model: nn.Sequential, balance: list[int], schedule: str, mode: str, 
     st.booleans(),
 )
 def test_bit_by_bit(names: list[str], data: st.DataObject, mode: str, grad: bool):
-    first = data.draw(st.integers(1, len(names)))
-    balance = [first, len(names) - first] if first < len(names) else [first]
     model = model_of(["mlp", *names])
-    balance[0] += 1
+    balance = data.draw(balances(len(model), 2))
     whole, split = (trained(model, balance, schedule, mode, grad) for schedule in ("1f1b", "zero_bubble"))
     torch.testing.assert_close(split, whole, rtol=0, atol=0)
 

@@ -17,6 +17,7 @@ from profiler._allocations import AllocationTracker
 
 from ..layers import running
 from ..models import CHANNELS, PARTS, WIDTH, Counts
+from ..schedules import balances
 
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 # Their constructors compute with the values of their weights, which torch cannot do on meta.
@@ -29,9 +30,7 @@ HELPLESS = ("weight norm", "orthogonal", "spectral norm", "buffers", "unused par
 def balanced(draw: st.DrawFn, without: tuple[str, ...] = COMPUTED) -> tuple[list[str], list[int]]:
     """Names of parts, and a balance of their layers."""
     names = draw(st.lists(st.sampled_from([name for name in PARTS if name not in without]), min_size=1, max_size=6))
-    layers = len(built(names))
-    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
-    return names, [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+    return names, draw(balances(len(built(names)), 4))
 
 
 def built(names: list[str]) -> nn.Sequential:

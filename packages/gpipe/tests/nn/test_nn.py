@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from gpipe import GPipe
 from gpipe.nn import Residual, flatten_nested
 
 from ..layers import Layer, gradients, running, trained
+from ..schedules import balances
 
 WIDTH, ROWS = 3, 6
 
@@ -85,8 +85,7 @@ def test_a_flat_model_trains_as_the_nested_one(
     plain, flat = copy.deepcopy(model), flatten_nested(model)
     if not len(flat):
         return
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(flat) - 1)), max_size=5)) - {len(flat)})
-    balance = [b - a for a, b in pairwise([0, *cuts, len(flat)])]
+    balance = data.draw(balances(len(flat), 6))
     pipe = GPipe(flat, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
     x, y = batch().requires_grad_(), batch().requires_grad_()
     with running(inline):

@@ -18,6 +18,7 @@ from gpipe.skip._store import current_store
 
 from ..layers import DOUBLE, MODES, Call, assert_same, assert_trains_like, piped, rows
 from ..models import Pop, Stash
+from ..schedules import balances
 
 
 @skippable(stash=["same"])
@@ -56,8 +57,7 @@ def skipping(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
         else:
             seen.add(k)
             layers.append(Stash(draw(st.sampled_from(["copy", "copy", "constant", "none"]))).isolate(spaces[k]))
-    cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=4)))
-    return nn.Sequential(*layers), [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    return nn.Sequential(*layers), draw(balances(len(layers)))
 
 
 @settings(max_examples=settings.default.max_examples // 2)

@@ -10,7 +10,7 @@ import torch
 from packages.microbatch.tests.strategies import Encoding, Frozen, Lookup, Pair, Sample
 from torch import Tensor, nn
 
-from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, linears, piped, rows
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, piped, rows
 
 
 def linear() -> nn.Linear:
@@ -80,15 +80,6 @@ def test_out_of_a_pipe_and_into_it(name: str, mode: str):
 def test_outputs_that_cannot_be_put_together_are_named(change: Any, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         piped(nn.Sequential(linear(), Call(change)), [1, 1], chunks=2)(rows())
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error"),
-    [(([],), {}, ValueError), ((3,), {}, TypeError), ((), {}, ValueError), ((torch.zeros(()),), {}, ValueError)],
-)
-def test_inputs_that_cannot_be_cut_are_refused(args: Any, options: Any, error: type[Exception]):
-    with pytest.raises(error):
-        piped(linears(), [1, 2], chunks=2)(*args, **options)
 
 
 @each_mode
