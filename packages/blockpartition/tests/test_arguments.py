@@ -62,7 +62,14 @@ def test_generators_are_read_once():
     assert found.sizes == (2, 2)
 
 
-@pytest.mark.parametrize("costs", [None, 5, 1.5, object(), "123", b"123", {1: 2}, {1, 2}])
+class Scalar:
+    """An array without dimensions."""
+
+    def __iter__(self):
+        raise TypeError("iteration over a 0-d array")
+
+
+@pytest.mark.parametrize("costs", [None, 5, 1.5, object(), "123", b"123", {1: 2}, {1, 2}, Scalar()])
 def test_what_is_no_list_of_costs_is_named(costs):
     found = partition([1, 2], 2)
     for name, call in {

@@ -59,9 +59,13 @@ def listed(values: Iterable[Any], name: str) -> list[Any]:
     """The values as a list; TypeError if they have no order or are no collection."""
     if isinstance(values, list):
         return values
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
+    try:
+        numbers = iter(values)
+    except TypeError:  # also of an array without dimensions, which says that it is iterable
+        numbers = None
+    if numbers is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise TypeError(f"{name} must be numbers in a row, such as a list, got {values!r}")
-    return list(values)
+    return list(numbers)
 
 
 def ratio(x: Any, name: str) -> Fraction:

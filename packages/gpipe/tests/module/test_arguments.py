@@ -57,6 +57,8 @@ class TestAnyArgument:
     @example({"devices": ["cpu", "cuda:0"]})
     @example({"balance": 2})
     @example({"balance": [True, 2]})
+    @example({"balance": torch.tensor(2.5)})
+    @example({"devices": torch.tensor(2.5)})
     @example({"deferred_batch_norm": "no"})
     def test_it_is_taken_or_refused_by_name_and_nothing_has_changed(self, arguments: dict[str, Any]) -> None:
         model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -68,9 +67,13 @@ def checked_places(devices: Any, partitions: int) -> list[torch.device]:
 
 def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
     """``given`` as a list of its first ``most`` entries; TypeError if it has no entries, or no order."""
-    if isinstance(given, (str, bytes, set, frozenset, dict)) or not isinstance(given, Iterable):
+    try:
+        entries = iter(given)
+    except TypeError:  # also of a tensor without dimensions, which says that it is iterable
+        entries = None
+    if entries is None or isinstance(given, (str, bytes, set, frozenset, dict)):
         raise TypeError(f"{name} must be {what}, as in {example}; got {given!r}")
-    return list(islice(given, most))
+    return list(islice(entries, most))
 
 
 def whole(number: Any) -> int:
