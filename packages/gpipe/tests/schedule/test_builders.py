@@ -16,13 +16,14 @@ from gpipe.schedule import (
     fill_drain,
     halves,
     in_flight,
+    named,
     one_forward_one_backward,
     replay,
     validate,
     zero_bubble,
 )
 
-from ..schedules import Scheduled, executed, scheduled, sizes, steps_of
+from ..schedules import Scheduled, counts, executed, names, scheduled, sizes, steps_of
 
 
 def makespan(walk: Walk) -> float:
@@ -54,6 +55,17 @@ class TestEverySchedule:
         schedule, m, placement = problem
         validate(schedule, m, placement)
 
+    @given(names(), counts, st.data())
+    def test_each_stage_may_have_a_stop_of_its_own(
+        self, case: tuple[str, list[int]], m: int, data: st.DataObject
+    ) -> None:
+        name, placement = case
+        stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
+        found = named(name, m, placement, stops)
+        assert found == named(name, m, placement).recomputing(stops)
+        assert [sum(a.kind == "recompute" for a in program) for program in found] == stops
+        assert named(name, m, placement, stops[0]) == named(name, m, placement, [stops[0]] * len(placement))
+
     @given(scheduled(), st.randoms(use_true_random=False))
     def test_no_placement_makes_it_wait_for_ever(self, problem: Scheduled, random: Random) -> None:
         schedule, _, placement = problem
@@ -68,11 +80,9 @@ class TestEverySchedule:
         assert again.on(placement) == schedule.on(placement)
 
     @given(sizes, st.integers(0, 7))
-    def test_what_stages_hold_at_most_and_how_long_it_takes(self, size: tuple[int, int], stop: int) -> None:
+    def test_what_stages_hold_at_most(self, size: tuple[int, int], stop: int) -> None:
         m, n = size
         held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
         assert held == [min(m, n - j) for j in range(n)]
         assert all(in_flight(program) <= n for program in zero_bubble(m, n))
         assert Schedule(tuple(fill_drain(m, n))) == fill_drain(m, n)  # its programs say all of it
-        ends = [makespan(make(m, n).on(range(n))) for make in (fill_drain, one_forward_one_backward)]
-        assert ends[0] == ends[1] == 2 * (m + n - 1)

@@ -31,13 +31,6 @@ class TestAll:
         with pytest.raises(ValueError, match=f"{n} stages do not go evenly on {k} workers"):
             make(m, n, k)
 
-    @given(st.sampled_from(MAKERS), counts, workers, loops, st.data())
-    def test_recomputations_are_added_before_backwards(
-        self, make: object, m: int, k: int, v: int, data: st.DataObject
-    ) -> None:
-        stops = data.draw(st.lists(st.integers(0, m), min_size=k * v, max_size=k * v))
-        assert make(m, k * v, k, stops) == make(m, k * v, k).recomputing(stops)
-
 
 class TestInterleaved:
     @given(counts, workers, loops, st.data())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import inline, record
-from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from gpipe.schedule import checkpoint_stops
 
 from ..layers import MODES, Call, linears, piped
 
@@ -25,16 +25,6 @@ def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: i
     stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m}
     assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
     assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.data())
-def test_builders_take_a_stop_for_each_stage(m: int, n: int, data: st.DataObject):
-    stops = data.draw(st.lists(st.integers(0, m), min_size=n, max_size=n))
-    for make in (fill_drain, one_forward_one_backward, zero_bubble, lambda m, n, stop=0: interleaved(m, n, n, stop)):
-        found = make(m, n, stops)
-        assert found == make(m, n).recomputing(stops)
-        assert [sum(a.kind == "recompute" for a in program) for program in found] == stops
-        assert make(m, n, stops[0]) == make(m, n, [stops[0]] * n)
 
 
 def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do():

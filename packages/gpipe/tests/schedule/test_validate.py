@@ -57,12 +57,6 @@ def lines_of(schedule: Schedule) -> list[list[Step]]:
 
 
 class TestValidate:
-    @given(orders())
-    def test_any_order_that_trains_is_valid(self, problem: Scheduled) -> None:
-        schedule, m, placement = problem
-        assert trains(schedule, m, placement)
-        validate(schedule, m, placement)
-
     @given(edited())
     def test_it_is_refused_exactly_if_it_does_not_train(self, problem: Scheduled) -> None:
         schedule, m, placement = problem
