@@ -114,3 +114,20 @@ def test_the_place_and_the_way_out_are_named(balance: list[int], schedule: str |
     pipe = piped(model_with("attribute", head=True, at=1), balance, chunks=2)
     with closing(pipe), pytest.raises(RuntimeError, match=message):
         train(pipe, 1, "attribute", schedule)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_hook_on_an_input_that_a_layer_has_kept_is_called_unless_it_is_removed(removed: bool) -> None:
+    def keep(s: Layer, x: Tensor) -> Tensor:
+        s.kept = x
+        return 2 * x
+
+    seen: list[Tensor] = []
+    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), Layer(keep))
+    with closing(piped(model, [1, 1], chunks=2, checkpoint="never")) as pipe:
+        y = pipe(rows())
+        handle = pipe.get_submodule("1").kept.register_hook(seen.append)
+        if removed:
+            handle.remove()
+        y.sum().backward()
+    assert [gradient.unique().tolist() for gradient in seen] == ([] if removed else [[2.0]])

@@ -14,7 +14,7 @@ from microbatch import concatenate
 from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._leaves import Activation, as_nonleaf, versions
-from ..values._sharing import expect_unseen, owned, uncounted_of
+from ..values._sharing import owned, refuse_shared_changes, uncounted_of
 from . import _autograd_calls as _engine
 from ._accumulate import GradientSums, below
 from ._deferred_gradients import DeferredGradients
@@ -81,7 +81,7 @@ class Losses:
         before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
         value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
         if outputs.marks:
-            expect_unseen("loss_fn", outputs, before, uncounted)
+            refuse_shared_changes("loss_fn", outputs, before, uncounted)
         return value
 
     def _take(self, i: int, outputs: Activation, value: LossValue) -> float:

@@ -23,7 +23,7 @@ from ..transport._link import AnyChannel
 from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
-from ..values._sharing import expect_unseen, given_state, owned, uncounted_of
+from ..values._sharing import given_state, owned, refuse_shared_changes, uncounted_of
 from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
@@ -207,7 +207,7 @@ class StageRun:
             expect_no_more_hooks(stage.module, self._parameters, hooked, now)
         changed = versions(inputs) != before
         if changed or uncounted:
-            expect_unseen("the layers of this partition", inputs, before, uncounted)
+            refuse_shared_changes("the layers of this partition", inputs, before, uncounted)
         if not self._observed:
             self._observed = True
             self.given = given_state(stage.module, outputs.tensors)

@@ -68,12 +68,12 @@ def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.clone()) for tensor, mark in pairs if mark == SHARED and tensor.is_inference()]
 
 
-def expect_unseen(
+def refuse_shared_changes(
     who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
     """Raise RuntimeError if ``who`` has changed a ``SHARED`` tensor since its version was ``before``."""
-    seen = [mark == SHARED for mark in activation.marks]
-    counted = any(flag and a != b for flag, a, b in zip(seen, before, versions(activation), strict=False))
+    shared = [mark == SHARED for mark in activation.marks]
+    counted = any(flag and a != b for flag, a, b in zip(shared, before, versions(activation), strict=False))
     if counted or any(_differs(tensor, copy) for tensor, copy in uncounted):
         raise RuntimeError(
             f"{who} changed a tensor in place that shares its memory with another one, which may be elsewhere by now, "
