@@ -358,6 +358,19 @@ def test_a_hook_that_is_set_later_is_seen_by_every_part_that_uses_the_module():
         torch.testing.assert_close(pipe(x), model(x))
 
 
+def test_where_lists_cannot_all_be_cut_the_longest_is():
+    def scaled(model: Told, x: Tensor) -> Tensor:
+        hidden = model.through(model.embed(x))
+        for other in model.others:
+            hidden = other(hidden) * 2
+        return model.head(hidden)
+
+    layers = flatten(Told(scaled, others=2), torch.randn(2, 2))
+    assert [name for name, _ in layers.named_children()] == ["start", *(f"body_blocks_{k}" for k in range(3)), "end"]
+    with pytest.raises(ValueError, match=r"an operation \(mul\) uses what a block returns"):
+        flatten(Told(scaled, others=4), torch.randn(2, 2))
+
+
 class Cache:
     """No constant, and no tree of tensors: one, as a factor."""
 
