@@ -33,13 +33,9 @@ def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
     assert_same(pipe, model)
 
 
-def first(values: tuple[Tensor, ...]) -> Tensor:
-    return values[0]
-
-
 @pytest.mark.parametrize(("count", "allowed"), [(2, True), (4, True), (6, True), (3, False), (8, False)])
 def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count: int, allowed: bool) -> None:
-    pipe = piped(nn.Sequential(Call(first), *linears()), [2, 2], chunks=2)
+    pipe = piped(nn.Sequential(Call(lambda values: values[0]), *linears()), [2, 2], chunks=2)
     seen: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -57,10 +53,6 @@ def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count:
 
 def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:
     return samples * tokens.view(len(samples), -1, tokens.shape[1]).sum(1)
-
-
-def times(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.booleans())
@@ -84,7 +76,7 @@ def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
 
 
 def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_not_fit() -> None:
-    pipe = piped(nn.Sequential(Call(lambda pair: times(*pair)), *linears()), [2, 2], chunks=4)
+    pipe = piped(nn.Sequential(Call(lambda pair: pair[0] * pair[1]), *linears()), [2, 2], chunks=4)
     x, weight = rows(10), rows(4)[:, 0]
     with pytest.raises(ValueError, match=r"10 and 4 rows \(in micro-batches of 3, 3, 3, 1 and 1, 1, 1, 1\).*Replicate"):
         pipe((x, weight))

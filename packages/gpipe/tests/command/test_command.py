@@ -190,20 +190,15 @@ def test_no_words_lead_to_a_traceback(capsys: pytest.CaptureFixture[str], words:
     assert "Traceback" not in told.out + told.err
 
 
-def module_ends(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    """The status of ``python -m gpipe`` with these arguments."""
-    monkeypatch.delitem(sys.modules, "gpipe.__main__", raising=False)
-    monkeypatch.setattr(sys, "argv", ["gpipe", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("gpipe", run_name="__main__")
-    return ended.value.code
-
-
 def test_without_the_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("gpipe._command")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cyclopts", None)
-    assert module_ends(monkeypatch) == 2
+    monkeypatch.delitem(sys.modules, "gpipe.__main__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gpipe"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gpipe", run_name="__main__")
+    assert ended.value.code == 2
     assert "gpipe-torch[cli]" in capsys.readouterr().err
