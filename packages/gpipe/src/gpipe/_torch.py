@@ -1,7 +1,7 @@
 """The private names of torch that gpipe calls, each with its reason and with what happens without it.
 
-``tests/test_torch.py`` fails where torch changes one of them. Attributes of tensors and modules, such as ``_version``
-and ``_modules``, are used where they are needed.
+Tests of pipes fail where torch changes one of them, or ``tests/test_torch.py`` does. Attributes of tensors and modules,
+such as ``_version`` and ``_modules``, are used where they are needed.
 """
 
 from __future__ import annotations

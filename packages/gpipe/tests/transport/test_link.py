@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
@@ -17,37 +15,6 @@ from gpipe.transport._link import Link, stall_seconds
 from gpipe.values._describe import Cancelled
 
 from ..layers import Call, numbered, within
-
-
-@st.composite
-def deliveries(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Micro-batches in the order in which they are sent, and in which they are asked for."""
-    order = draw(st.permutations(range(draw(st.integers(0, 6)))))
-    return order, draw(st.permutations(order))
-
-
-class Stamp:
-    """A carrier that leaves marks."""
-
-    def send(self, payload: Any) -> Any:
-        return "sent", payload
-
-    def receive(self, parcel: Any) -> Any:
-        return "received", parcel
-
-
-@given(deliveries(), st.booleans(), st.sampled_from([None, Stamp()]))
-def test_each_micro_batch_gets_its_own_payload(
-    delivery: tuple[list[int], list[int]], failed: bool, carrier: Stamp | None
-) -> None:
-    """What was sent before a failure still arrives. A carrier works on both ends, once for each payload."""
-    sent, asked = delivery
-    link: Link[Any] = Link("letters", carrier)
-    for i in sent:
-        link.put(i, i)
-    if failed:
-        link.cancel()
-    assert [link.get(i) for i in asked] == [i if carrier is None else ("received", ("sent", i)) for i in asked]
 
 
 def test_after_a_failure_nobody_waits_however_often_they_ask() -> None:
