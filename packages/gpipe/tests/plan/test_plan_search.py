@@ -107,6 +107,17 @@ def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, shar
         assert search([changed])
 
 
+@few
+@given(measurements(most_layers=5), st.floats(0.5, 1.5))
+@example(SIX, 1.4)
+def test_stages_of_a_device_that_does_not_fit_are_short_of_something(measured: Measured, share: float):
+    least = min(each.fullest for each in everything(space_of(measured)))
+    for space in looped(space_of(measured, int(share * least))):
+        found = search([space])
+        assert all(each.fits(space.memory) for each in found)
+        assert found or explain(space, ["cpu"] * measured.devices).short > 0
+
+
 @given(st.sampled_from(SCHEDULES), st.sampled_from(MODES), st.integers(1, 40), st.integers(2, 4), st.data())
 def test_a_stage_holds_what_its_order_of_actions_says(
     schedule: str, mode: str, m: int, devices: int, data: st.DataObject

@@ -36,11 +36,18 @@ class Space:
     scale: tuple[float, ...] = ()
 
     @cached_property
+    def limits(self) -> list[float | None]:
+        """The limit of each device by the account of bytes."""
+        scale = self.scale or (1.0,) * len(self.memory)
+        return [None if size is None else size / more for size, more in zip(self.memory, scale, strict=True)]
+
+    @cached_property
     def rooms(self) -> list[float | None]:
-        """The limit of each stage by the account of bytes."""
-        placement, scale = self.measured.placement, self.scale or (1.0,) * len(self.memory)
-        parts = [None if size is None else size / more for size, more in zip(self.memory, scale, strict=True)]
-        return [None if (whole := parts[place]) is None else whole / placement.count(place) for place in placement]
+        """The equal part of these limits that each stage has."""
+        placement = self.measured.placement
+        return [
+            None if (whole := self.limits[place]) is None else whole / placement.count(place) for place in placement
+        ]
 
     def share(self, j: int, size: int) -> float:
         """The bytes of stage j as a share of its limit."""
@@ -83,7 +90,7 @@ class Candidate:
     def bytes(self) -> tuple[DeviceBytes, ...]:
         return self.rehearsed or self.account
 
-    def fits(self, memory: Sequence[int | None]) -> bool:
+    def fits(self, memory: Sequence[float | None]) -> bool:
         """Whether its bytes, by the account or by its rehearsal, are within these limits of devices."""
         limits = zip(self.bytes, memory, strict=True)
         return all(room is None or need.total <= room for need, room in limits)

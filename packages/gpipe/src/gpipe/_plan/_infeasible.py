@@ -12,9 +12,8 @@ from typing import Any
 from profiler.text import format_bytes
 
 from ._arguments import MODES, SCHEDULES, placed, read_chunks
-from ._candidate import Candidate, Space
-from ._options import Options
-from ._search import least_share
+from ._candidate import Space
+from ._search import nearest
 from ._table import shown
 
 
@@ -36,10 +35,10 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
 
 def explain(space: Space, devices: Sequence[str]) -> Infeasible:
     """The error for a search that found nothing."""
-    share, nearest = _nearest(space)
+    share, best = nearest(space)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     scale = space.scale or (1.0,) * len(space.memory)
-    short = {j: round(nearest.bytes[j].total * scale[j]) - room for j, room in rooms}
+    short = {j: round(best.bytes[j].total * scale[j]) - room for j, room in rooms}
     j, room = max(rooms, key=lambda pair: short[pair[0]])
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
@@ -47,8 +46,8 @@ def explain(space: Space, devices: Sequence[str]) -> Infeasible:
     changes = [*_enough(space), memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
-        f"the plan that comes nearest (chunks={nearest.chunks}, {nearest.schedule}, balance={list(nearest.sizes)}, "
-        f"checkpoint={[*map(shown, nearest.modes)]}); what would fit: {'; or '.join(changes)}",
+        f"the plan that comes nearest (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
+        f"checkpoint={[*map(shown, best.modes)]}); what would fit: {'; or '.join(changes)}",
         j,
         short[j],
         changes,
@@ -68,15 +67,7 @@ def _enough(space: Space) -> Iterator[str]:
 def _fits(space: Space, changes: Sequence[Callable[[Space], Space]]) -> bool:
     for change in changes:
         space = change(space)
-    return _nearest(space)[0] <= 1
-
-
-def _nearest(space: Space) -> tuple[float, Candidate]:
-    """The least share of their memory that devices need, and the candidate that needs it."""
-    # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
-    chunks = sorted({space.chunks[0], space.chunks[-1]})
-    ways = [Options(space, space.measured.cut(m), name) for m in chunks for name in space.schedules]
-    return min(map(least_share, ways), key=lambda each: each[0])
+    return nearest(space)[0] <= 1
 
 
 def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:

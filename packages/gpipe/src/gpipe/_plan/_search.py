@@ -5,9 +5,10 @@ programming finds. From there a layer goes to another stage nearby, or a stage t
 is faster.
 
 Not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal parts of
-its memory, more than one device for a stage, devices in another order and, of stages with many layers, patterns of
-recomputed layers other than runs of one length. Dynamic programming tries only a few of these for a stage of more than
-five layers, so where memory is barely enough it may find nothing although something fits.
+its memory (unless that alone is searched, and nothing fits), more than one device for a stage, devices in another order
+and, of stages with many layers, patterns of recomputed layers other than runs of one length. Dynamic programming tries
+only a few of these for a stage of more than five layers, so where memory is barely enough it may find nothing although
+something fits.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
     The best has the fewest stages, then the fewest chunks, then the simplest schedule, within :data:`NEAR` of the
     fastest.
     """
-    found = by_seconds(candidates(spaces))
+    found, last = by_seconds(candidates(spaces)), spaces[-1]
+    if not found and last.measured.stages > last.measured.devices:
+        # What fits into no equal parts of the memory of devices may fit into unequal ones.
+        best = nearest(last)[1]
+        return [best] if best.fits(last.limits) else []
     if not found:
         return []
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
@@ -205,6 +210,14 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
                     found[end] = own, (*sizes, end - first)
         best = found
     return best[layers][1] if layers in best else None
+
+
+def nearest(space: Space) -> tuple[float, Candidate]:
+    """The least share of their memory that stages need, and the candidate that needs it."""
+    # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
+    chunks = sorted({space.chunks[0], space.chunks[-1]})
+    ways = [options for m in chunks for options in _options(space, m)]
+    return min(map(least_share, ways), key=lambda each: each[0])
 
 
 def least_share(options: Options) -> tuple[float, Candidate]:
