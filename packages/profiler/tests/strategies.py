@@ -49,13 +49,9 @@ def detached(x: torch.Tensor) -> torch.Tensor:
     return x.detach() + 1
 
 
-def frozen(layer: nn.Module) -> nn.Module:
-    return layer.requires_grad_(False)
-
-
 PIECES = {
     "linear": lambda: [nn.Linear(WIDTH, WIDTH)],
-    "frozen": lambda: [frozen(nn.Linear(WIDTH, WIDTH))],
+    "frozen": lambda: [nn.Linear(WIDTH, WIDTH).requires_grad_(False)],
     "relu": lambda: [nn.ReLU()],
     "in-place": lambda: [nn.ReLU(inplace=True)],
     "dropout": lambda: [nn.Dropout(0.5)],
