@@ -6,9 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import torch
 from torch import nn
+
+from gpipe import GPipe
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(24) % 3
@@ -17,6 +20,13 @@ Y = torch.arange(24) % 3
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def piped(balance: list[int] | None, **options: Any) -> nn.Module:
+    """The network in a pipe; by itself without a balance."""
+    if balance is None:
+        return network()
+    return GPipe(network(), balance, devices=["cpu"] * len(balance), chunks=3, **options)
 
 
 def expect_equal_in_two(code: str, **environment: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe import GPipe
-
-from .processes import X, Y, expect_equal_in_two, network
+from .processes import X, Y, expect_equal_in_two, network, piped
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; see nox -s frameworks")
 
@@ -30,10 +27,6 @@ def _fresh_state() -> None:
     """All accelerators of a process share one."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-
-
-def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
-    return GPipe(copy.deepcopy(model), balance, devices=["cpu"] * len(balance), chunks=3, **options)
 
 
 def trained(model: nn.Module, **options: Any) -> tuple[list[float], nn.Module]:
@@ -67,7 +60,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_it_trains_as_the_plain_model(balance: list[int], steps: int, checkpoint: str) -> None:
     model = network()
-    pipe = pipe_of(model, balance, checkpoint=checkpoint)
+    pipe = piped(balance, checkpoint=checkpoint)
     losses, unwrapped = trained(pipe, gradient_accumulation_steps=steps)
     _fresh_state()
     expected, _ = trained(model, gradient_accumulation_steps=steps)
@@ -84,7 +77,7 @@ def test_mixed_precision() -> None:
     def see(module: nn.Module, inputs: Any) -> None:
         seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
 
-    pipe = pipe_of(model, [2, 3], checkpoint="always")
+    pipe = piped([2, 3], checkpoint="always")
     pipe[2].register_forward_pre_hook(see)
     losses, _ = trained(pipe, mixed_precision="bf16")
     _fresh_state()
@@ -98,7 +91,7 @@ def parallel() -> None:
     torch.set_num_threads(1)
     accelerator = accelerate.Accelerator(cpu=True)
     model = network()
-    pipe = pipe_of(model, [2, 3])
+    pipe = piped([2, 3])
     own = slice(accelerator.process_index, None, 2)
     for each in (pipe, model):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)

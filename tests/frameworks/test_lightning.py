@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .processes import X, Y, expect_equal_in_two, network
+from .processes import X, Y, expect_equal_in_two, network, piped
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -22,12 +22,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def pipe_of(balance: list[int] | None, checkpoint: str = "except_last") -> nn.Module:
-    if balance is None:
-        return network()
-    return GPipe(network(), balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
 
 
 class Automatic(lightning.LightningModule):
@@ -83,7 +77,7 @@ def fitted(module: Automatic, *, ckpt_path: Path | None = None, **options: Any) 
     ],
 )
 def test_losses_are_those_of_the_plain_model(kind: type[Automatic], options: dict[str, Any], checkpoint: str) -> None:
-    module, expected = kind(pipe_of([2, 3], checkpoint)), kind(network())
+    module, expected = kind(piped([2, 3], checkpoint=checkpoint)), kind(network())
     bound = 1e-2 if "precision" in options else 1e-5
     assert fitted(module, **options) == pytest.approx(fitted(expected, **options), rel=bound)
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=bound, atol=bound)
@@ -94,9 +88,9 @@ def test_its_checkpoints_are_those_of_the_plain_model(
     before: list[int] | None, after: list[int] | None, tmp_path: Path
 ) -> None:
     kept = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    finished = Automatic(pipe_of(before))
+    finished = Automatic(piped(before))
     fitted(finished, max_epochs=3, callbacks=[kept], enable_checkpointing=True)
-    resumed = Automatic(pipe_of(after))
+    resumed = Automatic(piped(after))
     fitted(resumed, max_epochs=3, ckpt_path=tmp_path / "epoch=1.ckpt")
     torch.testing.assert_close(resumed.state_dict(), finished.state_dict())
 
@@ -109,14 +103,14 @@ class Staying(SingleDeviceStrategy):
 
 
 def test_a_strategy_that_moves_nothing() -> None:
-    found = fitted(Automatic(pipe_of([2, 3])), strategy=Staying(torch.device("cpu")), accelerator="cpu")
+    found = fitted(Automatic(piped([2, 3])), strategy=Staying(torch.device("cpu")), accelerator="cpu")
     assert found == pytest.approx(fitted(Automatic(network())), rel=1e-5)
 
 
 def parallel() -> None:
     """One of two processes."""
     torch.set_num_threads(1)
-    modules = [Automatic(pipe_of([2, 3], "always")), Automatic(network())]
+    modules = [Automatic(piped([2, 3], checkpoint="always")), Automatic(network())]
     for module in modules:
         fitted(module, strategy="ddp", devices=2, max_epochs=1)
     assert modules[0].losses == pytest.approx(modules[1].losses, rel=1e-5)
