@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from microbatch import Batch, Replicate, Split, flatten, gather, leaf_paths, scatter, unflatten
+from microbatch import Batch, Replicate, Split, gather, scatter
 
-from .strategies import UNREGISTERED, Encoding
+from .strategies import Encoding
 
 x = torch.arange(12.0).view(4, 3)
 
@@ -29,17 +29,6 @@ class Derived:
     def __post_init__(self, how: str) -> None:
         self.length = self.words.sum(1)
         self.words = self.words * 2
-
-
-@pytest.mark.parametrize("make", [*UNREGISTERED, Plain])
-def test_their_fields_and_items_are_branches(make: Any) -> None:
-    value = make(x, (1, None))
-    leaves, tree = flatten(value)
-    assert leaves == [x, 1, None]
-    assert [eval(path, {"value": value}) for path in leaf_paths(value, "value")] == leaves
-    again = unflatten([2, 3, 4], tree)
-    assert type(again) is type(value)
-    assert again == make(2, (3, 4)) or dict(again) == dict(make(2, (3, 4)))
 
 
 def test_what_a_constructor_has_done_is_not_done_again() -> None:

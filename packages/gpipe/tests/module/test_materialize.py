@@ -90,19 +90,6 @@ def test_a_state_dict_makes_the_plain_model(drawn: Any, seed: int, inline: bool,
         torch.testing.assert_close(pipe.eval()(x), plain.eval()(x))
 
 
-@SLOW
-@given(balanced(HELPLESS), st.integers(0, 99))
-def test_reset_draws_the_numbers_of_a_constructor(drawn: Any, seed: int) -> None:
-    names, balance = drawn
-    if "frozen batch norm" in names:  # draws its running mean, which is no reset
-        names = [name if name != "frozen batch norm" else "batch norm" for name in names]
-    torch.manual_seed(seed)
-    plain = built(names)
-    torch.manual_seed(seed)
-    pipe = piped(on_meta(lambda: built(names)), balance, init="reset")
-    assert_equal_state(pipe, plain)
-
-
 def uniform(module: nn.Module) -> None:
     """Initialises what any module owns."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -111,20 +98,24 @@ def uniform(module: nn.Module) -> None:
 
 
 @SLOW
-@given(balanced(("orthogonal", "weight norm", "spectral norm")), st.integers(0, 99))
-def test_a_function_does_what_it_does_to_the_plain_model(drawn: Any, seed: int) -> None:
-    names, balance = drawn
+@pytest.mark.parametrize("reset", [True, False])
+@given(st.data(), st.integers(0, 99))
+def test_what_draws_values_draws_those_of_the_plain_model(reset: bool, data: st.DataObject, seed: int) -> None:
+    """Those of its constructor, or what a function does to all of its modules, in order."""
+    # A frozen batch norm draws its running mean, which is no reset.
+    without = (*HELPLESS, "frozen batch norm") if reset else ("orthogonal", "weight norm", "spectral norm")
+    names, balance = data.draw(balanced(without))
     torch.manual_seed(seed)
-    plain = on_meta(lambda: built(names)).to_empty(device="cpu").apply(uniform)
+    plain = built(names) if reset else on_meta(lambda: built(names)).to_empty(device="cpu").apply(uniform)
     torch.manual_seed(seed)
     seen: list[nn.Module] = []
     meta = on_meta(lambda: built(names))
-    pipe = piped(meta, balance, init=lambda module: (seen.append(module), uniform(module)))
+    pipe = piped(meta, balance, init="reset" if reset else lambda module: (seen.append(module), uniform(module)))
     assert_equal_state(pipe, plain)
     expected: list[nn.Module] = []
     for layer in meta:
         layer.apply(expected.append)
-    assert seen == expected
+    assert seen == ([] if reset else expected)
 
 
 def breaks(module: nn.Module) -> None:
