@@ -48,8 +48,7 @@ def read_problem(
     paces = [min(option.pace for option in modes) for modes in options]
     tick = lcm(*{pace.numerator for pace in paces})
     speeds = list(accumulate((int(tick / pace) for pace in paces), initial=0))
-    layers = [tick * x for x in measures.work]
-    slowest = max(b - a for a, b in pairwise(measures.work)) * min(paces)
+    layers, largest = [tick * x for x in measures.work], max(b - a for a, b in pairwise(measures.work))
     paced = chain(*((stage.speed, *(mode.time for mode in stage.modes)) for stage in devices))
     rooms = (stage.capacity or 0 for stage in devices)
     return Problem(
@@ -62,7 +61,7 @@ def read_problem(
         time=Scale(measures.time_unit, work.rounded or paid.rounded or has_floats(paced)),
         memory=Scale(measures.memory_unit, held.rounded or kept.rounded or has_floats(rooms)),
         microbatches=count,
-        lower_bound=max(Fraction(layers[-1], speeds[-1]), slowest),
+        lower_bound=max(Fraction(layers[-1], speeds[-1]), largest * min(paces)),
     )
 
 
@@ -86,19 +85,20 @@ class _Measures:
     def __init__(self, at: list[int], work: Grid, paid: Grid, held: Grid, kept: Grid, terms: list[Terms]) -> None:
         self._shares = lcm(*{share.denominator for term in terms for share in (term.saved, term.transient)})
         self.time_unit = lcm(paid.scale, work.scale * lcm(*{term.pace.denominator for term in terms}))
-        rooms = {(term.room or 0).denominator for term in terms}
-        self.memory_unit = lcm(held.scale, kept.scale * self._shares, *rooms)
+        self.memory_unit = lcm(held.scale, kept.scale * self._shares, *{(term.room or 0).denominator for term in terms})
         self.work = _sums(work, at, self.time_unit)
         self._held, self._kept = _sums(held, at, self.memory_unit), _sums(kept, at, self.memory_unit // self._shares)
         # The ends of all are no cuts.
         self._leave = [0, *(self.time_unit // paid.scale * paid.units[p - 1] for p in at[1:-1]), 0]
         self._times = {pace: self._time(pace) for pace in {term.pace for term in terms}}
-        self._needs: dict[Fraction, Measure] = {}
+        self._needs = dict[Fraction, Measure]()
 
     def slot(self, option: Terms, factor: int) -> ModeSlot:
         share = factor * option.saved + option.transient
         if share not in self._needs:
-            self._needs[share] = self._need(share)
+            times = int(share * self._shares)
+            prefix = [x + times * y for x, y in zip(self._held, self._kept, strict=True)]
+            self._needs[share] = Measure(prefix, prefix)
         need = self._needs[share]
         # Without a capacity there is room for everything.
         room = need.prefix[-1] if option.room is None else int(self.memory_unit * option.room)
@@ -107,11 +107,6 @@ class _Measures:
     def _time(self, pace: Fraction) -> Measure:
         prefix = [x // pace.denominator * pace.numerator for x in self.work]
         return Measure(prefix, list(map(add, prefix, self._leave)))
-
-    def _need(self, share: Fraction) -> Measure:
-        times = int(share * self._shares)
-        prefix = [x + times * y for x, y in zip(self._held, self._kept, strict=True)]
-        return Measure(prefix, prefix)
 
 
 def _sums(grid: Grid, at: list[int], unit: int) -> list[int]:
