@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """The form of a message.
 
     Attributes:
-        tree: the structure: None for a list of gradients, 0 for a tensor, n for a tuple of n tensors; of other values
+        tree: the structure: None for a list of gradients, -1 for a tensor, n for a tuple of n tensors; of other values
             the pickle.
         tensors: a description of each tensor; None for a gradient that is None.
     """
@@ -65,7 +65,7 @@ class Form(NamedTuple):
         if self.tree is None:
             return list(tensors)
         if isinstance(self.tree, int):
-            return Activation(tuple(tensors) if self.tree else tensors[0])
+            return Activation(tensors[0] if self.tree < 0 else tuple(tensors))
         value, marks = _Reader(self.tree, tensors).load()
         return Activation(value, marks=marks)
 
@@ -85,11 +85,9 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """The memory of dense tensors as bytes, since not every backend knows all types of elements."""
-    return [_flat(each.detach()).view(torch.uint8) for each in tensors if each is not None and each.numel()]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    # Not view(-1), which keeps the stride of a single element.
+    there = [each.detach() for each in tensors if each is not None and each.numel()]
+    return [each.as_strided((each.numel(),), (1,)).view(torch.uint8) for each in there]
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ def _tree(payload: Payload) -> bytes | int | None:
         return None
     value, given = payload.value, payload.tensors
     if not payload.marks and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
-        return len(value) if type(value) is tuple else 0
+        return len(value) if type(value) is tuple else -1
     file = io.BytesIO()
     try:
         _Writer(file, given).dump((value, tuple(as_copied(payload).marks)))
