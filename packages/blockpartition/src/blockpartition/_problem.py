@@ -29,10 +29,6 @@ class Measure:
         """The furthest end of layers from `start` within the limit; not beyond `start` if there is none."""
         return bisect_right(self.prefix, self.prefix[start] + limit) - 1
 
-    def first_start(self, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` within the limit; `end` or more if there is none."""
-        return bisect_left(self.prefix, self.upto[end] - limit)
-
     def heavier(self, limit: int) -> list[int]:
         """The layers that exceed the limit alone, in order of weight: no block within the limit ends with one."""
         if self.alone[self._ranking[-1]] <= limit:
@@ -105,9 +101,13 @@ class Problem:
         return len(self.positions) - 1
 
     def first_start(self, slot: ModeSlot, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` that keeps the limit of time, fits, and goes across no pin."""
-        pin = self.pins[bisect_left(self.pins, end) - 1]
-        return max(slot.time.first_start(end, limit), slot.need.first_start(end, slot.room), pin)
+        """The furthest start of a block up to `end` that keeps the limit of time, fits, and goes across no pin.
+
+        It is `end` or more if there is none.
+        """
+        time, need, pin = slot.time, slot.need, self.pins[bisect_left(self.pins, end) - 1]
+        quick, small = time.upto[end] - limit, need.upto[end] - slot.room
+        return max(bisect_left(time.prefix, quick), bisect_left(need.prefix, small), pin)
 
     @cached_property
     def endless(self) -> int:
