@@ -401,6 +401,27 @@ def test_what_cannot_be_divided_is_refused(told: Callable[..., Any], named: str)
         flatten(Told(told), torch.randn(2, 2))
 
 
+class Padded(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, **options)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_with_a_mask_of_padding_needs_tensors_that_are_not_nested() -> None:
+    x, padding = torch.randn(4, 5, 4), torch.arange(5) >= torch.tensor([[5], [3], [4], [2]])
+    sample = {"x": x[:2], "padding": padding[:2]}
+    with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+        flatten(Padded(), sample)
+    model = Padded(enable_nested_tensor=False)
+    with closing(GPipe(model, [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample)) as pipe:
+        torch.testing.assert_close(pipe(x=x, padding=padding), model(x, padding))
+
+
 def test_objects_between_layers_are_refused_by_name():
     with pytest.raises(ValueError, match=r"block 'body.blocks.0' is called with an object of type Cache"):
         flatten(Told(_cached), torch.randn(2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import weakref
 from collections.abc import Callable
@@ -285,9 +286,30 @@ def test_a_loss_that_is_set_later_and_computed_in_another_way_is_refused(losses:
     pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=2)
     model.loss = losses[1]
     for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match=r"another way than when the model was flattened: make a new pipe"):
+        with pytest.raises(ValueError, match=r"another way than with the sample.*make a new pipe"):
             method(**batch(4, 3, 2))
     torch.testing.assert_close(pipe(**batch(4, 3, 2))["loss"], model(**batch(4, 3, 2))["loss"])
+
+
+def test_labels_that_are_missing_are_asked_for() -> None:
+    pipe, _ = both(tokens)
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(TypeError, match=r"the output must be the loss.*such as labels"):
+            method(tokens=batch(4, 3, 3)["tokens"])
+
+
+def test_a_step_in_evaluation_mode_or_of_one_micro_batch_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As models of ``from_pretrained`` are in evaluation mode."""
+    for training, chunks in ((True, 2), (False, 1)):
+        layers = flatten(Model(tokens).train(training), batch(2, 3, 3))
+        pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=chunks)
+        with caplog.at_level(logging.WARNING, "gpipe"):
+            for _ in range(2):
+                pipe.step(**batch(4, 3, 3))
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == (0 if training else 2)
+    assert "call pipe.train()" in said[0]
+    assert "set pipe.chunks" in said[1]
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])

@@ -25,6 +25,11 @@ class Like(NamedTuple):
 
 
 def like(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is torch.strided:
+        raise ValueError(
+            "the model cannot be divided: its modules pass nested tensors, which have no shape; nn.TransformerEncoder "
+            "makes them of a padding mask: give it enable_nested_tensor=False"
+        )
     return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 

@@ -70,13 +70,16 @@ class OwnLoss:
             raise self._refused(_NEITHER)
         with Reductions() as seen:
             found = output()
+        if not has_own_loss(found):  # which the caller reports
+            return found
         if kind.observed not in (None, seen.any()):
-            raise self._refused("it is computed in another way than when the model was flattened: make a new pipe")
+            raise self._refused(
+                "it is computed in another way than with the sample, as where no label of a micro-batch counts, or "
+                "after the loss was replaced (make a new pipe)"
+            )
         by_counts = kind.name == "counts"
         if by_counts and seen.counts and seen.sums:
             raise self._refused("a part of it is a mean, and another a sum")
-        if not has_own_loss(found):  # which the caller reports
-            return found
         counts = torch.stack(seen.counts) if by_counts and seen.counts else None
         return {"loss": own_loss(found), "counts": counts, "adds": kind.name == "sum" or (by_counts and seen.sums > 0)}
 

@@ -22,7 +22,7 @@ from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, expect_grad_mode, losses_of, returned
+from ._training import Kind, expect_grad_mode, losses_of, returned, tell_of_settings
 from ._transforms import not_compiled, refuse_transforms
 
 
@@ -33,6 +33,7 @@ class Stepping(Divided):
     out_spec: Any
     _devices: list[torch.device]
     _chunks: int
+    _told = False  # of settings that are seldom meant
 
     @not_compiled
     def step(
@@ -101,6 +102,10 @@ class Stepping(Divided):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
+        if not self._told:
+            self._told = True
+            is_trained = self.training or self._last_segment() is None  # who has layers in a row has chosen a mode
+            tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._devices))
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._combining(call):
             batches, losses = self._with_losses(LossStage, call, schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
 from ._signature import binds
 
+_log = logging.getLogger("gpipe")
 Kind = TypeVar("Kind", bound=Losses)
 
 
@@ -29,6 +31,21 @@ def expect_grad_mode() -> None:
         raise RuntimeError(
             "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
             "the pipe for its output"
+        )
+
+
+def tell_of_settings(*, training: bool, chunks: int, stages: int) -> None:
+    """Log what is right, but seldom meant."""
+    if not training:
+        _log.warning(
+            "step() trains a model in evaluation mode, as from_pretrained() returns it: without dropout and "
+            "checkpointing; call pipe.train() before"
+        )
+    if chunks == 1 and stages > 1:
+        _log.warning(
+            "with chunks=1 nothing overlaps: %d stages compute one after the other; set pipe.chunks, to four for each "
+            "stage to begin with",
+            stages,
         )
 
 
