@@ -165,6 +165,20 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.testing.assert_close(found, expected)
 
 
+def test_a_pinned_input_may_change_right_after_the_call():
+    """Also where the first stage, on the CPU, gives its input on."""
+    pipe = GPipe(nn.Sequential(nn.Identity(), nn.Tanh()), [1, 1], devices=["cpu", gpu()], chunks=2)
+    x = rows(1 << 20).pin_memory()
+    last = x[-1000:]
+    expected = last.tanh()
+    with torch.no_grad():
+        pipe(x)
+        torch.cuda.synchronize()
+        output = pipe(x)  # 128 MiB: the host is back before a copy of the last rows would be done
+    last.zero_()
+    torch.testing.assert_close(output[-1000:].cpu(), expected)
+
+
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_no_deadlock_in_a_backward(name: str, mode: str):
@@ -244,6 +258,15 @@ def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
     output = pipe(x)
     output.sum().backward()
     return output.to(gpu()), x.grad
+
+
+@each_mode
+def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str):
+    pipe = GPipe(nn.Sequential(nn.Dropout()), [1], devices=[gpu()], chunks=2, checkpoint=mode)
+    output = pipe(torch.ones(8, 64, device=gpu(), requires_grad=True))
+    before = torch.cuda.get_rng_state(gpu())
+    output.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(gpu()), before)
 
 
 @each_mode
@@ -407,6 +430,23 @@ def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: b
         assert min(event.seconds for event in napped) > 1e-3
     if name == "two GPUs" and torch.cuda.device_count() > 1 and not inline:
         assert max(e.wait for e in timeline.events if e.stage == 2 and e.kind == "forward") > 1e-3
+
+
+@each_mode
+def test_an_error_in_a_backward_leaves_gradients_that_may_be_zeroed_at_once(mode: str):
+    """Also on another stream: the caller's stream waits for what the stages were still doing."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    layers = [*model(4), Call(lambda x: OnBackward.apply(x, fail)), Sleep(backward=True)]
+    pipe = GPipe(nn.Sequential(*layers), [2, 2, 2], devices=devices("two GPUs"), chunks=3, checkpoint=mode)
+    output = pipe(rows().to(gpu()))
+    with torch.cuda.stream(torch.cuda.Stream(gpu())), pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    pipe.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
 
 
 def test_a_layer_that_replays_a_graph_is_refused():
