@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ PIECES = {
 }
 
 
-def models(max_size: int = 5) -> st.SearchStrategy[nn.Sequential]:
-    names = st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=max_size)
+def models(max_size: int = 5, without: Collection[str] = ()) -> st.SearchStrategy[nn.Sequential]:
+    names = st.lists(st.sampled_from(sorted(set(PIECES).difference(without))), min_size=1, max_size=max_size)
     return names.map(lambda chosen: nn.Sequential(*(layer for name in chosen for layer in PIECES[name]())))
 
 

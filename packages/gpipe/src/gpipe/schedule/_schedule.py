@@ -89,8 +89,10 @@ class Schedule(tuple[Program, ...]):
         Raises:
             ValueError: the programs wait for each other forever.
         """
-        if self.walk is not None and _places(self.walk) == dict(enumerate(placement)):
-            return self.walk
+        workers = sorted(set(placement))  # a walk has no lines of workers without stages
+        if self.walk is not None and _places(self.walk) == {j: workers.index(k) for j, k in enumerate(placement)}:
+            lines = dict(zip(workers, self.walk, strict=True))
+            return tuple(lines.get(worker, ()) for worker in range(workers[-1] + 1))
         return merge(self, placement)
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
