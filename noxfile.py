@@ -166,7 +166,7 @@ def standalone(session: nox.Session, package: str) -> None:
     session.chdir(folder)
     tests = f"packages/{package}/tests"
     short = [f"{tests}/test_{name}.py" for name in ("public_api", SHORT[package])]
-    session.run("pytest", "-o", "pythonpath=", *chosen(session, short, [tests]), env={"PYTHONPATH": ""})
+    session.run("pytest", "-o", "pythonpath=.", *chosen(session, short, [tests]), env={"PYTHONPATH": ""})
 
 
 @nox.session
