@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +91,21 @@ def test_what_does_not_fit_is_named(save: Save, tmp_path: Path) -> None:
     path = save(state, tmp_path)
     with pytest.raises(ValueError, match=r"missing: '0\.bias', '3\.weight'; unexpected: '4\.bias'"):
         piped(path)
+
+
+def test_a_model_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        if name != "org/model":
+            raise OSError("404")
+        assert {"model.safetensors", "model.safetensors.index.json"} <= {*allow_patterns}
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+    plain = model()
+    indexed_folder(plain.state_dict(), tmp_path)
+    torch.testing.assert_close(dict(piped("org/model").state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    with pytest.raises(FileNotFoundError, match=r"init='org/other': .* from the hub: 404"):
+        piped("org/other")
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
