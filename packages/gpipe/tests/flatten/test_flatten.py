@@ -382,6 +382,10 @@ def _cached(model: Told, x: Tensor) -> Tensor:
     return model.head(model.through(model.embed(x), scale=Cache()))
 
 
+def _part_of_a_block(model: Told, x: Tensor) -> Tensor:
+    return model.head(model.body.blocks[0].linear(model.through(model.embed(x))))
+
+
 each_refusal = pytest.mark.parametrize(
     ("told", "named"),
     [
@@ -389,6 +393,7 @@ each_refusal = pytest.mark.parametrize(
             _between,
             r"'body.blocks.0' to 'body.blocks.2', .* in test_flatten.py:\d+, `.*\* 2` \(.*\(mul\) uses what a block",
         ),
+        (_part_of_a_block, r"the forward calls a Linear that belongs to another layer, where it may read"),
         (_module_between, r"an operation \(\w+\) uses what a block returns"),
         (_by_forward, r"Told cannot be divided: it calls no element of 'body\.blocks' \(layer\.forward\(x\)"),
     ],

@@ -93,7 +93,7 @@ class OwnLoss:
         return CombineError(
             f"{self._model} computes a loss that cannot be put together from those of micro-batches: {reason}; {whole}"
             "give step() and evaluate() a loss_fn of what the loss is computed from: "
-            'GPipe(model, sample=sample, pick="logits")'
+            'GPipe(model, sample=sample, pick="logits"), or another part of the output'
         )
 
 

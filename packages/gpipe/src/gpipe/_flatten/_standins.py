@@ -232,6 +232,12 @@ class Likeness:
     def __setattr__(self, name: str, value: Any) -> None:
         self._stand_in.expect_settable(name)
 
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        raise TypeError(
+            f"the forward calls a {type(self._module).__name__} that belongs to another layer, where it may read "
+            "attributes, parameters' shapes and modules only"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
