@@ -89,11 +89,13 @@ class Schedule(tuple[Program, ...]):
         Raises:
             ValueError: the programs wait for each other forever.
         """
-        workers = sorted(set(placement))  # a walk has no lines of workers without stages
-        if self.walk is not None and _places(self.walk) == {j: workers.index(k) for j, k in enumerate(placement)}:
-            lines = dict(zip(workers, self.walk, strict=True))
-            return tuple(lines.get(worker, ()) for worker in range(workers[-1] + 1))
-        return merge(self, placement)
+        if self.walk is None:
+            return merge(self, placement)
+        # A walk has no lines of workers without stages.
+        lines = {worker: line for line, worker in enumerate(sorted(set(placement)))}
+        if _places(self.walk) != {j: lines[worker] for j, worker in enumerate(placement)}:
+            return merge(self, placement)
+        return tuple(self.walk[lines[worker]] if worker in lines else () for worker in range(max(lines) + 1))
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
         """The same schedule, with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
