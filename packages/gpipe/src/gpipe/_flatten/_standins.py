@@ -223,6 +223,9 @@ class Real:
         return Real(memo.get(id(self.module), self.module))
 
 
+_OF_ANOTHER = "that belongs to another layer, where it may read attributes, parameters' shapes and modules only"
+
+
 class Likeness:
     """Answers, without data, for a module inside of one that has a stand-in."""
 
@@ -233,10 +236,7 @@ class Likeness:
         self._stand_in.expect_settable(name)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        raise TypeError(
-            f"the forward calls a {type(self._module).__name__} that belongs to another layer, where it may read "
-            "attributes, parameters' shapes and modules only"
-        )
+        raise TypeError(f"the forward calls a {type(self._module).__name__} {_OF_ANOTHER}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -256,10 +256,7 @@ class Likeness:
             return vars(module)[name]
         answer = getattr(type(module), name, property())
         if callable(answer) or isinstance(answer, property):  # which would need the module
-            raise AttributeError(
-                f"the forward uses {name!r} of a {type(module).__name__} that belongs to another layer, where it may "
-                "read attributes, parameters' shapes and modules only"
-            )
+            raise AttributeError(f"the forward uses {name!r} of a {type(module).__name__} {_OF_ANOTHER}")
         return answer
 
 

@@ -66,7 +66,7 @@ def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
     if alike or _lists(model, _alike):
         return _in_order(model, called, alike) or alike
     again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
-    ways = [_in_order(model, called, _lists(model, fits)) for fits in (_in_sequence, _unlike)]
+    ways = [_in_order(model, called, _lists(model, fits)) for fits in (_in_sequence, _in_list)]
     ways.append([[name] for name in again])
 
     def work(trunks: Sequence[Trunk]) -> int:  # most operations multiply with parameters
@@ -91,7 +91,7 @@ def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool], prefix: str 
 
 def _alike(layers: nn.Module) -> bool:
     """A list of at least two elements of one class, each with parameters."""
-    return _unlike(layers) and len({type(layer) for layer in layers.children()}) == 1
+    return _in_list(layers) and len({type(layer) for layer in layers.children()}) == 1
 
 
 def _in_sequence(layers: nn.Module) -> bool:
@@ -99,7 +99,7 @@ def _in_sequence(layers: nn.Module) -> bool:
     return isinstance(layers, nn.Sequential) and _has_parameters(layers)
 
 
-def _unlike(layers: nn.Module) -> bool:
+def _in_list(layers: nn.Module) -> bool:
     """A list of at least two elements of any classes, each with parameters."""
     return isinstance(layers, _LISTS) and len(layers) > 1 and all(map(_has_parameters, layers))
 
