@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
+from gpipe.schedule import Schedule
 from gpipe.skip import skippable, stash
 
 from ..layers import Call, OnBackward, Pop, each_mode, each_way, linears, rows
+from ..schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
 
@@ -50,11 +54,12 @@ class Memory:
     def alive(self) -> int:
         return len({id(storage) for seen in self._seen if (storage := seen()) is not None})
 
-    def layer(self) -> nn.Module:
-        """Watches its input, its output, and the gradient of that."""
+    def layer(self, splits: bool) -> nn.Module:
+        """Watches its input, its output, and the gradient of that unless its backward ``splits``."""
 
         def act(x: Tensor) -> Tensor:
-            output = self.watch(Gradients.apply(self.watch(x) * 2, self.watch))
+            output = self.watch(x) * 2
+            output = self.watch(output if splits else Gradients.apply(output, self.watch))
             self.counts.append(self.alive)
             return output
 
@@ -74,10 +79,10 @@ class Stashes(nn.Module):
         return x * 3
 
 
-def watched(stages: int, mode: str, microbatches: int) -> tuple[GPipe, Memory]:
+def watched(stages: int, mode: str, microbatches: int, *, splits: bool = False) -> tuple[GPipe, Memory]:
     """A pipe of layers that are watched, with a skip past all of them."""
     memory = Memory()
-    model = nn.Sequential(*linears(1), Stashes(memory), *(memory.layer() for _ in range(3)), Pop(), *linears(1))
+    model = nn.Sequential(*linears(1), Stashes(memory), *(memory.layer(splits) for _ in range(3)), Pop(), *linears(1))
     balance = {1: [7], 2: [4, 3], 3: [3, 1, 3]}[stages]
     return GPipe(model, balance, devices=["cpu"] * stages, chunks=microbatches, checkpoint=mode), memory
 
@@ -106,9 +111,9 @@ def failing(phase: str, run: Callable[[GPipe], object]) -> Callable[[GPipe], obj
     return fails
 
 
-def stepped(schedule: str) -> Callable[[GPipe], object]:
+def stepped(schedule: Schedule | str, *, grad: bool = False) -> Callable[[GPipe], object]:
     return lambda pipe: pipe.step(
-        rows(8), loss_fn=lambda y, _: y.square().mean(), schedule=schedule, return_outputs=True
+        rows(8, grad=grad), loss_fn=lambda y, _: y.square().mean(), schedule=schedule, return_outputs=True
     )
 
 
@@ -118,7 +123,6 @@ ENDS: dict[str, Callable[[GPipe], object]] = {
     "evaluation": torch.no_grad()(lambda pipe: pipe.eval()(rows(8))),
     "backward": backward,
     "forgotten": lambda pipe: pipe(rows(8)) is None,
-    **{schedule: stepped(schedule) for schedule in ("fill_drain", "1f1b", "zero_bubble")},
     **{f"{phase} fails": failing(phase, backward) for phase in ("forward", "backward")},
     **{f"{phase} of a step fails": failing(phase, stepped("1f1b")) for phase in ("forward", "backward")},
 }
@@ -133,6 +137,22 @@ def test_afterwards_nothing_is_kept_although_the_output_lives(stages: int, end: 
     pipe, memory = watched(stages, mode, 4)
     with way():
         held = ENDS[end](pipe)
+    assert memory.alive == 0
+    assert held is not None
+    pipe.close()
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@given(choices=CHOICES, grad=st.booleans(), splits=st.booleans())
+def test_after_a_step_in_any_order_with_any_backwards_split_nothing_is_kept(
+    stages: int, way: Block, mode: str, choices: tuple[int, ...], grad: bool, splits: bool
+):
+    pipe, memory = watched(stages, mode, 4, splits=splits)
+    with way():
+        held = stepped(some_schedule(choices, 4, range(stages), 0), grad=grad)(pipe)
     assert memory.alive == 0
     assert held is not None
     pipe.close()
