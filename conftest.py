@@ -1,10 +1,13 @@
 """What every test of the repository shares: how many examples a property tries, and which tests run where."""
 
+import functools
 import gc
 import importlib.util
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,7 +33,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=int, help="draw this many random examples of each property (nox -s search)")
+    parser.addoption("--examples", type=int, help="run properties only, with this many random examples of each")
+    parser.addoption("--seconds", type=float, default=float("inf"), help="and start no further example after so long")
 
 
 @pytest.hookimpl(trylast=True)
@@ -45,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
             providers._get_local_constants = _local_constants
         settings.register_profile("search", max_examples=examples, **_SHARED)
         settings.load_profile("search")
+        config.pluginmanager.register(_Search(examples, config.getoption("--seconds")))
 
 
 class _Failures:
@@ -57,6 +62,61 @@ class _Failures:
         if report.failed:
             self._reporter.ensure_newline()
             self._reporter.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+
+
+class _Search:
+    """Runs properties only, each for some seconds, and says at the end how many examples they had."""
+
+    def __init__(self, examples: int, seconds: float) -> None:
+        self._examples = examples
+        self._seconds = seconds
+        self._drawn: dict[str, int] = {}
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        others = [item for item in items if not getattr(item.obj, "is_hypothesis_test", False)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        given = getattr(item.obj, "hypothesis", None)
+        if given is None:  # a state machine draws all of its examples
+            return (yield)
+        body, shared = given.inner_test, item.obj._hypothesis_internal_use_settings
+        own, end, drawn = settings(shared), time.monotonic() + self._seconds, 0
+
+        @functools.wraps(body)
+        def limited(*arguments: object, **keywords: object) -> None:
+            nonlocal drawn
+            drawn += 1
+            if time.monotonic() > end:
+                own._max_examples = 1  # asked after each example: Hypothesis itself has no limit of time
+            body(*arguments, **keywords)
+
+        given.inner_test, item.obj._hypothesis_internal_use_settings = limited, own
+        try:
+            return (yield)
+        finally:
+            given.inner_test, item.obj._hypothesis_internal_use_settings = body, shared
+            item.user_properties.append(("examples", drawn))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        drawn = dict(report.user_properties).get("examples")
+        if report.when == "call" and drawn is not None:
+            self._drawn[report.nodeid] = drawn
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        """How many examples were drawn, and how to repeat each failure."""
+        line = terminalreporter.line
+        fewest = sorted(self._drawn, key=self._drawn.__getitem__)[:10]
+        terminalreporter.section("search")
+        line(f"{len(self._drawn)} properties, {sum(self._drawn.values()):,} examples; fewest:")
+        for name in fewest:
+            line(f"{self._drawn[name]:>8,}  {name}")
+        seed = config.getoption("--hypothesis-seed", None)
+        for report in terminalreporter.getreports("failed"):
+            how = f"--examples={self._examples} --hypothesis-seed={seed}"
+            line(f'repeat a failure: python -m nox -s search -- {how} "{report.nodeid}"')
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,20 +157,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if not left_out & item.keywords.keys()]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """How to repeat each failure of a search."""
-    seed = config.getoption("--hypothesis-seed", None)
-    failed = terminalreporter.getreports("failed")
-    if config.getoption("--examples") is None or not failed:
-        return
-    terminalreporter.section("repeat a failure")
-    for report in failed:
-        terminalreporter.line(
-            f"python -m nox -s search -- --examples={config.getoption('--examples')} --hypothesis-seed={seed} "
-            f'"{report.nodeid}"'
-        )
 
 
 def _cuda_is_available() -> bool:

@@ -44,7 +44,7 @@ SHORT = {
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
 # Three on two cores: tests wait for processes and threads now and then.
 THREE = ("--numprocesses", "3", "--dist", "worksteal")
-EXAMPLES = 2_000
+SEARCH = {"--examples": 2_000, "--seconds": 60}
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
 EVERYTHING += ("examples", "browser", "search")
@@ -84,16 +84,15 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def search(session: nox.Session) -> None:
-    """Every property with 2,000 random examples, which takes hours; a failure prints the command that repeats it.
+    """2,000 random examples of every property, or those of a minute, in two hours; a failure prints how to repeat it.
 
-    Arguments are names of packages, or go to pytest, as in ``-- gpipe --examples=100`` or ``-- --hypothesis-seed=7``.
+    Arguments are names of packages, or go to pytest, as in ``-- gpipe --seconds=600`` or ``-- --hypothesis-seed=7``.
     """
     install_all(session, "all-tests")
     arguments = [f"packages/{each}/tests" if each in PACKAGES else each for each in session.posargs]
-    if not any(each.startswith("--examples") for each in arguments):
-        arguments.append(f"--examples={EXAMPLES}")
-    if not any(each.startswith("--hypothesis-seed") for each in arguments):
-        arguments.append(f"--hypothesis-seed={random.randrange(2**32)}")
+    for option, value in {**SEARCH, "--hypothesis-seed": random.randrange(2**32)}.items():
+        if not any(each.startswith(option) for each in arguments):
+            arguments.append(f"{option}={value}")
     session.run("pytest", "--timeout=7200", *THREE, *arguments)
 
 
