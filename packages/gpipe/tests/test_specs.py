@@ -84,7 +84,35 @@ class Masked(nn.Module):
         return x * mask * scale
 
 
+class Gathering(nn.Module):
+    """A first layer that adds to each row the pieces that belong to it."""
+
+    def forward(self, x: Tensor, pieces: Tensor, counts: Tensor) -> Tensor:
+        return x.index_add(0, torch.arange(len(x)).repeat_interleave(counts), pieces)
+
+
 class TestArguments:
+    @each_way
+    @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
+    @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(MODES))
+    def test_pieces_go_with_the_row_that_they_belong_to(
+        self, way: Any, said: str, counts: list[int], chunks: int, mode: str
+    ) -> None:
+        model = nn.Sequential(Gathering(), *linears(2))
+        spec = {"pieces": Split(counts=lambda batch: batch["counts"])} if said == "by the spec" else None
+        pipe = piped(nn.Sequential(*model), [2, 1], chunks=chunks, checkpoint=mode, in_spec=spec)
+        x, numbers = rows(len(counts)), torch.tensor(counts)
+        pieces, same = (
+            torch.randn(sum(counts), 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3)) for _ in "ab"
+        )
+        given = {"x": x, "pieces": pieces.requires_grad_() if spec else Split(pieces.requires_grad_(), counts=counts)}
+        expected = nn.functional.mse_loss(model[1:](model[0](x, same.requires_grad_(), numbers)), x)
+        expected.backward()
+        with way():
+            loss = pipe.step(**given, counts=numbers, target=x, loss_fn=nn.functional.mse_loss)
+        torch.testing.assert_close((loss, pieces.grad), (expected.detach(), same.grad))
+        assert_same(pipe, model)
+
     @each_mode
     @each_way
     @pytest.mark.parametrize("said", ["by the spec", "around the argument"])

@@ -109,12 +109,17 @@ def tensors(draw: st.DrawFn, rows: int, dim: int = 0) -> Tensor:
 @st.composite
 def leaves(draw: st.DrawFn, rows: list[int]) -> tuple[Any, Any]:
     """A leaf with its rule."""
-    kind = draw(st.sampled_from(["tensor", "tensor", "split", "none", "object", "whole"]))
+    kind = draw(st.sampled_from(["tensor", "tensor", "split", "counted", "none", "object", "whole"]))
     if kind == "tensor":
         return draw(tensors(draw(st.sampled_from(rows)))), None
     if kind == "split":
         dim = draw(st.integers(0, 2))
         return draw(tensors(draw(st.sampled_from(rows)), dim)), Split(dim)
+    if kind == "counted":
+        dim, samples = draw(st.integers(0, 2)), draw(st.sampled_from(rows))
+        counts = draw(st.lists(st.integers(0, 3), min_size=samples, max_size=samples))
+        form = draw(st.sampled_from([list, torch.tensor, lambda counts: lambda value: counts]))
+        return draw(tensors(sum(counts), dim)), Split(dim, counts=form(counts))
     if kind == "none":
         return None, None
     if kind == "object":

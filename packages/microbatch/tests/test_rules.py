@@ -37,7 +37,7 @@ def test_around_a_value_is_as_in_a_spec(problem: Problem) -> None:
     assert rules(value, Replicate()) == [Replicate()] * len(problem.leaves)
     leaves, tree = flatten(value)
     around = [
-        Split(leaf, dim=rule.dim) if isinstance(rule, Split) else Replicate(leaf) if rule else leaf
+        Split(leaf, dim=rule.dim, counts=rule.counts) if isinstance(rule, Split) else Replicate(leaf) if rule else leaf
         for leaf, rule in zip(leaves, told, strict=True)
     ]
     wrapped = unflatten(around, tree)
@@ -70,17 +70,35 @@ def test_an_input_is_not_reduced(rule: Any) -> None:
 
 
 def test_text_and_copies() -> None:
-    everything = [Split(), Split(-1), Split("text", dim=1), Replicate(), Replicate(3), Mean(), Sum()]
-    texts = ["Split(0)", "Split(-1)", "Split('text', dim=1)", "Replicate()", "Replicate(3)", "Mean()", "Sum()"]
+    everything = [
+        Split(),
+        Split(-1),
+        Split("text", dim=1),
+        Split(counts=torch.tensor([2, 0])),
+        Replicate(),
+        Replicate(3),
+        Mean(),
+        Sum(),
+    ]
+    texts = [
+        "Split(0)",
+        "Split(-1)",
+        "Split('text', dim=1)",
+        "Split(0, counts=(2, 0))",
+        "Replicate()",
+        "Replicate(3)",
+        "Mean()",
+        "Sum()",
+    ]
     assert [repr(rule) for rule in everything] == texts
     again = pickle.loads(pickle.dumps(everything))
     assert [repr(rule) for rule in again] == texts
     assert again == everything
 
 
-def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default() -> None:
+def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default_also_where_a_mapping_leaves_out() -> None:
     value = {"a": x, "b": (x, [x, None]), "c": (3, "text"), "d": x}
-    spec = {"a": Split(1), "b": Split(-1), "c": Replicate(), "d": None}
+    spec = {"a": Split(1), "b": Split(-1), "c": Replicate()}
     expected = [Split(1), Split(-1), Split(-1), None, Replicate(), Replicate(), Split(0)]
     assert rules(value, spec) == expected
 
@@ -91,7 +109,7 @@ def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default() -> Non
         ((x, x), (None,), "input"),
         ((x,), (None, None), "input"),
         ({"a": x}, {"b": None}, "input"),
-        ({"a": x, "b": x}, {"a": None}, "input"),
+        ({"a": x}, {"a": None, "b": None}, "input"),
         (x, (None,), "input"),
         ((x, {"a": [x]}), (None, {"a": [None, None]}), r"input\[1\]\['a'\]"),
         (Pair(x, x), (None, None), "input"),

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from microbatch import Batch, Replicate, Split, check, gather, scatter, scatter_views
+from microbatch import Arguments, Batch, Replicate, Split, check, gather, scatter, scatter_views
 
 from .same import assert_same
 from .strategies import Problem, count, flat_problems, problems
@@ -59,6 +59,36 @@ def test_rows_are_dealt_as_torch_chunk_deals_them(rows: int, chunks: int) -> Non
     assert [batch.tensor.tolist() for batch in scatter(x, chunks)] == expected
     assert [batch.tensor.tolist() for batch in scatter_views(x, chunks)[0]] == expected
     assert len(expected) == count(rows, chunks)
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5), st.booleans())
+@example([0, 0, 2], 2, True)
+def test_rows_go_where_their_sample_goes(counts: list[int], chunks: int, named: bool) -> None:
+    samples = torch.arange(len(counts))
+    rows = samples.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    value = {"counts": torch.tensor(counts, dtype=torch.int64), "samples": samples, "rows": rows}
+    spec = {"rows": Split(counts=lambda batch: batch["counts"])}
+    for batch in scatter(Arguments((), value), chunks, Arguments((), spec)) if named else scatter(value, chunks, spec):
+        part = batch.value.kwargs if named else batch.value
+        assert part["rows"].tolist() == part["samples"].repeat_interleave(part["counts"]).tolist()
+        assert batch.rows == (len(part["samples"]),)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kind", "message"),
+    [
+        ([2, 1], ValueError, r"^input\['x'\] has 4 rows, but the counts of its Split add up to 3"),
+        ([5, -1], ValueError, r"^counts of Split is \(5, -1\); expected numbers of at least 0"),
+        ([2.0, 2.0], TypeError, "expected the number of rows of each sample, .* or a function"),
+        (torch.tensor(4), TypeError, "expected the number of rows of each sample"),
+        (4, TypeError, "expected the number of rows of each sample"),
+    ],
+)
+def test_counts_are_the_rows_of_the_samples(counts: Any, kind: type[Exception], message: str) -> None:
+    for form in (lambda: counts, lambda: lambda value: counts):
+        for chunks in (1, 2):
+            with pytest.raises(kind, match=message):
+                scatter({"x": torch.ones(4)}, chunks, {"x": Split(counts=form())})
 
 
 @given(anything)

@@ -72,8 +72,9 @@ class GPipe(Stepping):
             evaluation.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch
             (:class:`DeferredBatchNorm`).
-        in_spec: how the input is cut, if its rows are not on dimension 0: :class:`microbatch.Split`,
-            :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input.
+        in_spec: how the input is cut, if its rows are not on dimension 0, or not one for each sample:
+            :class:`microbatch.Split`, :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. A
+            mapping names keywords, and may leave out some.
         out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value for each
             micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or :class:`microbatch.Sum`.
         init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import closing
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe import Arguments, GPipe
+from gpipe import Arguments
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 
@@ -153,19 +152,3 @@ def test_what_is_said_twice_is_refused() -> None:
     pipe = piped(model(Several()), [2, 2], chunks=2)
     with pytest.raises(TypeError, match="some keywords are in its input too; pass them once"):
         pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
-
-
-def test_in_spec_may_be_a_mapping_of_keywords():
-    from microbatch import Replicate, Split
-
-    class Time(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x.transpose(0, 1) * mask
-
-    layers = nn.Sequential(Time(), *linears())
-    x, mask = torch.randn(2, 6, 3, dtype=DOUBLE), torch.rand(1, 1, 3, dtype=DOUBLE)
-    pipe = GPipe(
-        copy.deepcopy(layers), [2, 2], devices=["cpu", "cpu"], chunks=4, in_spec={"x": Split(1), "mask": Replicate()}
-    )
-    loss = pipe.step(x=x, mask=mask, loss_fn=loss_fn)
-    torch.testing.assert_close(loss, loss_fn(layers[1:](layers[0](x, mask))).detach())

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,12 @@ def rows_of_parts(rows: int, chunks: int) -> Sizes:
     size = -(-rows // chunks)
     full, rest = divmod(rows, size)
     return (size,) * full + ((rest,) if rest else ())
+
+
+def rows_of_samples(counts: Sequence[int], samples: Sizes) -> Sizes:
+    """The rows of each micro-batch, if it has so many of the `samples`, and these have `counts` rows."""
+    rest = iter(counts)
+    return tuple([sum(islice(rest, number)) for number in samples])
 
 
 def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:

@@ -1,11 +1,31 @@
 """The rules of a spec: how a leaf is cut and joined."""
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 
 class NoValue:
     """The value of a rule without a value, since None is a value too."""
+
+
+Counts = Tensor | Sequence[int]
+
+
+def _checked(counts: Counts) -> tuple[int, ...]:
+    try:
+        numbers = tuple(map(operator.index, counts.tolist() if isinstance(counts, Tensor) else counts))
+    except TypeError:
+        raise TypeError(
+            f"counts of Split is {counts!r}; expected the number of rows of each sample, as in Split(counts=[2, 0, 1]),"
+            " or a function of the mini-batch that returns them"
+        ) from None
+    if min(numbers, default=0) < 0:
+        raise ValueError(f"counts of Split is {numbers}; expected numbers of at least 0")
+    return numbers
 
 
 def _is_constant(value: Any) -> bool:
@@ -19,19 +39,34 @@ class Split:
     In a spec, `Split(1)` is the rule of the leaf or branch in its place. Around an argument, `Split(x, dim=1)` is the
     rule of `x`; the micro-batches have a part of `x` there, without the rule.
 
+    `counts` says how many rows of the tensor each sample has, as in `Split(counts=[2, 0, 1])` for the pictures of three
+    texts; also as an integer tensor, or as a function of the mini-batch that returns them. The function gets the
+    keywords as a dict, if the mini-batch is `Arguments` without positional ones.
+
     Raises:
-        TypeError: neither a dimension nor a value is given.
+        TypeError: `dim` is not an integer, or `counts` are not integers.
+        ValueError: one of the `counts` is negative.
 
     >>> import torch
     >>> from microbatch import scatter
     >>> [batch.value.shape for batch in scatter(Split(torch.ones(2, 3), dim=1), 3)]
     [torch.Size([2, 1]), torch.Size([2, 1]), torch.Size([2, 1])]
+    >>> pictures = Split(torch.tensor([10, 11, 20]), counts=[2, 0, 1])
+    >>> [batch.value[1].tolist() for batch in scatter((torch.ones(3), pictures), 3)]
+    [[10, 11], [], [20]]
     """
 
     dim: int
     value: Any = field(compare=False)
+    counts: tuple[int, ...] | Callable[[Any], Counts] | None
 
-    def __init__(self, value: Any = NoValue, dim: int | None = None) -> None:
+    def __init__(
+        self,
+        value: Any = NoValue,
+        dim: int | None = None,
+        *,
+        counts: Counts | Callable[[Any], Counts] | None = None,
+    ) -> None:
         if dim is None:
             value, dim = (NoValue, value) if _is_constant(value) else (value, 0)
             dim = 0 if dim is NoValue else dim
@@ -39,9 +74,12 @@ class Split:
             raise TypeError(f"dim of Split is {dim!r}; expected an integer, as in Split(1) or Split(x, dim=1)")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "counts", counts if counts is None or callable(counts) else _checked(counts))
 
     def __repr__(self) -> str:
-        return f"Split({self.dim})" if self.value is NoValue else f"Split({self.value!r}, dim={self.dim})"
+        counts = "" if self.counts is None else f", counts={self.counts!r}"
+        cut = f"{self.dim}" if self.value is NoValue else f"{self.value!r}, dim={self.dim}"
+        return f"Split({cut}{counts})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +127,13 @@ Rule = Split | Replicate | Mean | Sum | None
 
 ROWS = Split(0)
 """The default rule of a tensor. `gather` checks rows for this rule alone, by identity, and not for other `Split(0)`."""
+
+
+def resolved(rule: Rule, batch: Any) -> Rule:
+    """The rule for this mini-batch: with counts in place of a function that returns them."""
+    if isinstance(rule, Split) and callable(rule.counts):
+        return Split(dim=rule.dim, counts=rule.counts(batch))
+    return rule
 
 
 def wraps(leaf: Any) -> bool:

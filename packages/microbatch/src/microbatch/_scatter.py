@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._cut import Cut, Sizes, copies, counted, rows_of_parts, views
+from ._cut import Cut, Sizes, copies, counted, rows_of_parts, rows_of_samples, views
 from ._paths import LeafPath
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
@@ -28,7 +28,8 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
         value: a tensor, or a tree of tensors and None. `Split(x, dim=1)` and `Replicate(x)` around a part are its
             rules; the micro-batches do not contain them.
         chunks: the largest number of micro-batches.
-        spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
+        spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
+            in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample.
 
     Returns:
         The micro-batches, in the order of the rows.
@@ -36,7 +37,8 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
     Raises:
         TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
         ValueError: chunks < 1; there is no tensor to cut, or one without dimensions; tensors give different numbers of
-            micro-batches; `spec` does not fit. The message names the path, as in `input['mask'][1]`.
+            micro-batches; counts do not add up to the rows; `spec` does not fit. The message names the path, as in
+            `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
@@ -117,7 +119,7 @@ def _rows(
         if len(other) != len(sizes):
             raise ValueError(
                 f"chunks={chunks} makes {_story(value, first, sizes)} but {_story(value, i, other)}; "
-                "all tensors of a mini-batch must give equally many"
+                "all tensors of a mini-batch must give equally many, or have Split(counts=...), the rows of each sample"
             )
     # What is not cut is the same object in each micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
@@ -139,8 +141,13 @@ def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath)
             f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
             "or Replicate() it in the spec"
         )
-    sizes = rows_of_parts(tensor.size(rule.dim), chunks)
+    size, counts = tensor.size(rule.dim), rule.counts
+    assert not callable(counts)
+    samples = rows_of_parts(size if counts is None else len(counts), chunks)
+    sizes = samples if counts is None else rows_of_samples(counts, samples)
+    if sum(sizes) != size:
+        raise ValueError(f"{place} has {size} rows, but the counts of its Split add up to {sum(sizes)}")
     try:
-        return sizes, cut(tensor, sizes, rule.dim)
+        return samples, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error

@@ -1,15 +1,16 @@
 """The rule of each leaf of a value."""
 
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec
 
+from ._arguments import Arguments
 from ._paths import LeafPath, children, describe
-from ._rules import ROWS, Mean, Replicate, Rule, Split, Sum, wraps
+from ._rules import ROWS, Mean, NoValue, Replicate, Rule, Split, Sum, resolved, wraps
 from ._tree import flatten, leaves_of, unflatten
 
 
@@ -24,7 +25,8 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
 
     Args:
         tree: a value without rules in it; see `unwrap`.
-        spec: a prefix of `tree`. A rule in it applies to the whole branch in its place; None is the default.
+        spec: a prefix of `tree`. A rule in it applies to the whole branch in its place; None is the default, also for
+            what a mapping leaves out.
         root: the name of the tree in messages.
 
     Returns:
@@ -57,11 +59,11 @@ def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     >>> unwrap({'x': 1, 'n': Replicate(2)})
     ({'x': 1, 'n': 2}, (None, Replicate()))
     """
-    if isinstance(value, Tensor):
-        return value, spec
+    if isinstance(value, Tensor) and spec is None:
+        return value, None
     leaves, tree = flatten(value)
     if not any(map(wraps, leaves)):
-        return value, spec
+        return value, spec if spec is None else _resolved(value, spec)
     asked = enumerate(zip(leaves, _broadcast(value, spec, "input"), strict=True))
     told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, "input"))]
     # A rule may be around a value that has rules in it.
@@ -72,12 +74,17 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
     """The rules of the leaves in a leaf, which may be a value with a rule of its own."""
     if not wraps(leaf):
         return [rule]
-    own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
+    own = replace(leaf, value=NoValue)
     inner = leaves_of(leaf.value)
     # What has no tensors can only be replicated, so any rule of its branch is meant for the rest of that.
     if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
         raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; declare it in one place")
     return [own] * len(inner)
+
+
+def _resolved(value: Any, spec: Any) -> Leafwise:
+    batch = value.kwargs if isinstance(value, Arguments) and not value.args else value
+    return Leafwise([resolved(rule, batch) for rule in _broadcast(value, spec, "input")])
 
 
 class Ruled(NamedTuple):
@@ -138,7 +145,9 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
     found, by_label = children(tree), dict(wanted)
     # Of the same dataclass branches may differ, since torch leaves out fields that are None.
     alike = is_dataclass(spec) and type(tree) is type(spec)
-    if found is None or not (alike or by_label.keys() == {label for label, _ in found}):
+    labels = {label for label, _ in found or ()}
+    fits = by_label.keys() <= labels if isinstance(spec, Mapping) else by_label.keys() == labels
+    if found is None or not (alike or fits):
         raise ValueError(
             f"spec does not fit {path}: spec has {describe(wanted)}, {path} has {describe(found)}; "
             "give one rule for all of it, or a rule for each branch"

@@ -77,8 +77,8 @@ def expect_proportional(inputs: Sequence[Batch]) -> None:
     if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
         raise ValueError(
             f"tensors of the input have {_described(columns)}, which do not belong together; give all a row for each "
-            "sample, or as many for each that both divide evenly into the chunks, or put Replicate(...) around one "
-            "that goes whole to each micro-batch"
+            "sample, or as many for each that both divide evenly into the chunks; or put Replicate(...) around one "
+            "that goes whole to each micro-batch, Split(..., counts=...) around one with other numbers for each sample"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -195,8 +195,9 @@ class Stepping(Divided):
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""
-        flattened = isinstance(next(iter(self._layers().values())), Segment) and self.in_spec is None
-        return with_whole_count(inputs) if flattened else inputs
+        flattened = isinstance(next(iter(self._layers().values())), Segment)
+        by_name = self.in_spec is None or isinstance(self.in_spec, Mapping)
+        return with_whole_count(inputs) if flattened and by_name else inputs
 
     def _expect_fit(self, kind: type[Losses], call: Call) -> None:
         if kind is LossStage:
