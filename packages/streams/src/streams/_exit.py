@@ -8,9 +8,10 @@ those that wait for a task end at once, those that compute one at their next lin
 import atexit
 import ctypes
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
+from threading import Event, Thread, current_thread
 from typing import Any
 
 PATIENCE = 2.0
@@ -24,12 +25,15 @@ of the parent are in it too, but ``is_alive`` is False for them.
 """
 
 
-def watch(in_queue: SimpleQueue[Any]) -> None:
+@contextmanager
+def watched(in_queue: SimpleQueue[Any], ended: Event) -> Iterator[None]:
+    """A context in which the exit ends this thread by its ``in_queue``; sets ``ended`` when it is left."""
     _workers[current_thread()] = in_queue
-
-
-def unwatch() -> None:
-    _workers.pop(current_thread(), None)
+    try:
+        yield
+    finally:
+        ended.set()
+        _workers.pop(current_thread(), None)
 
 
 @atexit.register

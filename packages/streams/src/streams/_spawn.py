@@ -7,9 +7,9 @@ from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
 
-from . import _exit
 from ._context import Context
 from ._device import Device, check, normalise
+from ._exit import watched
 from ._task import InQueue, OutQueue
 from ._use import use_device
 from ._worker import serve
@@ -18,23 +18,17 @@ Queues = tuple[list[InQueue], list[OutQueue]]
 
 
 class _Worker(Thread):
-    """A worker with its queues. ``ended`` is set when it has answered for the last time."""
+    """A worker with its queues. ``ended`` is set when it has done its last task."""
 
     def __init__(self, device: Device, context: Context) -> None:
-        # A daemon thread, since the interpreter waits for other threads before its exit.
-        super().__init__(name=f"worker of {device}", daemon=True)
         self.in_queue: InQueue = SimpleQueue()
         self.out_queue: OutQueue = SimpleQueue()
         self.ended = Event()
-        self._blocks = context.applied, partial(use_device, device)
-
-    def run(self) -> None:
-        _exit.watch(self.in_queue)
-        try:
-            serve(self.in_queue, self.out_queue, *self._blocks)
-        finally:
-            self.ended.set()
-            _exit.unwatch()
+        blocks = partial(watched, self.in_queue, self.ended), context.applied, partial(use_device, device)
+        # A daemon thread, since the interpreter waits for other threads before its exit.
+        super().__init__(
+            target=serve, args=(self.in_queue, self.out_queue, *blocks), name=f"worker of {device}", daemon=True
+        )
 
 
 def spawn_workers(
