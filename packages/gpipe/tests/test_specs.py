@@ -156,14 +156,17 @@ class TestStep:
         torch.testing.assert_close((loss, found, x.grad), (loss_fn(expected, y), expected, same.grad))
         assert_same(pipe, model)
 
-    def test_a_replicated_first_tensor_has_no_say_in_the_weights(self) -> None:
+    def test_a_replicated_first_tensor_has_no_say_in_the_weights_and_gets_one_gradient(self) -> None:
         model = nn.Sequential(Call(lambda pair: pair[1] * pair[0]), *linears(2))
         pipe = piped(model, [1, 2], chunks=4)
-        scale = torch.arange(3, dtype=DOUBLE)
+        scale, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
+        arrived: list[Tensor] = []
+        scale.register_hook(arrived.append)
         loss_fn = nn.functional.mse_loss
         pipe.step((Replicate(scale), rows(7)), rows(7), loss_fn=loss_fn)
-        loss_fn(model((scale, rows(7))), rows(7)).backward()
+        loss_fn(model((same, rows(7))), rows(7)).backward()
         assert_same(pipe, model)
+        torch.testing.assert_close((scale.grad, arrived), (same.grad, [same.grad]))
 
 
 # What looks like rows but is none, given (n, 3) with n > 1.

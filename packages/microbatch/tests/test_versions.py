@@ -12,11 +12,10 @@ from .strategies import Problem, flat_problems
 
 
 @given(flat_problems())
-def test_views_share_memory_and_are_outside_of_autograd(problem: Problem) -> None:
+def test_views_share_memory(problem: Problem) -> None:
     batches, _ = scatter_views(*problem)
     for i, source in enumerate(Batch(problem.value)):
         for batch in batches:
-            assert not batch[i].requires_grad
             assert batch[i].untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
@@ -61,9 +60,19 @@ def test_a_source_and_its_graph_may_go_before_the_versions() -> None:
     source = torch.ones(4, requires_grad=True) * saved
     gone = weakref.ref(source)
     batches, versions = scatter_views(source, 2)
+    part = batches[0].tensor.detach()
     versions.sync()
-    del source, saved
+    del source, saved, batches
     assert gone() is None
     assert torch.UntypedStorage._expired(pointer)
-    batches[0].tensor.add_(1)
+    part.add_(1)
     versions.sync()
+
+
+@given(st.sets(st.integers(0, 3)))
+def test_a_part_that_nobody_used_has_a_gradient_of_zeros_if_another_has_one(used: set[int]) -> None:
+    x = torch.ones(8, requires_grad=True)
+    parts = [batch.tensor for batch in scatter_views(x, 4)[0]]
+    sum([parts[i].sum() for i in used], start=torch.zeros((), requires_grad=True)).backward()
+    expected = torch.tensor([float(i in used) for i in range(4)]).repeat_interleave(2)
+    assert x.grad is None if not used else x.grad.equal(expected)

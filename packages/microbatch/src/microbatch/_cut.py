@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ._join import concatenate
 from ._versions import Versions
 
 Sizes = tuple[int, ...]
@@ -47,15 +49,39 @@ def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
 
 
 def views(versions: Versions) -> Cut:
-    """A cut into detached parts that share the memory of their tensor; `versions` tracks in-place changes."""
+    """A cut into parts that share the memory of their tensor; `versions` tracks in-place changes."""
 
     def view(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
         source = tensor.detach()
-        if len(sizes) == 1:
-            return (source,)  # a single part: it shares the version counter of its source
-        # Autograd does not know that these share memory, so `versions` has to.
-        parts = source.unsafe_split_with_sizes(sizes, dim)
-        versions.add(source, parts)
-        return parts
+        # A single part shares the version counter of its source. Of several, autograd does not know that they share
+        # memory, so `versions` has to.
+        parts: Sequence[Tensor] = (source,) if len(sizes) == 1 else source.unsafe_split_with_sizes(sizes, dim)
+        if len(sizes) > 1:
+            versions.add(source, parts)
+        return Views.apply(dim, tensor, *parts) if tensor.requires_grad else parts  # type: ignore[no-untyped-call]
 
     return view
+
+
+class Views(torch.autograd.Function):
+    """The detached parts of a tensor, connected to it."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, whole: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # None, and not zeros, for a part that nobody used
+        ctx.dim = dim
+        ctx.parts = [(part.shape, part.dtype, part.device) for part in parts]
+        # Not the parts themselves: autograd would return views of what a Function was given, which in-place layers must
+        # not change.
+        return tuple(map(Tensor.detach, parts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        rest = (None,) * len(gradients)
+        if all(gradient is None for gradient in gradients):
+            return None, None, *rest
+        parts = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.parts, strict=True)
+        ]
+        return None, concatenate(parts, ctx.dim), *rest

@@ -47,7 +47,7 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
 
 
 def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch], Versions]:
-    """Cut `value` into detached views of it, without a copy.
+    """Cut `value` into views of it, without a copy. Gradients flow back to `value`.
 
     Each micro-batch has a version counter of its own. An in-place layer on one changes `value` too. `Versions.sync`
     tells autograd about such changes, and about changes that the caller makes to `value`: call it before the backward.

@@ -12,83 +12,11 @@ to ``PipelineBackward``, which waits on the CPU's thread.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from microbatch import Batch, Split, concatenate, flatten, map_tensors, rules
-
-
-def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
-    """``views``, which :func:`microbatch.scatter_views` made of ``value``, connected to it in the caller's graph."""
-    if isinstance(value, Tensor) and spec is None:
-        return _reattached(value, views) if value.requires_grad else list(views)
-    wholes = list(Batch(value))
-    if not any(whole.requires_grad for whole in wholes):
-        return list(views)
-    columns: dict[int, Sequence[Tensor]] = {}
-    for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True):
-        if id(whole) not in columns:  # a tensor that is in ``value`` twice is in each micro-batch twice too
-            columns[id(whole)] = _connected(dim, whole, column)
-    rows = [columns[id(whole)] for whole in wholes]
-    return [_with(batch, row) for batch, row in zip(views, zip(*rows, strict=True), strict=True)]
-
-
-def _reattached(whole: Tensor, views: Sequence[Batch]) -> list[Batch]:
-    """The same where the mini-batch is one tensor, cut along its rows."""
-    parts = _connected(0, whole, [view.value for view in views])
-    for view, part in zip(views, parts, strict=True):
-        view.value = part
-    return [*views]
-
-
-def _connected(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
-    return Scatter.apply(dim, whole, *views) if whole.requires_grad else views  # type: ignore[no-untyped-call]
-
-
-def _dims(value: Any, spec: Any) -> list[int | None]:
-    return [
-        rule.dim if isinstance(rule, Split) else None
-        for leaf, rule in zip(flatten(value)[0], rules(value, spec), strict=True)
-        if isinstance(leaf, Tensor)
-    ]
-
-
-def _with(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
-    fresh = iter(tensors)
-    return Batch(map_tensors(lambda _: next(fresh), batch.value), batch.rows)
-
-
-class Scatter(torch.autograd.Function):
-    """Cuts a tensor into micro-batches that share its memory; if it is cut, each has its own version counter."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int | None, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        # None, and not zeros, for a micro-batch that nobody used.
-        ctx.dim = dim
-        ctx.views = [(view.shape, view.dtype, view.device) for view in views]
-        # Not the views themselves: autograd would return views of what a Function was given, which in-place layers must
-        # not change.
-        return tuple(map(Tensor.detach, views))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not [gradient for gradient in gradients if gradient is not None]:
-            return (None,) * (2 + len(gradients))
-        rest = [None] * len(gradients)
-        if ctx.dim is None:
-            # Each micro-batch has used the whole tensor, and has a gradient of it.
-            return None, functools.reduce(torch.add, [each for each in gradients if each is not None]), *rest
-        parts = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(gradients, ctx.views, strict=True)
-        ]
-        return None, concatenate(parts, ctx.dim), *rest
-
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """A function from the gradients of the outputs to those of the inputs; None where there is no gradient."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from microbatch import Batch, Split, Versions, check, map_tensors, scatter_views, unwrap
 
-from ..engine._autograd import reattach
 from ..values._leaves import Arguments
 from ._whole import replicated
 
@@ -48,8 +47,7 @@ def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch],
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     # Each view has its own version counter: a layer in place on one does not count as a change of the others.
-    views, versions = scatter_views(there, chunks, value.spec)
-    return reattach(there, views, value.spec), versions
+    return scatter_views(there, chunks, value.spec)
 
 
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
