@@ -55,7 +55,16 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise TypeError or ValueError, with ``name``, unless ``device`` is a device that this machine has."""
+    """Raise unless ``device`` is a device that this machine has.
+
+    Args:
+        device: any object.
+        name: what errors call it.
+
+    Raises:
+        TypeError: it is no device.
+        ValueError: torch does not see it, or uses accelerators of another type.
+    """
     if not hasattr(device, "type") or not hasattr(device, "index"):
         raise TypeError(
             f"{name} must have a .type and an .index, as torch.device('cuda', 0) does; "

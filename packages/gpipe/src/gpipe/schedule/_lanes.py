@@ -38,17 +38,20 @@ def eager_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
 
 def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
     """:func:`one_by_one` with split backwards; those for the weights come ``worker`` micro-batches later."""
-    weights: deque[tuple[int, tuple[Kind, int]]] = deque()
+    # Numbers alone: of whole steps, the garbage collector would go through all that wait again and again.
+    weights: deque[tuple[int, int]] = deque()
     for j, (kind, i) in one_by_one(microbatches, stages, workers, worker):
         if kind is _F:
             yield j, (kind, i)
             continue
         yield j, (_I, i)
         # Worker r sends its last gradient r steps before the first worker does: weights left until then fill the time.
-        weights.append((j, (_W, i)))  # of all stages of the worker in one queue: the oldest first
+        weights.append((j, i))  # of all stages of the worker in one queue: the oldest first
         if len(weights) > worker:
-            yield weights.popleft()
-    yield from weights
+            late, k = weights.popleft()
+            yield late, (_W, k)
+    for late, k in weights:
+        yield late, (_W, k)
 
 
 def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:

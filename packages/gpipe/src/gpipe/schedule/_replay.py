@@ -68,6 +68,17 @@ def makespan(lanes: Sequence[Lane], microbatches: int, seconds: KindSeconds, hop
     """The time at which the last worker finishes under :func:`replay`.
 
     Steps are read once and not kept, so ``lanes`` may be generators, and a thousand stages fit into memory.
+
+    Args:
+        lanes: the steps of each worker, in order.
+        microbatches: the number of micro-batches.
+        seconds, hops: as for :func:`replay`.
+
+    Returns:
+        The time, in the unit of the durations.
+
+    Raises:
+        ValueError: as :func:`replay`.
     """
     return _run(lanes, microbatches, seconds, hops, None)
 
@@ -85,9 +96,11 @@ def _run(
     before: list[tuple[int, tuple[Kind, int]]] = []
     # Any order of turns gives the same times: a step starts at the maximum of two sums, whoever computes them first.
     while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
-        if blocked == before:  # a whole round without a step
-            raise deadlock(Step(j, Action(*action)) for j, action in blocked)
+        if blocked == before[::-1]:  # a whole round without a step
+            raise deadlock(sorted(Step(j, Action(*action)) for j, action in blocked))
         before = blocked
+        # Down the stages go values, up go gradients; and what a worker used last is still in the cache of the CPU.
+        workers.reverse()
     return max(clocks, default=0.0)
 
 
