@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_a_trainer_predicts_with_generated_tokens(tmp_path: Path) -> None:
     assert results[0].metrics["test_loss"] == pytest.approx(results[1].metrics["test_loss"], rel=1e-5)
 
 
-def test_a_pipeline_of_text() -> None:
+def test_a_pipeline_of_text_and_streamers() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{k}": k for k in range(128)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -102,3 +103,13 @@ def test_a_pipeline_of_text() -> None:
         for each in (pipe, plain)
     ]
     assert texts[0] == texts[1]
+    pieces = []
+    for each in (pipe, plain):
+        streamer = transformers.TextIteratorStreamer(tokenizer, timeout=60)
+        given = {**tokenizer("w5 w6 w7", return_tensors="pt"), "streamer": streamer, "max_new_tokens": 5}
+        writer = threading.Thread(target=each.generate, kwargs=given)
+        writer.start()
+        pieces.append(list(streamer))
+        writer.join(60)
+    assert pieces[0] == pieces[1]
+    assert len(pieces[0]) > 5  # the prompt, and each word by itself
