@@ -45,7 +45,7 @@ def pipe_parameters(pipe: GPipe) -> dict[str, nn.Parameter]:
 def test_it_is_that_of_the_plain_model(name: str, kind: str) -> None:
     family, _ = CASES[name]
     model, plain = made(family)
-    padded, schedule = kind == "padded", sorted(SCHEDULES)[BATCHES.index((name, kind)) % len(SCHEDULES)]
+    padded = kind == "padded"
     pipe = piped(model, batch_of(name, 2, "packed" if kind == "packed" else "unpadded"))
     for more in ({}, *({"num_items_in_batch": items} for items in (11, torch.tensor(11)) if padded)):
         batch: Batch = {**batch_of(name, ROWS + 1, kind), **more}
@@ -62,8 +62,9 @@ def test_it_is_that_of_the_plain_model(name: str, kind: str) -> None:
         else:
             loss = pipe.evaluate(**batch)
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-8, check_dtype=False)
-            pipe.zero_grad()
-            assert_same(pipe.step(**batch, schedule=schedule), pipe, expected, plain, family)
+            for schedule in SCHEDULES if not more else ("1f1b",):
+                pipe.zero_grad()
+                assert_same(pipe.step(**batch, schedule=schedule), pipe, expected, plain, family)
         pipe.zero_grad()
         whole = pipe(**batch).loss
         whole.backward()
