@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
         # Parameters may have no gradient on a rank, and a scaler finds no overflow then, nor that there is none.
         self._found = nn.Parameter(torch.zeros((), device=device))
         self._finder = SGD([self._found], lr=0.0)
-        self._agreed = False  # whether this step's overflows are known
+        self._overflows: bool | None = None  # whether any rank has an overflow, once they have agreed in a step
         self.scale(torch.zeros((), device=device))  # makes the scale, also on ranks without a loss
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -47,14 +47,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return
-        self._agreed = True
         norm = self._rank._gradient_norm()
+        self._overflows = not norm.isfinite()
         # Not finite where the norm is not, on all ranks. Of what is not finite, 0 times it is nan.
         self._found.grad = (norm * 0.0).to(self._found.device)
         super().unscale_(self._finder)
-        with torch.no_grad():
-            for gradient in _gradients(optimizer)[:1]:
-                _spoil(gradient, self._found.grad.to(gradient.device))
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +64,11 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What ``optimizer.step`` returns, or None.
         """
-        if self.is_enabled() and not self._agreed:
+        if self.is_enabled() and self._overflows is None:
             self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs) if _gradients(optimizer) else None
+        if self._overflows or not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return None
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Change the scale, in the same way on all ranks: less after an overflow, more after many steps without one.
@@ -78,15 +77,4 @@ class GradScaler(torch.amp.GradScaler):
             new_scale: the new scale, instead.
         """
         super().update(new_scale)
-        self._agreed = False
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _spoil(gradient: Any, by: Tensor) -> None:
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    local = local._values() if local.is_sparse else local
-    if local.numel():
-        local[(0,) * local.dim()].add_(by)
+        self._overflows = None
