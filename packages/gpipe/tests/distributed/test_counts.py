@@ -41,7 +41,12 @@ def _counts() -> dict[str, Any]:
             torch.manual_seed(0)  # the seed of the step, which is announced, has as many bytes as the number needs
             rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
             steps.append(dict(sent))
-    return {"made": steps[0], "first": steps[1], "step": steps[2], "peers": len(rank._processes._groups.peers)}
+    return {
+        "made": steps[0],
+        "first": steps[1],
+        "step": steps[2],
+        "peers": len(rank._processes._rendezvous.groups.peers),
+    }
 
 
 SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -317,19 +318,27 @@ def test_of_two_failures_the_earlier_one_is_told(worlds):
 
 
 def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
-    """What the step raises; the one before and the one after it are right."""
+    """What the step raises, which nothing refers to afterwards; the one before and the one after it are right."""
     model = nn.Sequential(nn.Linear(6, 6), Planted(), nn.Linear(6, 6), Planted())
     rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
     _expect_right(rank, model, schedule)
     for own, phase, microbatch in where:
         if own == dist.get_rank():
             planted_in(rank).when, planted_in(rank).how = (phase, microbatch), error
+    gc.collect()
+    gc.disable()
+    x, y = batch()
     try:
-        rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
+        rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
     except BaseException as raised:
         found = type(raised).__name__, str(raised)
     else:
         raise AssertionError("the step has not failed")
+    finally:
+        gc.enable()
+    memory = StorageWeakRef(x.untyped_storage())
+    del x, y
+    assert memory.expired()
     planted_in(rank).when = None
     _expect_right(rank, model, schedule)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ._errors import RemoteError, text_of
-from ._rendezvous import Rendezvous, Report
+from ._rendezvous import Rendezvous
 
 
 class Agreement:
@@ -44,34 +44,26 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
     reports = meeting.meet(report if error is None else {"error": text_of(error)})
     if error is not None:
         raise error
-    expect_begun(reports, meeting.groups.members, 0, reports[0].get("alike", {}))
+    members = meeting.groups.members
+    for k, each in enumerate(reports):
+        if "error" in each:
+            raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
+    for k, each in enumerate(reports):
+        unlike = disagreement(reports[0]["alike"], each["alike"], members[0], members[k])
+        if unlike:
+            raise ValueError(unlike)
     found.heard = [each["told"] for each in reports]
 
 
-def expect_begun(reports: Sequence[Report], ranks: Sequence[int], first: int, alike: dict[str, Any]) -> None:
-    """Raise the error that keeps all ranks from beginning: one that a rank reports, or values that differ.
-
-    Args:
-        reports: of each rank its ``error``, or what it has ``alike``.
-        ranks: the number of each member, for errors.
-        first: the member to whose values those of others must be equal.
-        alike: these values.
-    """
-    for k, each in enumerate(reports):
-        if "error" in each:
-            raise RemoteError(f"rank {ranks[k]} failed: {each['error']}") from None
-    for k, each in enumerate(reports):
-        if "alike" in each:
-            _expect_alike(alike, each["alike"], (ranks[first], ranks[k]))
-
-
-def _expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int]) -> None:
+def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str | None:
+    """Says which of the values ``first`` of ``rank`` is another one on ``other_rank``; None if none is."""
     for name, expected in first.items():
         if other.get(name) != expected:
-            raise ValueError(
-                f"the ranks disagree: {name} is {expected!r} on rank {ranks[0]}, but {other.get(name)!r} on rank "
-                f"{ranks[1]}; give all of them the same" + _SEED * name.startswith("the checksum")
+            return (
+                f"the ranks disagree: {name} is {expected!r} on rank {rank}, but {other.get(name)!r} on rank "
+                f"{other_rank}; give all of them the same" + _SEED * name.startswith("the checksum")
             )
+    return None
 
 
 _SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"

@@ -51,7 +51,7 @@ class RemoteChannel(Channel):
                     failures.hear(link.poisoned)
                     raise
                 if isinstance(loss, FarLoss):
-                    loss.scales = counts
+                    loss.scales |= counts
             payload = arrived.pop(microbatch)
             if current.observed is not None:
                 current.observed.got(payload, moved=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from microbatch import flatten, unflatten
+from microbatch import map_tensors
 
 from ..engine._losses import Losses, LossStage
 from ..engine._scale import DeviceScale, Scale
@@ -16,37 +16,28 @@ from ..engine._scale import DeviceScale, Scale
 class Verdict(NamedTuple):
     """What all ranks know of the losses of a mini-batch: its loss, metrics, and the scale of its gradients."""
 
-    loss: Tensor
+    loss: Any
+    dtype: torch.dtype
     metrics: dict[str, Any] | None
     scale: float
 
 
 def verdict_of(losses: Losses) -> Verdict:
-    """What the rank of the last stage tells the others, with copies of all tensors on the host."""
+    """What the rank of the last stage tells the others: numbers, and copies of other tensors on the host."""
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
-    leaves, tree = flatten((losses.loss, losses.metrics))
-    copies = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    loss, metrics = unflatten(copies, tree)
-    return Verdict(loss, metrics, scale)
+    loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
+    return Verdict(loss.item(), loss.dtype, metrics, scale)
 
 
 class FarLoss(LossStage):
     """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met."""
 
     verdict: Verdict
+    scales = False  # as far as messages have told
 
     def __init__(self) -> None:
         super().__init__(_elsewhere, (), (), ())
-        self._counts_itself = False
-
-    @property
-    def scales(self) -> bool:
-        return self._counts_itself
-
-    @scales.setter
-    def scales(self, counts: bool) -> None:
-        self._counts_itself = self._counts_itself or counts
 
     @property
     def scale(self) -> Scale:
@@ -54,7 +45,7 @@ class FarLoss(LossStage):
 
     @property
     def loss(self) -> Tensor:
-        return self.verdict.loss
+        return torch.tensor(self.verdict.loss, dtype=self.verdict.dtype)
 
     @property
     def metrics(self) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._errors import LostRankError, is_of_gloo
 from ._groups import ALONE, Group, expect_group, open_groups
 from ._rendezvous import Rendezvous
 
@@ -27,20 +26,9 @@ def gathering_of(group: Group | None) -> Rendezvous:
 
 @contextmanager
 def collectives(meeting: Rendezvous) -> Iterator[None]:
-    """A context for collectives over the connections of ``meeting``; all members meet at its end.
-
-    If one fails, all do, and no meeting begins any more: some may have the results by then, and others never.
-    """
-    meeting.expect_open()
+    """A context for collectives over the connections of ``meeting``; all members meet at its end, and fail together."""
     groups = meeting.groups
-    groups.peers.update({*range(len(groups.members))} - {groups.me})  # gloo decides which of them exchange messages
-    try:
+    with meeting.reaching():
+        groups.peers.update({*range(len(groups.members))} - {groups.me})  # gloo decides which of them exchange messages
         yield
         meeting.meet({})
-    except LostRankError:
-        raise
-    except BaseException as error:
-        if is_of_gloo(str(error)):
-            raise meeting.found_lost() from None
-        meeting.leave()
-        raise

@@ -18,7 +18,7 @@ from ..engine._settings import RunObserver
 from ..skip import SkipLayout
 from ..transport._link import Channel
 from ..values._describe import Cancelled
-from ._agreement import expect_begun
+from ._agreement import disagreement
 from ._channels import Crossing, RemoteChannel
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
@@ -32,8 +32,16 @@ from ._routes import routes_between, tags
 from ._tied import Twins
 from ._wires import open_wires
 
-_BEFORE: Final[When] = (-1.0, -1)
+_BEFORE: Final[When] = (-2.0, -1)
 """The time of a failure before the first step of a run."""
+
+_UNLIKE: Final[When] = (-1.0, -1)
+"""The time at which ranks find that they were given other arguments: after failures that keep one of them from that."""
+
+Errors = list[BaseException]
+"""A failure of this rank, or nothing. It leaves the list before an error is raised, whose frames refer to the list: so
+they are freed with the error, and with them what layers held in memory.
+"""
 
 
 class Rows(NamedTuple):
@@ -49,14 +57,12 @@ class Opening:
         alike: values that must be equal on all ranks, by names that a user knows.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
         seed: the seed of the random numbers of the run.
-        first: ``alike`` on the rank of the first stage.
     """
 
     def __init__(self) -> None:
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
         self.seed = 0
-        self.first: dict[str, Any] = {}
 
 
 class Ranks(Processes):
@@ -83,13 +89,14 @@ class Ranks(Processes):
         told: Sequence[Mapping[str, Any]],
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
-        self._groups, self._rendezvous, self._replicas = groups, Rendezvous(groups, ranks[0], tag=1), replicas
+        self._members, self._replicas = groups.members, replicas
+        self._rendezvous = Rendezvous(groups, ranks[0], tag=1)
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends)
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         self._end_wires = weakref.finalize(self, self._wires.end)
-        self._opening = Opening()
+        self._microbatches = 0
         self._crossings: dict[int, Crossing] = {}
         tied: dict[int, RemoteLink] = {}
         for number, a, b in routes:
@@ -131,16 +138,19 @@ class Ranks(Processes):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for messages outside of a run, where ranks do not meet: after a failure, no run begins any more."""
+        """A context for messages outside of a run: after a failure, no run begins any more."""
         try:
-            yield
-        except BaseException as error:
-            lost = self._rendezvous.found_lost(error) if isinstance(error, UnreachableError) else None
-            self._rendezvous.leave()  # others may wait for this rank
-            self._wires.end()
-            if lost is not None:
-                raise lost from None
+            with self._rendezvous.reaching():
+                yield
+        except BaseException:
+            self.leave()
             raise
+
+    def leave(self) -> None:
+        """Close all connections to other ranks after a failure, unless they are closed; no run begins any more."""
+        if not self._closed:
+            self._rendezvous.leave()
+            self._wires.end()
 
     def close(self) -> None:
         """Close the connections to other ranks, by dropping all references to them."""
@@ -148,18 +158,18 @@ class Ranks(Processes):
             self._closed = True
             self._replicas.close()
             self._end_wires()
-            del self._groups, self._rendezvous, self._crossings, self._twins, self._wires
+            del self._rendezvous, self._crossings, self._twins, self._wires
 
     def _expect_all(self) -> None:
         if self._closed:
             raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
         self._rendezvous.expect_open()
 
-    def meet(self, report: Report, error: BaseException | None = None) -> list[Report]:
-        """Send a report to all ranks, and return those of all; or find out who is lost, if ``error`` says that."""
+    def meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
+        """Send a report to all ranks, and return those of all; or find out who is ``lost``."""
         self._expect_all()
         with self._reaching():
-            if isinstance(error, UnreachableError):
+            for error in lost:
                 raise error
             return self._rendezvous.meet(report)
 
@@ -172,93 +182,90 @@ class Ranks(Processes):
         first stage, cancels the run; the others learn of it while they wait for a message, or at the end.
         """
         self._expect_all()
-        found = self._opening = Opening()
-        error: BaseException | None = None
+        found = Opening()
+        errors: Errors = []
         report: Report = {}
+        told = None
         try:
             yield found
         except BaseException as failed:
-            error, report = failed, {"failed": True, "error": text_of(failed)}
+            errors, report = [failed], _failure(None, failed)
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
-        own = {"first": found.alike, "batches": rows, "seed": found.seed} if error is None else None
         try:
-            told = self._rendezvous.announced(own)
+            told = self._rendezvous.announced(None if errors else (found.alike, rows, found.seed))
         except UnreachableError as lost:
-            told, error = None, lost
+            errors = [lost]
         if told is not None:
-            found.first, found.seed = told["first"], told["seed"]
-            found.batches = found.batches if self._rendezvous.is_root else told["batches"]
-        if error is None and (told is None or found.first != found.alike):
-            error, report = Cancelled(), {"failed": True, "alike": found.alike}
-        if error is not None:
-            self._expect(backwards=False)
-            try:
-                self._end(None, error, report)
-            finally:
-                del error
+            first, batches, found.seed = told
+            found.batches = found.batches if self._rendezvous.is_root else batches
+            unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+            if unlike and not errors:
+                errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": unlike}
+        elif not errors:
+            errors, report = [Cancelled()], {"failed": True}
+        self._microbatches = len(found.batches)
+        if errors:
+            self.call_off(errors, report)
         self.seed = found.seed
 
+    def call_off(self, errors: Errors, report: Report | None = None) -> NoReturn:
+        """Cancel a run that has not begun, on all ranks."""
+        self._expect(backwards=False)
+        self._end(None, errors, report or _failure(None, errors[0]))
+        raise AssertionError("unreachable")
+
     @contextmanager
-    def together(self, run: Run | None) -> Iterator[None]:
+    def together(self, run: Run) -> Iterator[None]:
         """A context for a whole run: all ranks meet at its end, and learn whether another one has failed."""
-        error: BaseException | None = None
-        report: Report = {}
-        trains = run is not None and run.keeps
-        self._expect(backwards=trains)
+        errors: Errors = []
+        self._expect(backwards=run.keeps)
         try:
             yield
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
             report = _success(run)
         except BaseException as failed:
-            error, report = failed, _failure(run, failed)
-        try:
-            self._end(run, error, report)
-        finally:
-            del error  # its traceback refers to this frame
-        if trains:
+            errors, report = [failed], _failure(run, failed)
+        self._end(run, errors, report)
+        if run.keeps:
             self._replicas.meet()
-
-    def call_off(self, error: BaseException) -> NoReturn:
-        with self.together(None):
-            raise error
-        raise AssertionError("unreachable")
 
     def _expect(self, *, backwards: bool) -> None:
         for link, leads_away, most in self._crossings.values():
             comes = backwards or not leads_away
-            link.expect(len(self._opening.batches) if comes else 0, None if backwards else most)
+            link.expect(self._microbatches if comes else 0, None if backwards else most)
 
-    def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
-        when = _earliest(run)
-        if error is not None and not isinstance(error, UnreachableError):
-            self._poison(when)
+    def _end(self, run: Run | None, errors: Errors, report: Report) -> None:
+        """Meet the other ranks at the end of a run, and raise its earliest failure on any of them."""
+        lost = [error for error in errors if isinstance(error, UnreachableError)]
+        if errors and not lost:
+            self._poison(run)
             for link, leads_away, _ in self._crossings.values():
                 if not leads_away:  # receive all values, so that no rank waits for this one to take them
                     with suppress(UnreachableError):  # the meeting finds out who is lost
                         link.drain(expected=True)
-        reports = self.meet(report, error)
-        failed = [k for k, each in enumerate(reports) if "failed" in each]
-        if failed and error is None:
-            self._poison(when)
+        reports = self.meet(report, *lost)
+        has_failed = any("failed" in each for each in reports)
         if any(each.get("drew") for each in reports):
             take_seed()
-        if not failed:
+        if not has_failed:
             self._learn(run, reports)
+        elif not errors:
+            self._poison(run)
         with self._reaching():  # no message of this run is left for the next one to read
-            for link, *_ in self._crossings.values() if failed else ():
+            for link, *_ in self._crossings.values() if has_failed else ():
                 link.drain()
-            if failed:
+            if has_failed:
                 self._wires.settle()
             for link, *_ in self._crossings.values():
                 link.flush()
-        if failed:
-            self._raise(error, reports)
+        if has_failed:
+            self._raise_earliest(reports, errors)
 
-    def _poison(self, why: When) -> None:
+    def _poison(self, run: Run | None) -> None:
         for link, *_ in self._crossings.values():
             with suppress(UnreachableError):  # the other neighbours still have to be told
-                link.poison(why)
+                link.poison(_earliest(run))
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
         if run is not None and run.observer is not None:
@@ -272,25 +279,22 @@ class Ranks(Processes):
             if k != self.me:
                 observer.import_events(each["events"], now)
 
-    def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
-        """Raise what kept a rank from beginning; else the earliest failure, a RemoteError if of another rank."""
-        if error is not None and "error" in reports[self.me]:
-            raise error
-        members = self._groups.members
-        expect_begun(reports, members, self.ranks[0], self._opening.first)
-        k = min((each["when"], k) for k, each in enumerate(reports) if "what" in each)[1]
-        if k == self.me and error is not None:
-            raise error
-        raise RemoteError(f"rank {members[k]} failed: {reports[k]['what']}") from None
+    def _raise_earliest(self, reports: Sequence[Report], errors: Errors) -> NoReturn:
+        when, k = min((each["when"], k) for k, each in enumerate(reports) if "when" in each)
+        own = reports[self.me]
+        if "what" in own and own["when"] == when:
+            raise errors.pop()
+        errors.clear()
+        if "unlike" in reports[k]:
+            raise ValueError(reports[k]["unlike"]) from None
+        raise RemoteError(f"rank {self._members[k]} failed: {reports[k]['what']}") from None
 
 
 def _earliest(run: Run | None) -> When:
     return _BEFORE if run is None else run.failures.earliest or _BEFORE
 
 
-def _success(run: Run | None) -> Report:
-    if run is None:
-        return {}
+def _success(run: Run) -> Report:
     report: Report = {"drew": True} if run.rng.drew else {}
     if run.loss is not None and not isinstance(run.loss, FarLoss):
         report["verdict"] = verdict_of(run.loss)
@@ -300,5 +304,5 @@ def _success(run: Run | None) -> Report:
 def _failure(run: Run | None, error: BaseException) -> Report:
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
-        report |= {"when": list(_earliest(run)), "what": text_of(error)}
+        report |= {"when": _earliest(run), "what": text_of(error)}
     return report

@@ -36,7 +36,6 @@ from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._sharing import gathered
 from ._agreement import agreement, checksums, described
-from ._errors import LostRankError
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
@@ -137,7 +136,6 @@ class Rank(Stepping):
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
         self._parallel: set[dist.ProcessGroup] = set()
-        self._broken = False
 
     def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
         """Make the stages of the engine, and connect them to those of other ranks."""
@@ -267,16 +265,18 @@ class Rank(Stepping):
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
-        for group in self._parallel:
-            self._broken = self._broken or group.size() > 1
+        shared = [group for group in self._parallel if group.size() > 1]
+        for group in shared:
             end_collectives(group)
+        if shared:
+            self._processes.leave()
 
     def _losses(self, kind: type[Kind], call: Call, batches: Sequence[Batch]) -> Kind:
         try:
             own, device = self._own_loss(call), self._pipeline.stages[-1].device
             return losses_of(kind, call, batches, self._chunks, device, own)
         except Exception as error:
-            self._processes.call_off(error)
+            self._processes.call_off([error])
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         assert self._last is not None
@@ -288,7 +288,6 @@ class Rank(Stepping):
         """What all ranks know of a run before it begins; ``given`` checks what this rank was given."""
         with self._processes.opening() as found:
             found.alike = self._called_alike(method, schedule)
-            self._expect_unbroken()
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())
             if schedule is not None:
@@ -310,13 +309,6 @@ class Rank(Stepping):
         name = schedule.lower()
         # The first stage that is trained has no gradient of its input to send back before those of its weights.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
-
-    def _expect_unbroken(self) -> None:
-        if self._broken:
-            raise LostRankError(
-                "a step has failed on this rank, whose layers compute together with other processes, which may wait "
-                "for it there; start the processes again, from the last checkpoint"
-            )
 
     def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
         """What must be equal on all ranks in a call, by names that a user knows."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ._errors import LostRankError, UnreachableError, named
+from ._errors import LostRankError, UnreachableError, is_of_gloo, named
 from ._groups import Groups
 from ._messages import RemoteLink
 
@@ -18,6 +18,9 @@ Report = dict[str, Any]
 
 _GRACE = timedelta(seconds=5)
 _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
+_FAILED = (
+    "a step has failed on this rank, for which others may wait; start the processes again, from the last checkpoint"
+)
 
 
 class Rendezvous:
@@ -60,18 +63,35 @@ class Rendezvous:
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
-    def leave(self) -> None:
-        """Close all connections after an error; others find this member missing."""
-        failed = "a step has failed on this rank alone; start the processes again, from the last checkpoint"
-        self._lost = self._lost or LostRankError(failed)
+    @contextmanager
+    def reaching(self) -> Iterator[None]:
+        """A context for what members do together outside of meetings. After a failure, no meeting begins any more: some
+        members may be done, and others may wait.
+        """
+        self.expect_open()
+        try:
+            yield
+        except LostRankError:
+            raise
+        except BaseException as error:
+            is_lost = isinstance(error, UnreachableError) or is_of_gloo(str(error))
+            lost = self.found_lost(error) if is_lost else None
+            self.leave()
+            if lost is not None:
+                raise lost from None
+            raise
+
+    def leave(self, why: str = _FAILED) -> None:
+        """Close all connections; others find this member missing."""
+        self._lost = self._lost or LostRankError(why)
         self.groups.end()
 
-    def found_lost(self, error: UnreachableError | None = None) -> LostRankError:
-        """The error that all members raise, each of which comes here, because of ``error`` if that was a message."""
+    def found_lost(self, error: BaseException) -> LostRankError:
+        """The error that all members raise, each of which comes here, because of ``error``."""
         if self._lost is None:
             suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
             patience = _MOMENT
-            if error is not None:
+            if isinstance(error, UnreachableError):
                 suspects.add(error.member)
                 # That one may itself wait for the one that is lost, and come a moment later.
                 patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
-from ._groups import Group, open_groups
+from ._groups import ALONE, Group, open_groups
 from ._rendezvous import Rendezvous, Report
 
 _GRACE = timedelta(seconds=30)
@@ -28,21 +28,19 @@ class Replicas:
     """
 
     def __init__(self, group: Group | None, timeout: timedelta) -> None:
-        self._meeting = None if group is None else Rendezvous(open_groups(group, 4 * timeout + _GRACE))
+        self._meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE))
         self._met = True
-        self._lost: LostRankError | None = None
 
     @property
     def are_there(self) -> bool:
-        return self._meeting is not None and len(self._meeting.groups.members) > 1
+        return len(self._meeting.groups.members) > 1
 
     def agreement(self) -> AbstractContextManager[Agreement]:
         """A context for work that each replica does by itself: if it raises in one, it raises in all."""
-        return nullcontext(Agreement()) if self._meeting is None else agreement(self._meeting)
+        return agreement(self._meeting)
 
     def begin(self) -> None:
-        if self._lost is not None:
-            raise LostRankError(str(self._lost))
+        self._meeting.expect_open()
 
     @contextmanager
     def hearing(self, give_up: Callable[[], None]) -> Iterator[None]:
@@ -60,7 +58,7 @@ class Replicas:
             raise
 
     def close(self) -> None:
-        self._meeting = None
+        self._meeting = Rendezvous(ALONE)
 
     def meet(self) -> None:
         """Meet at the end of a step; RemoteError or LostRankError if another one has failed, or has ended."""
@@ -68,19 +66,21 @@ class Replicas:
 
     def _end(self, error: BaseException | None) -> None:
         """Meet, unless this step has; raise the failure of others, unless ``error`` is this rank's own."""
-        if self._meeting is None or self._met or self._lost is not None:
+        if self._met:
             return
         self._met = True
         failed: list[str] = []
-        try:
+        with suppress(LostRankError):  # raised below
             reports = self._meeting.meet({} if error is None else _failure(error))
-            failed = [each["failed"] for each in reports if "failed" in each]
-            self._lost = next((LostRankError(each["lost"]) for each in reports if "lost" in each), None)
-        except LostRankError as lost:
-            self._lost = lost
+            failed = [
+                each["failed"] for k, each in enumerate(reports) if "failed" in each and k != self._meeting.groups.me
+            ]
+            for each in reports:
+                if "lost" in each:
+                    self._meeting.leave(each["lost"])
         if error is not None and not is_of_gloo(str(error)):
             return
-        self.begin()
+        self._meeting.expect_open()
         for told in sorted(failed, key=is_of_gloo):  # those that have only followed from another come last
             raise RemoteError(f"another replica has failed: {told}") from None
 
