@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import Event, GPipe, record
-from gpipe._chooser import RUNS, Chooser, Size
+from gpipe._chooser import RUNS, Chooser
+from gpipe.engine._walks import Size
 from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named
 from gpipe.schedule._named import usual_placement
 from microbatch import Batch

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from microbatch import Batch
 
 from ._torch import is_profiled
 from .engine._stage import Stage
+from .engine._walks import Size
 from .schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, choose, worth_splitting
 from .schedule._named import expect_schedule
 
@@ -21,14 +22,6 @@ RUNS = 3
 
 Measured = defaultdict[tuple[int, Kind], list[float]]
 """By stage and kind of action, the median seconds of each recorded step."""
-
-
-class Size(NamedTuple):
-    """What a choice of the schedule depends on: micro-batches, the worker of each stage, and checkpoint stops."""
-
-    microbatches: int
-    placement: tuple[int, ...]
-    checkpoint_stops: tuple[int, ...]
 
 
 class Chooser:

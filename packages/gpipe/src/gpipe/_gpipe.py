@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from microbatch import Batch, unwrap
 
-from ._chooser import Chooser, Size
+from ._chooser import Chooser
 from ._flatten._ending import without_loss_only
 from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
@@ -24,6 +24,7 @@ from ._flatten._shapes import has_data
 from ._torch import device_in
 from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
+from .engine._walks import Size
 from .engine._workers import Workers
 from .module._arguments import Device, checked_chunks, checked_devices, checked_flag, checked_places
 from .module._choices import Choices, checked_choices, expect_fitting, laid_out

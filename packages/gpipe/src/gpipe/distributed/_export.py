@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._batchnorm import DeferredBatchNorm
-from ..engine._walks import walk_of
+from ..engine._walks import Size, walk_of
 from ..module._arguments import Device, checked_chunks
 from ..module._init import initializer_of
 from ..module._partition import checked_balance, partitions_of, verify_module
@@ -120,7 +120,7 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
     expect_schedule(schedule, SCHEDULES)
     every = tuple(range(len(ranks)))  # split where the schedule splits any backward: torch's runtime does not measure
     chosen = Choice(schedule.lower(), every) if isinstance(schedule, str) else schedule
-    walk = walk_of(chosen, chunks, (0,) * len(ranks), tuple(ranks))
+    walk = walk_of(chosen, Size(chunks, tuple(ranks), (0,) * len(ranks)))
     steps = [step.action for step in walk[ranks[-1]] if step.stage == len(ranks) - 1]
     last = [action.microbatch for action in steps if action.kind == Kind.FORWARD]
     if last != sorted(last):

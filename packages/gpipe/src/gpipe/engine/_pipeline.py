@@ -127,7 +127,7 @@ class Pipeline:
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
-            order = partial(walk_of, schedule, *run.size)
+            order = partial(walk_of, schedule, run.size)
             walk = order(self.processes.me)  # raises before anything has changed if the schedule does not fit
             # A failure leaves no parts of gradients where there were none.
             empty = [parameter for parameter in run.parameters if parameter.grad is None]

@@ -33,7 +33,7 @@ from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
 from ._tied import Tied
-from ._walks import forwards_and_backwards, forwards_of
+from ._walks import Size, forwards_and_backwards, forwards_of
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
@@ -48,7 +48,6 @@ class Run:
         observer: observes this run, unless an observer of every run is set.
 
     Attributes:
-        size: what the order of steps depends on: micro-batches, checkpoint stops, and the worker of each stage.
         keeps: whether a backward follows; if not, no cell is kept.
         context: the settings of the thread that called the forward.
         kept_nodes: parameters whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
@@ -70,10 +69,9 @@ class Run:
         self._on_accelerator = pipeline.on_accelerator
         if self._on_accelerator:
             expect_no_capture(pipeline.devices)
-        self.microbatches = microbatches
         self.keeps = torch.is_grad_enabled()
-        self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
-        self.size = microbatches, self.checkpoint_stops, pipeline.placement
+        stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
+        self.size = Size(microbatches, pipeline.placement, stops)
         self.context = Context.capture()
         self.rng = RunRNG(pipeline.processes.seed)
         self.loss = loss
@@ -118,11 +116,11 @@ class Run:
         self.evaluate(inputs)
         if self.keeps and not any(tensor.requires_grad for each in inputs for tensor in each.tensors):
             watch_attributes(self._pipeline.stages[0])
-        return [self._transport.exit.get_values(i) for i in range(self.microbatches if self._pipeline.ends else 0)]
+        return [self._transport.exit.get_values(i) for i in range(self.size.microbatches if self._pipeline.ends else 0)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         self._transport.entrance.values.update(enumerate(inputs))
-        forwards = partial(forwards_of, *self.size)
+        forwards = partial(forwards_of, self.size)
         self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
         if self._recomputed:
             with self._tied.applied():  # no stage computes now
@@ -144,7 +142,7 @@ class Run:
         _all_wait(self._streams, now)
         self._transport.exit.gradients.update(enumerate(gradients))
         self.rng.begin()
-        backwards = forwards_and_backwards(*self.size)[1]
+        backwards = forwards_and_backwards(self.size)[1]
         try:
             self._walk(backwards, lambda: backwards)
         finally:  # also of a failure the caller may see .grad, and zero it
@@ -154,7 +152,7 @@ class Run:
         own = [whole.pop(parameter, None) for parameter in left]
         if whole:
             accumulate_whole(whole.items())
-        return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
+        return [self._transport.entrance.get_gradients(i) for i in range(self.size.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
         """Compute forwards and backwards in the order of ``walk``; return the gradients of the inputs.
@@ -206,8 +204,7 @@ class Run:
         else:
             context = context or Context.capture()
             works = [partial(self._do, steps, context.applied(), sections) for steps in walk]
-            placement = self.size[-1]
-            streams = [self._stream_of[placement.index(worker)] for worker in range(len(works))]
+            streams = [self._stream_of[self.size.placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _do(self, steps: Sequence[Step], context: AbstractContextManager[None], sections: Sections) -> None:

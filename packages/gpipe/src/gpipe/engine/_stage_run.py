@@ -89,11 +89,11 @@ class StageRun:
         self.given: list[tuple[Tensor, int]] = []
         self.adds = False
         # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
-        self._rng, self._left, self._microbatches, self._keeps = run.rng, run.microbatches, run.microbatches, run.keeps
+        self._rng, self._size, self._left, self._keeps = run.rng, run.size, run.size.microbatches, run.keeps
         self._loss, self._deferred = run.loss, run.deferred
         self._arrival, self._departure = arrival, departure
         self._parameters, self._tied = parameters, tied
-        self._checkpoint_stop = stop = run.checkpoint_stops[stage.index]
+        self._checkpoint_stop = stop = run.size.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
         # A step takes all its actions under one context, and a backward of the caller's has another.
@@ -232,7 +232,7 @@ class StageRun:
         add_note(
             error,
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{self._microbatches}, {action.kind}; input: {shapes(inputs and inputs.value)}",
+            f"{self._size.microbatches}, {action.kind}; input: {shapes(inputs and inputs.value)}",
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)
