@@ -352,7 +352,7 @@ class GPipe(Stepping):
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self._lay_out(self._checkpoint)
-        first = next(iter(self._layers().values()), None)
+        first = self._end(0) if self._balance else None
         # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 

@@ -105,6 +105,29 @@ def test_what_blocks_share_is_as_in_a_whole_partition(
             torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
 
 
+@each_way
+@pytest.mark.parametrize("choice", [*product([False, True], repeat=3)])
+def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator(
+    choice: tuple[bool, ...], inline: bool
+):
+    seen: list[list[tuple[bool, bool, float]]] = [[] for _ in choice]
+
+    def noisy(k: int, own: torch.Generator) -> nn.Module:
+        def act(x: Tensor) -> Tensor:
+            noise = torch.rand((), generator=own)
+            seen[k].append((gpipe.is_checkpointing(), gpipe.is_recomputing(), noise.item()))
+            return (x * noise).tanh()
+
+        return Call(act)
+
+    model = nn.Sequential(*[noisy(k, torch.Generator().manual_seed(k)) for k in range(3)])
+    with closing(piped(model, [3], chunks=1, checkpoint=[[*choice]])) as pipe, running(inline):
+        pipe(rows(grad=True)).sum().backward()
+    for flag, calls in zip(choice, seen, strict=True):
+        assert [call[:2] for call in calls] == ([(True, False), (False, True)] if flag else [(False, False)])
+        assert len({noise for *_, noise in calls}) == 1
+
+
 def test_errors_and_timelines_speak_of_partitions():
     bad = Call(lambda x: x)
     layers = [*linears(5), bad]

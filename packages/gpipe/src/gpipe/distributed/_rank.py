@@ -252,7 +252,7 @@ class Rank(Stepping):
 
         def given() -> Any:
             self._expect_fit(kind, call)
-            inputs = called_with(next(iter(self._layers().values())), call) if self._pipeline.begins else None
+            inputs = called_with(self._end(0), call) if self._pipeline.begins else None
             return self._with_whole_count(inputs)
 
         with self._heard() if kind is LossStage else nullcontext():

@@ -54,7 +54,7 @@ class Block:
         layers.training = stage.module.training
         self.numbers = numbers
         self.recomputation = Recomputation(layers, stage.blocks[numbers], context)
-        self._stage = stage
+        self.stage = stage
         self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
         self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]
         # Until a forward has shown that it does not change its input in place.
@@ -66,14 +66,12 @@ class Block:
         store: Any = current.skips
         skips = {key: store[key] for key in self._pops if key in store}
         inputs = Activation((value, *skips.values()))
-        expect_plain(inputs.value, self._stage.index)
+        expect_plain(inputs.value, self.stage.index)
         before = versions(inputs)
         # Separate copies of tensors that share memory would not see each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
         spare = clone_leaves(inputs) if self._clones and apart else None
-        # Generators of its own: its recomputation begins them anew, while those of the cell have gone on.
-        rng: Any = current.rng
-        forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
+        forward = _Forward(self, compute, current.rng, [*skips])
         output = forward.first(value, detach_leaves(inputs), spare)
         self._clones = self._clones and versions(inputs) != before
         return output
@@ -90,7 +88,9 @@ class _Forward:
         self._block = block
         self._compute = compute
         self._skips = skips
-        self._repeatable = Repeatable(block.recomputation, random)
+        # Generators of its own: its recomputation begins them anew, while those of the cell have gone on.
+        self._random = random.again(block.stage.device)
+        self._repeatable = Repeatable(block.recomputation, self._random)
         self._thread = get_ident()
         # Weak, so that a tensor is freed as soon as the backward is done with the operation that saved it.
         self._saved: list[ref[_Saved]] = []
@@ -99,7 +99,7 @@ class _Forward:
         """The output for ``value``. What its operations save is dropped, unless the forward cannot be repeated."""
 
         def compute() -> Activation:
-            with saved_tensors_hooks(self._save, _Saved.load):
+            with setting(checkpointing=True, rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
                 return self._block.outputs(self._compute(value))
 
         output, *_ = self._repeatable.first(compute, inputs, spare).value

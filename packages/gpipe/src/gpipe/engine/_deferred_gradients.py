@@ -83,8 +83,8 @@ def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of ``parameters`` whose ``AccumulateGrad`` node outlives a run: a hook or another graph refers to it."""
     # A node refers to its parameter, so a parameter with one reference has none. That sorts out most of them.
-    several = [p for p in used_by_graphs(parameters) if p.requires_grad]
-    return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
+    several = dict.fromkeys(used_by_graphs(parameters))  # each once, though stages may share it
+    return [p for p in several if p.requires_grad and _is_kept(p)]
 
 
 def _is_kept(parameter: Tensor) -> bool:

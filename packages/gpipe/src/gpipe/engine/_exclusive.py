@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ class Section:
             # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
             others = [theirs for other, theirs in _claimed.items() if other is not self and other not in involved()]
             # There is rarely another pipe in training, and without one this costs nothing.
-            own = {*map(id, parameters)} if others else set()
-            if any(id(parameter) in own for theirs in others for parameter in theirs):
+            if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
                 raise RuntimeError(
                     "another thread is training another pipe with some of the same parameters, and gradients of both "
                     "would be lost; train one after the other, or in one thread"

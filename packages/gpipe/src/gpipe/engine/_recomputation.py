@@ -98,19 +98,21 @@ class Repeatable:
         self.inputs: Activation | None = None
 
     def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
-        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these."""
+        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these.
+
+        Meanwhile ``current`` says that they are checkpointed, and has the random numbers of this forward.
+        """
         before = versions(inputs)
         self._snapshot = self._shared.look()
-        with setting(checkpointing=True, rng=self._random):
-            outputs = compute()
+        outputs = compute()
         # A generator takes 5 kB for each layer and micro-batch; the recomputation makes the same ones again.
         self._random.forget()
         # Layers that work in place have overwritten their input.
-        source = inputs if versions(inputs) == before else spare
+        source, counts = (inputs, before) if versions(inputs) == before else (spare, None)
         # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs.tensors)
         if self._shared.may_repeat(self._snapshot) and source is not None and not is_nested:
-            self.inputs, self._versions = source, versions(source)
+            self.inputs, self._versions = source, counts or versions(source)
             self._sample = self._shared.sample(outputs.tensors)
         return outputs
 

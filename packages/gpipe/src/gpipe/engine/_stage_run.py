@@ -127,9 +127,10 @@ class StageRun:
         cell = Cell() if recomputation is None else CheckpointedCell(random, recomputation)
         self._cells[i] = cell
         current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
+        current.checkpointing = recomputation is not None
         outputs = cell.forward(self, inputs)
         current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
-        current.blocks = ()
+        current.checkpointing, current.blocks = False, ()
         self._left -= 1
         if not self._left and self._statistics:
             commit(self._statistics)
@@ -199,7 +200,8 @@ class StageRun:
 
     def _compute_first(self, inputs: Activation) -> Activation:
         """Like :meth:`compute`, for the first micro-batch of a run, or if the layers change their input in place."""
-        stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
+        stage, before = self.stage, versions(inputs)
+        uncounted = uncounted_of(inputs) if inputs.marks else []
         hooked = counts_of_hooks(self._parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
         now = counts_of_hooks(self._parameters)
@@ -250,7 +252,8 @@ class StageRun:
         every = self._loss is not None and self._loss.scales
         if not self._has_begun:
             self._has_begun = True
-            deferred.hold(self._tied, every=True)
+            if self._tied:
+                deferred.hold(self._tied, every=True)
             deferred.hold(self._parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()

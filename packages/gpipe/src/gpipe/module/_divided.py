@@ -63,6 +63,12 @@ class Divided(nn.Module):
     def _layers(self) -> dict[str, nn.Module]:
         return {name: layer for partition in self._partitions for name, layer in partition.named_children()}
 
+    def _end(self, at: int) -> nn.Module:
+        """The first layer of this process for 0, the last for -1."""
+        layer = [*self._partitions[at]._modules.values()][at]
+        assert layer is not None
+        return layer
+
     def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
         self._partitions.train(mode)  # also what layers have in place of modules of a flattened model

@@ -165,7 +165,7 @@ class Stepping(Divided):
         return None if last is None or last.ending is None or self.out_spec is not None else last
 
     def _last_segment(self) -> Segment | None:
-        last = next(reversed(self._layers().values()), None)
+        last = self._end(-1) if self._balance else None
         return last if isinstance(last, Segment) else None
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
@@ -187,7 +187,7 @@ class Stepping(Divided):
         self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         self._expect_fit(kind, call)
-        inputs = called_with(next(iter(self._layers().values())), call)
+        inputs = called_with(self._end(0), call)
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
         batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
@@ -195,7 +195,7 @@ class Stepping(Divided):
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""
-        flattened = isinstance(next(iter(self._layers().values())), Segment)
+        flattened = isinstance(self._end(0), Segment)
         by_name = self.in_spec is None or isinstance(self.in_spec, Mapping)
         return with_whole_count(inputs) if flattened and by_name else inputs
 
