@@ -30,9 +30,9 @@ from .module._arguments import Device, checked_chunks, checked_devices, checked_
 from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import (
-    buffers_in_place,
     device_map,
     expect_same_device,
+    identities_kept,
     moving_denied,
     replicating_denied,
 )
@@ -298,7 +298,7 @@ class GPipe(Stepping):
         """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
         # Before the first tensor is changed: an error in the middle would leave half of them moved.
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
-        with buffers_in_place(self._partitions):
+        with identities_kept(self._partitions):
             self._partitions._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

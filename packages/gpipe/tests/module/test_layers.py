@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -74,3 +75,29 @@ def test_a_parameter_of_the_pipe_itself_is_trained_and_saved_as_on_the_plain_mod
     grads = [{n: p.grad for n, p in each.named_parameters()} for each in (pipe, model)]
     torch.testing.assert_close(*grads)
     assert [name for name, _ in pipe.named_children()] == ["0", "1", "2"]
+
+
+@pytest.fixture
+def replaces_parameters() -> Iterator[None]:
+    """As for devices of another type: a module that is moved, or changes its dtype, gets new parameters."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("replaces_parameters")
+def test_parameters_remain_themselves_where_torch_would_replace_them() -> None:
+    """So they remain tied, with their gradients, and an optimizer that was made before trains them."""
+    model = linears(3)
+    model[2].weight = model[0].weight
+    model(rows()).sum().backward()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    gradients = {name: parameter.grad.clone() for name, parameter in before.items()}
+    with closing(GPipe(model, [1, 1, 1], devices=["cpu"] * 3)) as pipe:
+        pipe.float()
+        now = dict(pipe.named_parameters(remove_duplicate=False))
+        assert now.keys() == before.keys()
+        assert all(now[name] is before[name] for name in before)
+        assert {parameter.dtype for parameter in now.values()} == {torch.float32}
+        for name, parameter in now.items():
+            torch.testing.assert_close(parameter.grad, gradients[name].float())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +16,27 @@ from ._swap import give_data
 
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers in ``block``."""
-    with buffers_in_place(block):
+    with identities_kept(block):
         block.to("cpu" if device.type == "cpu" else device)
 
 
 @contextmanager
-def buffers_in_place(block: nn.Module) -> Iterator[None]:
-    """A context in which buffers keep their identity when ``block`` is moved or changes its dtype, as parameters do.
+def identities_kept(block: nn.Module) -> Iterator[None]:
+    """A context in which parameters and buffers keep their identity when ``block`` is moved or changes its dtype.
 
-    So those of a flattened model remain the model's own.
+    Torch replaces buffers, and parameters if they go to a device of another type. But those of a flattened model must
+    remain the model's own, shared ones shared, and an optimizer's those that are trained.
     """
-    before = [(module._buffers, name, b) for module in block.modules() for name, b in module._buffers.items()]
+    held: list[dict[str, Any]] = [own for m in block.modules() for own in (m._parameters, m._buffers)]
+    before = [(own, name, tensor) for own in held for name, tensor in own.items()]
     yield
-    for own, name, buffer in before:
+    for own, name, tensor in before:
         found = own[name]
-        if buffer is not None and found is not None and found is not buffer and not buffer.is_inference():
-            give_data(buffer, found)
-            own[name] = buffer
+        if tensor is not None and found is not None and found is not tensor and not tensor.is_inference():
+            give_data(tensor, found)
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = found.grad
+            own[name] = tensor
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +17,9 @@ from ._divided import Divided
 
 def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
     """Move each partition to its place. What several partitions share is moved to that of the first one."""
-    holders = _holders(partitions)
     # The first partition last: what it shares stays on its place.
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
         move(partition, place)
-    for (first, name), *others in holders.values():
-        for entries, other in others:  # moved to a device of another type, a parameter may be a new one
-            entries[other] = first[name]
-
-
-def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
-    holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
-    for module in (module for partition in partitions for module in partition.modules()):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append((module._parameters, name))
-    return holders
 
 
 def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
