@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packages.gpipe.tests.worlds import World
 
 from gpipe import GPipe, flatten
-from gpipe.distributed import Rank
+from gpipe.distributed import Rank, RemoteError
 
 from .labelled import BRANCHING, CASES, PACKED, batch_of, made
 
@@ -78,6 +78,25 @@ def _expect_steps_as_one(name: str, rank: Rank, one: GPipe, kinds: list[str]) ->
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_the_last_process_has_the_whole_output_with_what_blocks_of_others_collect(world: World):
+    world.run(_expect_balanced)
+
+
+def _expect_balanced() -> None:
+    batch = batch_of("Mixtral", 8, "padded")
+    model = made(CASES["Mixtral"][0])[0]
+    model.config.output_router_logits = model.config.output_hidden_states = True
+    expected = model(**batch)
+    rank = Rank(model, [3, 3], sample={key: value[:2] for key, value in batch.items()}, chunks=4)
+    output = rank(**batch)
+    if dist.get_rank() == 1:
+        for key, value in output.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-4)
+        assert expected.keys() - output.keys() == {"past_key_values"}
+    with pytest.raises((ValueError, RemoteError), match="a balancing loss of experts"):
+        rank.step(**batch)
 
 
 def _model(name: str) -> Any:

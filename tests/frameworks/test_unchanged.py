@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .families import FAMILIES
-from .more_families import EVERY
 from .table import distance, gradients
 
 
@@ -95,54 +94,6 @@ def test_a_pipe_follows_what_is_set_on_the_model_later(family: str) -> None:
     assert not pipe.training
     pipe.train()
     assert all(module.training for module in model.modules())
-
-
-INSIDE = [
-    ("Mixtral", "output_router_logits"),
-    ("gpt-oss", "output_router_logits"),
-    *((name, f"output_{what}") for name in ("Llama", "T5") for what in ("hidden_states", "attentions")),
-]
-
-
-@pytest.mark.parametrize("labelled", [True, False], ids=["labels", "logits"])
-@pytest.mark.parametrize(("name", "argument"), INSIDE)
-def test_what_a_model_takes_from_inside_its_blocks_is_refused_by_name(name: str, argument: str, labelled: bool) -> None:
-    """The pipe would otherwise give an output, or a loss, without it."""
-    eager = {"attn_implementation": "eager"}  # which alone has weights of attention to give
-    model = EVERY[name].make(**eager)
-    batch = EVERY[name].inputs(6)
-    batch |= {"labels": batch["input_ids"]} if labelled else {}
-    sample = {key: rows[:2] for key, rows in batch.items()}
-    refused = pytest.raises(ValueError, match=rf"{argument}=False.*model\.config")
-    with refused:
-        piped(EVERY[name].make(**eager, **{argument: True}), sample)
-    with refused:
-        piped(model, {**sample, argument: True})
-    pipe = piped(model, sample)
-    calls = [pipe, pipe.step, pipe.evaluate] if labelled else [pipe]
-    for call in calls:
-        with refused:
-            call(**batch, **{argument: True})
-    model.config._attn_implementation = "eager"
-    setattr(model.config, argument, True)
-    for call in calls:
-        with refused:
-            call(**batch)
-    off = {**batch, argument: False}
-    expected, found = model(**off), pipe(**off)
-    found = found.logits if labelled else found
-    torch.testing.assert_close(found, expected.logits, rtol=1e-3, atol=1e-3)
-    if labelled:
-        torch.testing.assert_close(pipe.step(**off), expected.loss.detach(), rtol=1e-3, atol=1e-3)
-
-
-def test_a_part_of_the_model_that_asks_by_a_configuration_of_its_own_is_refused_too() -> None:
-    model = FAMILIES["T5"].make()
-    pipe = piped(model, inputs("T5", 2))
-    model.encoder.config.output_hidden_states = True
-    for call in (pipe, pipe.step, lambda **batch: piped(model, batch)):
-        with pytest.raises(ValueError, match=r"output_hidden_states=False.*parts"):
-            call(**inputs("T5"))
 
 
 def test_a_pipe_answers_for_its_model(tmp_path: Path) -> None:

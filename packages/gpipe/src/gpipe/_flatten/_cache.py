@@ -1,9 +1,9 @@
-"""What models of Hugging Face make besides their output, and layers in a pipe do not: caches, and what hooks find."""
+"""Models of Hugging Face make caches besides their output, and layers in a pipe do not."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,6 @@ def uncached(value: Any) -> Any:
     return config
 
 
-HOOKED = "_output_capturing_hooks_installed"
-"""By this attribute models note that their modules have the hooks that collect hidden states: it stays as these do."""
-
-_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments, and flags of a configuration, by which a model collects values while its blocks run."""
-
-
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     found: list[Any] = [vars(module).get("config") for module in model.modules()]
@@ -45,18 +38,9 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def expect_followed(model: nn.Module, inputs: Inputs, parts: Iterable[nn.Module] = ()) -> None:
-    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself."""
+def expect_documents_apart(model: nn.Module, inputs: Inputs) -> None:
+    """Raise ValueError if a cache, which the layers of ``model`` do not make, changes what it computes."""
     given, config = inputs.named(model.forward), vars(model).get("config")
-    configs = [config, *(vars(part).get("config") for part in parts)]
-    for name in _INSIDE:
-        asked = given.get(name)
-        if any(getattr(each, name, False) for each in configs) if asked is None else asked:
-            raise ValueError(
-                f"{name} asks for values from inside of blocks, which a pipe has in layers of their own; pass "
-                f"{name}=False, or set it in model.config, and in those of its parts, and get these values of the "
-                "plain model, or by hooks on its blocks"
-            )
     # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")
     if not _caches(config) or not isinstance(positions, Tensor) or positions.dim() != 2:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
-from ._cache import HOOKED
+from ._collected import HOOKED
 from ._names import Part
 from ._skeleton import followers
 from ._standins import StandIn

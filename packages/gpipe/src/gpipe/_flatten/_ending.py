@@ -41,11 +41,13 @@ class Ending:
 
     Attributes:
         fields: the fields of the output that it can compute.
+        missing: the others.
     """
 
     def __init__(self, calls: Mapping[str, list[Observed]], places: Collection[int], rows: int) -> None:
         self.calls, self._places, self._rows = calls, places, rows
         self.fields: frozenset[str] = frozenset()
+        self.missing: list[str] = []
 
     def recorded(self, segment: Segment, tape: Tape) -> Returned:
         for name in self.calls:
@@ -65,8 +67,9 @@ class Ending:
                         "the model with a sample that it treats alike"
                     )
                 # What follows no rows cannot be concatenated: a loss that needs it is refused on the sample.
-                for m, then in enumerate(known[number].outputs):
-                    if _has_rows(then, self._rows):
+                outputs = known[number].outputs
+                for m, then in enumerate(outputs):
+                    if _has_rows(then, self._rows) or _has_tokens(then, outputs):
                         found[name, number, m] = leaves[m]
         return found
 
@@ -86,7 +89,7 @@ class Ending:
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
         done = [found.get((BLOCK, 0, m), unknown(leaf, device)) for m, leaf in enumerate(segment.done)]
-        tape = Tape(device, {}, segment.first, [], done, found)
+        tape = Tape(device, {}, segment.first, [], done, found, {})
         output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
         home = inputs.tensors()[0].device
         if isinstance(output, Tensor):
@@ -156,3 +159,9 @@ def _around(
 
 def _has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, Like) and leaf.shape[:1] == (rows,)
+
+
+def _has_tokens(leaf: Any, outputs: Sequence[Any]) -> bool:
+    """Whether it has an entry for each token of the first tensor, as the logits of routers have."""
+    first = next(each for each in outputs if isinstance(each, Like))
+    return isinstance(leaf, Like) and leaf.shape[:-1] == (first.shape[:2].numel(),)

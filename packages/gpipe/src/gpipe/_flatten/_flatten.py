@@ -15,9 +15,10 @@ from microbatch import unwrap
 
 from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
-from ._cache import expect_followed, without_cache
+from ._cache import expect_documents_apart, without_cache
 from ._calls import Called, Calls, observe, watch
 from ._changes import State, unchanged
+from ._collected import asked_of, expect_returned
 from ._ending import Ending, ending_of
 from ._inputs import Inputs
 from ._names import Flattened
@@ -79,9 +80,14 @@ def flatten(
     inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
     if not has_data(model):
         inputs = with_values(inputs)
-    expect_followed(model, inputs, model.modules())
+    expect_documents_apart(model, inputs)
     with unchanged(model) as state, without_cache(model):
         layers = _flattened(model, inputs, blocks, picked, state, whole=pick is None)
+    asked, ending = asked_of(model, inputs, model.modules()), layers[-1].ending
+    if pick is None:
+        expect_returned(asked, None if ending is None else ending.missing)
+    for layer in layers:
+        vars(layer)["asked"] = asked
     for twin in followers(layers):
         twin.follow()
     return layers
@@ -103,7 +109,7 @@ def _flattened(
     try:
         return divided(trunks)
     except ValueError as refusal:
-        # A model may take more of one list than what its last block returns, as LLaVA of that which sees pictures.
+        # A model may take more of one list than what its last block returns, such as hidden states that it keeps.
         longest = max(reversed(trunks), key=len)
         if blocks is not None or len(trunks) == 1 or 2 * len(longest) < sum(map(len, trunks)):
             raise

@@ -15,7 +15,12 @@ class Part(nn.Module):
 
     Args:
         path: this name; empty if ``net`` is the model itself, without what belongs to other layers.
+
+    Attributes:
+        asked: what the model collects while its blocks run, by :func:`asked_of`.
     """
+
+    asked: frozenset[str] = frozenset()
 
     def __init__(self, net: nn.Module, path: str) -> None:
         super().__init__()

@@ -23,7 +23,10 @@ KINDS = ("counts", "rows", "sum")
 where it sees sums, else weighted by rows; always weighted by rows; always added."""
 
 
-_NEITHER = "it is neither a mean over rows or over labels that count, nor a sum"
+_NEITHER = (
+    "it is neither a mean over rows or over labels that count, nor a sum (a balancing loss of experts is a product of "
+    "means)"
+)
 
 
 class CombineError(ValueError):
@@ -89,7 +92,11 @@ class OwnLoss:
         return MiniBatchLoss(self._refused)
 
     def _refused(self, reason: str) -> CombineError:
-        whole = "call pipe(**batch), which returns the loss of all rows, or " if self._has_ending else ""
+        whole = (
+            "call pipe(**batch), whose output has the loss of all rows (in one process, train by its backward()), or "
+            if self._has_ending
+            else ""
+        )
         return CombineError(
             f"{self._model} computes a loss that cannot be put together from those of micro-batches: {reason}; {whole}"
             "give step() and evaluate() a loss_fn of what the loss is computed from: "

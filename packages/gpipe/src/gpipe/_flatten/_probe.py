@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..engine._loss_value import loss_value, own_loss
-from ._ending import LOSS_ONLY, Ending, Returned
+from ._ending import BLOCK, LOSS_ONLY, Ending, Returned
 from ._inputs import Inputs
 from ._own_loss import KINDS, CombineError, Kinds, LossKind, OwnLoss
 from ._reductions import Reductions
@@ -73,8 +74,9 @@ class Trial(NamedTuple):
         same = counted is None or (plain is not None and torch.equal(plain, counted))
         return {False: without, True: without if same else self._kind(values.with_items())}
 
-    def is_random(self, values: Values) -> bool:
-        one, other = self._loss(values), self._loss(values)
+    def differs(self, *values: Values) -> bool:
+        """Whether the loss for the first is another one than for the second; of equal values, whether it is random."""
+        one, other = map(self._loss, values)
         return one is None or other is None or not torch.equal(one, other)
 
     def _kind(self, values: Values) -> LossKind | None:
@@ -137,8 +139,13 @@ def kinds_of(
         return Trial(model, lambda values: pick(ending(segment, *values, net=net)))
 
     with torch.no_grad():
+        # A balancing loss of experts is a product of means, and may be so small that those of parts seem to add up.
+        routers = {key for key, tensor in values.returned.items() if key[0] != BLOCK and len(tensor) != ROWS}
+        known = {key: tensor * (math.nan if key in routers else 1) for key, tensor in values.returned.items()}
+        if routers and trial(training=False).differs(values, values._replace(returned=known)):
+            return dict.fromkeys((False, True))
         found, training = trial(training=False).kinds(values), trial(training=True)
-        if training.is_random(values):
+        if training.differs(values, values):
             return found
         return {counted: kind if found[counted] == kind else None for counted, kind in training.kinds(values).items()}
 

@@ -14,6 +14,7 @@ from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
 from ._calls import Calls, Key, Like
+from ._collected import collecting
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
@@ -111,6 +112,7 @@ class Segment(Part):
             "inputs": carried["inputs"] if self._number else Note(structure_of(*inputs.leaves(), "the model")),
             "shapes": tape.shapes(),
             "loss_only": loss_only,
+            "collected": tape.collected,
         }
 
     def _result(self, tape: Tape, inputs: Inputs, loss_only: Mapping[str, Any]) -> Any:
@@ -143,7 +145,8 @@ class Segment(Part):
             for m, leaf in enumerate(self.done)
         ]
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
-        return Tape(near.device, carried.get("shapes", {}), self.first, self._names, done, given)
+        shapes, collected = carried.get("shapes", {}), carried.get("collected", {})
+        return Tape(near.device, shapes, self.first, self._names, done, given, collected)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
         with running(tape), suppress(Stop):
@@ -188,7 +191,9 @@ class ModelBlock(Part):
         values = carried["values"]
         leaves = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]
         args, kwargs = recipe.tree.value(leaves)
-        found, tree = flattened(self.net(*args, **kwargs))
+        first = self._number - self._place
+        with collecting(carried["collected"].get(first, {})) as collected:
+            found, tree = flattened(self.net(*args, **kwargs))
         if tree != self._call.result:
             raise RuntimeError(
                 f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
@@ -198,7 +203,8 @@ class ModelBlock(Part):
             yield stash(title, found[place])
         own = {output_name(self._number, m): leaf for m, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
-        return carried | {"values": kept | own if self._last else kept}
+        every = {**carried["collected"], first: collected} if collected else carried["collected"]
+        return carried | {"values": kept | own if self._last else kept, "collected": every}
 
 
 def _skip(k: int, segment: int) -> str:

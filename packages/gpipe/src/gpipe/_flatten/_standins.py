@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import Key, Like, Observed, like
+from ._collected import Collected, collector, copied
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
@@ -34,6 +35,7 @@ class Tape:
         first, names: the number of the first block that the segment calls, and the names of these blocks.
         done: the leaves of what block ``first - 1`` returned.
         given: tensors that other modules of earlier segments returned, and this one uses.
+        collected: what hooks have collected up to the end of each list of blocks, by the number of its first block.
 
     Attributes:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
@@ -49,8 +51,10 @@ class Tape:
         names: Sequence[str],
         done: list[Any],
         given: Mapping[Key, Tensor],
+        collected: Mapping[int, Collected],
     ) -> None:
         self.device, self._shapes, self._given = device, shapes, given
+        self.collected = dict(collected)
         self._first, self._names, self.done = first, names, done
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
@@ -75,6 +79,10 @@ class Tape:
         """
         j = self._number(name, numbers)
         call = calls[j]
+        if j == self._first and collector():
+            self.collected[j] = copied(collector())
+        elif j in self.collected:
+            collector().update(copied(self.collected[j]))
         if j == self._first - 1:
             return call.result.value(self.done)
         leaves, tree = flattened(given)

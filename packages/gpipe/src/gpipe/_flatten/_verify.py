@@ -112,6 +112,7 @@ def add_own_loss(
         ending.fields = frozenset(same)
         is_nan = not fields["loss"].is_meta and bool(fields["loss"].isnan())  # what stand-ins return is not a number
         returned = found if "loss" in ending.fields and not is_nan else None
+    ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     last.ending = ending if whole and returned is not None else None
     kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)
     last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None)

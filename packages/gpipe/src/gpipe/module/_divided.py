@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .._flatten._cache import expect_followed
+from .._flatten._cache import expect_documents_apart
+from .._flatten._collected import asked_of, expect_as_with_sample
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, divide_names, tree_of
 from .._flatten._skeleton import Follower, followers
@@ -91,7 +92,10 @@ class Divided(nn.Module):
         ``inputs``.
         """
         if self._model is not None:
-            expect_followed(self._model, Inputs.of(inputs), [twin.source for twin in self._twins])
+            found, first = Inputs.of(inputs), next(iter(self._layers().values()), None)
+            asked = asked_of(self._model, found, [twin.source for twin in self._twins])
+            expect_as_with_sample(asked, getattr(first, "asked", frozenset()))
+            expect_documents_apart(self._model, found)
         for twin in self._twins:
             twin.follow()
 
