@@ -65,9 +65,9 @@ class TestLayouts:
         ]
         if not expected:
             with pytest.raises(ValueError, match=f"sample: expected rows that go evenly .* has {rows} rows"):
-                layouts_of(fleet(nodes, count), layers, rows, None, SCHEDULES)
+                layouts_of(fleet(nodes, count).replicas(layers), layers, rows, None, SCHEDULES)
             return
-        found = layouts_of(fleet(nodes, count), layers, rows, None, SCHEDULES)
+        found = layouts_of(fleet(nodes, count).replicas(layers), layers, rows, None, SCHEDULES)
         assert list(dict.fromkeys((each.replicas, each.devices) for each in found)) == expected
         assert all(each.replicas * each.rows == rows for each in found)
         for times, devices in expected:
@@ -101,7 +101,7 @@ class TestSearch:
                 ),
                 each.chunks, each.schedules, ("never",), (None,) * each.devices,
             )
-            for each in layouts_of(fake, measured.layers, measured.rows, [1, 2, 4], SCHEDULES)
+            for each in layouts_of(fake.replicas(measured.layers), measured.layers, measured.rows, [1, 2, 4], SCHEDULES)
         ]  # fmt: skip
         found = search(spaces)
         least = min(each.seconds for some in spaces for each in everything(some))

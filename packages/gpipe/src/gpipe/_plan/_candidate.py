@@ -54,6 +54,12 @@ class Space:
         room = self.rooms[j]
         return 0.0 if room is None else size / max(room, 1)
 
+    def share_of(self, way: Candidate) -> float:
+        """The same of the stage for which it is the most; above 1 if it does not fit."""
+        stages = enumerate(zip(bounds(way.sizes), way.modes, strict=True))
+        needs = (way.costs.stage_bytes(j, *own, mode, way.schedule, j in way.split) for j, (own, mode) in stages)
+        return max(self.share(j, need.total) for j, need in enumerate(needs))
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -92,8 +92,9 @@ class Costs:
     measured: Measured
     chunks: int
     profile: Profile
-    _bytes: dict[tuple[int, int, StageMode], StageBytes] = field(default_factory=dict, compare=False, repr=False)
-    _costs: dict[tuple[int, int, StageMode], StageCost] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[int, int, StageMode], tuple[StageCost, StageBytes]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def incoming(self) -> list[int]:
@@ -127,12 +128,16 @@ class Costs:
         return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
 
     def stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
-        key = first, end, mode
-        if key not in self._costs:
-            self._costs[key] = self._stage_cost(*key)
-        return self._costs[key]
+        return self._stage(first, end, mode)[0]
 
-    def _stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
+    def _stage(self, first: int, end: int, mode: StageMode) -> tuple[StageCost, StageBytes]:
+        key = first, end, mode
+        if key not in self._known:
+            size = self._stage_bytes(*key)
+            self._known[key] = self._stage_cost(*key, size.kept), size
+        return self._known[key]
+
+    def _stage_cost(self, first: int, end: int, mode: StageMode, kept: int) -> StageCost:
         layers, flags, action = self.profile.layers[first:end], _flags(first, end, mode), self.measured.action
         pieces = list(runs_of(flags))
         engine = len(pieces) * action  # a piece is as much to the engine as an action
@@ -150,7 +155,7 @@ class Costs:
             recompute=forward + loss + action,
             backward_input=None if part is None else part + more + engine + SPLIT_PYTHON / 2,
             backward_weight=None if part is None else backward - part + engine + SPLIT_PYTHON / 2,
-            activation_bytes=self._stage_bytes(first, end, mode).kept,
+            activation_bytes=kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
@@ -191,30 +196,26 @@ class Costs:
     def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
         """The same for stage j alone, however the others are checkpointed."""
         moments = held(schedule, scheduled(mode), self.chunks, self.measured.placement, j, splits)
-        return self._stage_bytes(first, end, mode).at_peak(moments)
+        return self._stage(first, end, mode)[1].at_peak(moments)
 
     def _stage_bytes(self, first: int, end: int, mode: StageMode) -> StageBytes:
-        key = first, end, mode
-        if key not in self._bytes:
-            layers, measured = self.profile.layers[first:end], self.measured
-            loss = self.profile.loss if end == measured.layers else None
-            kept, peak = kept_and_peak(layers, _flags(first, end, mode), loss)
-            # In one memory the input is the output that the stage before keeps, or belongs to the caller.
-            copied = self.incoming[first] if measured.apart and first else 0
-            moved = measured.input_bytes if measured.apart and not first else 0
-            ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
-            self._bytes[key] = StageBytes(
-                parameters=sum(each.parameter_bytes + each.buffer_bytes for each in layers)
-                + sum(t.bytes for t in ties),
-                gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
-                optimizer=sum(measured.optimizer[first:end]),
-                kept=kept + copied,
-                # Gradients from which the part for the weights starts; inside of a layer as large as what it saves.
-                waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
-                bare=copied,
-                transient=peak + copied + moved,
-            )
-        return self._bytes[key]
+        layers, measured = self.profile.layers[first:end], self.measured
+        loss = self.profile.loss if end == measured.layers else None
+        kept, peak = kept_and_peak(layers, _flags(first, end, mode), loss)
+        # In one memory the input is the output that the stage before keeps, or belongs to the caller.
+        copied = self.incoming[first] if measured.apart and first else 0
+        moved = measured.input_bytes if measured.apart and not first else 0
+        ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
+        return StageBytes(
+            parameters=sum(each.parameter_bytes + each.buffer_bytes for each in layers) + sum(t.bytes for t in ties),
+            gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
+            optimizer=sum(measured.optimizer[first:end]),
+            kept=kept + copied,
+            # Gradients from which the part for the weights starts; inside of a layer as large as what it saves.
+            waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
+            bare=copied,
+            transient=peak + copied + moved,
+        )
 
 
 def _flags(first: int, end: int, mode: StageMode) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -62,6 +62,13 @@ class Fleet:
         aligned = gcd(devices, self.count)
         alone = self.nodes is None or self.nodes == 1
         return self.inside if alone or before // aligned == own // aligned else self.between
+
+    def replicas(self, layers: int) -> dict[int, int]:
+        """How many replicas there are, by the devices of each; at most as many of these as ``layers``."""
+        if self.nodes is None:
+            return {min(self.count, layers): 1}
+        devices = self.count * self.nodes
+        return {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
 
     @property
     def ring(self) -> float:
@@ -142,24 +149,22 @@ def _of_link(name: str, given: Any, k: int) -> Any:
 
 
 def layouts_of(
-    fleet: Fleet, layers: int, rows: int, chunks: Any, schedules: Sequence[str], least: int = 1
+    replicas: Mapping[int, int], layers: int, rows: int, chunks: Any, schedules: Sequence[str], least: int = 1
 ) -> list[Layout]:
-    """The layouts to search: those that use every device, with equal rows for each replica; ValueError if there is
-    none.
+    """The layouts to search: those with equal rows for each replica; ValueError if there is none.
 
-    ``least`` is the number of rows that a micro-batch has at least.
+    Args:
+        replicas: how many there are, by the devices of each.
+        layers: several stages on a device are searched if there are enough of these.
+        rows, chunks, schedules: of the mini-batch, and those to search.
+        least: the number of rows that a micro-batch has at least.
     """
-    if fleet.nodes is None:
-        own, count = read_chunks(chunks, rows, least), min(fleet.count, layers)
-        return [Layout(1, rows, own, *placed_on) for placed_on in placed(schedules, count, layers).items()]
-    devices = fleet.count * fleet.nodes
-    replicas = {k: devices // k for k in range(1, min(devices, layers) + 1) if devices % k == 0}
     shares = [(k, times, rows // times) for k, times in replicas.items() if rows % times == 0]
     if not shares:
         choices = ", ".join(f"{times} (of {k} stages)" for k, times in replicas.items())
         raise ValueError(
-            f"sample: expected rows that go evenly on the replicas; {devices} devices make replicas {choices}, and "
-            f"the mini-batch has {rows} rows"
+            f"sample: expected rows that go evenly on the replicas; the devices make replicas {choices}, and the "
+            f"mini-batch has {rows} rows"
         )
     given = None if chunks is None else read_chunks(chunks, max(own for _, _, own in shares))
     found = [

@@ -12,7 +12,7 @@ from typing import Any
 from profiler.text import format_bytes
 
 from ._arguments import MODES, SCHEDULES, placed, read_chunks
-from ._candidate import Space
+from ._candidate import Candidate, Space
 from ._search import nearest
 from ._table import shown
 
@@ -33,12 +33,12 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
         self.changes = tuple(changes)
 
 
-def explain(space: Space, devices: Sequence[str]) -> Infeasible:
-    """The error for a search that found nothing."""
-    share, best = nearest(space)
+def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
+    """The error for a search of which the ``best`` does not fit."""
+    share = space.share_of(best)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     scale = space.scale or (1.0,) * len(space.memory)
-    short = {j: round(best.bytes[j].total * scale[j]) - room for j, room in rooms}
+    short = {j: round(best.account[j].total * scale[j]) - room for j, room in rooms}
     j, room = max(rooms, key=lambda pair: short[pair[0]])
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
@@ -67,7 +67,7 @@ def _enough(space: Space) -> Iterator[str]:
 def _fits(space: Space, changes: Sequence[Callable[[Space], Space]]) -> bool:
     for change in changes:
         space = change(space)
-    return nearest(space)[0] <= 1
+    return nearest(space).fits(space.limits)
 
 
 def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:

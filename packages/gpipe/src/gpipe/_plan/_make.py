@@ -154,15 +154,15 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
     """The candidates found, of which the first fits by a rehearsal; Infeasible if there is none."""
     for _ in range(REHEARSALS):
         found = search(spaces)
-        if not found:
+        k = next(k for k, space in enumerate(spaces) if space.measured is found[0].costs.measured)
+        if not found[0].fits(spaces[k].limits):
             break
         best = _rehearsed(request, found[0])
-        k = next(k for k, space in enumerate(spaces) if space.measured is best.costs.measured)
         if best.fits(spaces[k].memory):
             return [best, *found[1:]]
         scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
-    raise explain(spaces[-1], request.names)
+    raise explain(spaces[k], found[0], request.names)
 
 
 def _rehearsed(request: Request, way: Candidate) -> Candidate:

@@ -13,7 +13,7 @@ from microbatch import Batch
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS, placed, read_chunks
+from ._arguments import LOOPS
 from ._fleet import FAKE, Fleet, Layout, layouts_of
 
 
@@ -61,24 +61,19 @@ def read_layouts(
     devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
 ) -> tuple[list[Layout], list[torch.device]]:
     """The layouts to search, and as many devices as a replica has at most: ``meta`` for those that are not there."""
-    rows = rows_of(sample)
+    replicas = fleet.replicas(len(layers)) if fleet else {}
+    places = [torch.device("meta")] * max(replicas) if fleet else _read_places(devices, len(layers))
     # In training, batch norm may refuse a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
-    if fleet:
-        layouts = layouts_of(fleet, len(layers), rows, chunks, schedules, least)
-        places = [torch.device("meta")] * max((each.devices for each in layouts), default=0)
-    else:
-        places, numbers = _read_places(devices, len(layers)), read_chunks(chunks, rows, least)
-        # Plain CPUs are a worker for each stage: nothing says which stages would share one.
-        plain = torch.device("cpu") in places
-        found = placed(schedules, len(places), 0 if plain else len(layers))
-        layouts = [Layout(1, rows, numbers, *each) for each in found.items()]
+    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
+    several = 0 if torch.device("cpu") in places else len(layers)
+    layouts = layouts_of(replicas or {len(places): 1}, several, rows_of(sample), chunks, schedules, least)
     if not layouts:
         raise ValueError(
             f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
             f"{len(layers)}, and devices that can be told apart, such as ['cpu:0', 'cpu:1']; got devices={devices!r}"
         )
-    return layouts, places
+    return layouts, places[: max(each.devices for each in layouts)]
 
 
 def _read_places(devices: Any, layers: int) -> list[torch.device]:

@@ -50,15 +50,12 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
     """The best candidate of all, then the best for each number of chunks and each schedule, by their time.
 
     The best has the fewest stages, then the fewest chunks, then the simplest schedule, within :data:`NEAR` of the
-    fastest.
+    fastest. If none is found, only the one of the last space that comes nearest, whether it fits or not.
     """
-    found, last = by_seconds(candidates(spaces)), spaces[-1]
-    if not found and last.measured.stages > last.measured.devices:
-        # What fits into no equal parts of the memory of devices may fit into unequal ones.
-        best = nearest(last)[1]
-        return [best] if best.fits(last.limits) else []
+    found = by_seconds(candidates(spaces))
     if not found:
-        return []
+        # What fits into no equal parts of the memory of devices may fit into unequal ones.
+        return [nearest(spaces[-1])]
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
     best = min(near, key=lambda each: (*each.simplicity, each.seconds))
     return [best, *(each for each in found if each is not best)]
@@ -212,16 +209,15 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
     return best[layers][1] if layers in best else None
 
 
-def nearest(space: Space) -> tuple[float, Candidate]:
-    """The least share of their memory that stages need, and the candidate that needs it."""
+def nearest(space: Space) -> Candidate:
+    """The candidate of which the stages need the least share of their memory."""
     # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
     chunks = sorted({space.chunks[0], space.chunks[-1]})
-    ways = [options for m in chunks for options in _options(space, m)]
-    return min(map(least_share, ways), key=lambda each: each[0])
+    return min((least_memory(options) for m in chunks for options in _options(space, m)), key=space.share_of)
 
 
-def least_share(options: Options) -> tuple[float, Candidate]:
-    """The least share of memory that all devices need, above 1 if nothing fits, and a candidate with that."""
+def least_memory(options: Options) -> Candidate:
+    """The same for one number of chunks and one schedule."""
     layers, stages = options.costs.measured.layers, options.costs.measured.stages
 
     def share(j: int, first: int, end: int) -> float:
@@ -230,5 +226,4 @@ def least_share(options: Options) -> tuple[float, Candidate]:
     even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
     sizes = divided([0.0] * (layers + 1), stages, share, most) or even
-    chosen = [options.least(j, *own) for j, own in enumerate(bounds(sizes))]
-    return max(option.share for option in chosen), _Way(options, sizes, chosen).candidate
+    return _Way(options, sizes, [options.least(j, *own) for j, own in enumerate(bounds(sizes))]).candidate
