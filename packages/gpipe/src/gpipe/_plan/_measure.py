@@ -86,7 +86,7 @@ def _profile(request: Request) -> Profile:
         with intra_op_threads(max(1, threads // one.devices) if place.type == "cpu" else threads):
             found = profile(
                 request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-                rows=_sizes(request.rows, chunks, one.devices * one.replicas), loss_fn=request.loss_fn,
+                rows=_sizes(one.rows * one.replicas, chunks, one.devices * one.replicas), loss_fn=request.loss_fn,
                 target=request.target, split_backward=True, timeout=SECONDS,
             )  # fmt: skip
     is_timed = all(layer.seconds is not None for layer in found)

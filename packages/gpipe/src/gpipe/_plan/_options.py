@@ -49,24 +49,20 @@ class Options:
         self._found: dict[tuple[int, int, int, bool], list[StageOption]] = {}
         self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
-    def of(self, j: int, first: int, end: int) -> list[StageOption]:
-        """The fastest of those with which stage j fits with these layers; those with the least work first."""
-        return self._fitting(j, first, end, few=False)
+    def fastest(self, j: int, first: int, end: int, *, few: bool = False) -> list[StageOption]:
+        """The fastest of those with which stage j fits with these layers; those with the least work first.
 
-    def some(self, j: int, first: int, end: int) -> list[StageOption]:
-        """The same for a few patterns of recomputed layers only, for many ranges of layers."""
-        return self._fitting(j, first, end, few=True)
-
-    def least(self, j: int, first: int, end: int) -> StageOption:
-        """The one of :meth:`some` that takes the least memory, whether it fits or not."""
-        return min(self._every(j, first, end, few=True), key=lambda each: each.share)
-
-    def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[StageOption]:
+        With ``few``, of a few patterns of recomputed layers only: for many ranges of layers.
+        """
         key = j, first, end, few
         if key not in self._found:
             fitting = (each for each in self._every(j, first, end, few=few) if each.share <= 1)
             self._found[key] = nsmallest(_MOST, fitting, key=lambda each: each.busy)
         return self._found[key]
+
+    def least(self, j: int, first: int, end: int) -> StageOption:
+        """The one of a few patterns that takes the least memory, whether it fits or not."""
+        return min(self._every(j, first, end, few=True), key=lambda each: each.share)
 
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
         """All of them; only the mode without recomputation if that fits."""

@@ -47,15 +47,6 @@ class Request:
     def names(self) -> list[str]:
         return [f"{FAKE}{self.fleet.name}" if self.fleet else str(place) for place in self.places]
 
-    @property
-    def rows(self) -> int:
-        return rows_of(self.sample)
-
-
-def rows_of(sample: Any) -> int:
-    """The rows of the tensor that has the fewest, as a profile takes them."""
-    return min(len(tensor) for tensor in Batch(sample))
-
 
 def read_layouts(
     devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
@@ -67,7 +58,8 @@ def read_layouts(
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
     # Plain CPUs are a worker for each stage: nothing says which stages would share one.
     several = 0 if torch.device("cpu") in places else len(layers)
-    layouts = layouts_of(replicas or {len(places): 1}, several, rows_of(sample), chunks, schedules, least)
+    rows = min(map(len, Batch(sample)))  # as a profile takes them
+    layouts = layouts_of(replicas or {len(places): 1}, several, rows, chunks, schedules, least)
     if not layouts:
         raise ValueError(
             f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "

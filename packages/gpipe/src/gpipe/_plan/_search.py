@@ -107,7 +107,9 @@ class _Way:
     @classmethod
     def of(cls, options: Options, sizes: Sizes) -> _Way:
         """With the option of each stage that has the least work; a stage that fits with none is left out."""
-        return cls(options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.of(j, *each)[:1]])
+        return cls(
+            options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.fastest(j, *each)[:1]]
+        )
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -135,7 +137,7 @@ class _Way:
         for sizes in shifted(self._sizes):
             yield _Way.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
-            for option in self._options.of(j, *own):
+            for option in self._options.fastest(j, *own):
                 if option is not self._chosen[j]:
                     yield _Way(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
 
@@ -167,7 +169,7 @@ def _placed(options: Options) -> Sizes | None:
     """The balance with the least slowest stage that fits; None if none does."""
 
     def busy(j: int, first: int, end: int) -> float:
-        found = options.some(j, first, end)
+        found = options.fastest(j, first, end, few=True)
         return found[0].busy if found else math.inf
 
     stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()
