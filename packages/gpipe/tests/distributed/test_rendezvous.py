@@ -90,31 +90,35 @@ def _step_after_an_end(who: int, lazy: str) -> str:
     return str(caught.value)
 
 
-ADDING = [("add_up", "is killed"), ("add_up", "fails")]
+ADDING = [("step", "is killed"), ("step", "fails")]
 
 
 @pytest.mark.parametrize("whos", [(0, 1, 2), (0, 2)], ids=["by all", "by two"])
-@pytest.mark.parametrize(("what", "how"), long_but([("spread_values", "is killed"), *ADDING], *ADDING))
-def test_who_is_missing_where_weights_are_shared_is_named(whos: tuple[int, ...], what: str, how: str):
+@pytest.mark.parametrize(("when", "how"), long_but([("made", "is killed"), *ADDING], *ADDING))
+def test_who_is_missing_where_weights_are_shared_is_named(whos: tuple[int, ...], when: str, how: str):
     """Also by ranks that wait there for others than that one, or do not come there, as they share nothing."""
-    expect_named(3, whos, _share, whos, what, how)
+    expect_named(3, whos, _share, whos, when, how)
 
 
-def _share(who: int, sharing: tuple[int, ...], what: str, how: str) -> str:
-    planted = Planted()
+def _share(who: int, sharing: tuple[int, ...], when: str, how: str) -> str:
+    first, planted = nn.Linear(6, 6), Planted()
     planted.how = signal.SIGKILL if how == "is killed" else ArithmeticError
+    layers = [Tied(first) if k in sharing else nn.Linear(6, 6) for k in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == who:
-            patch.setattr(Twins, what, lambda *_: planted.act())
+
+        def begin(what: str) -> None:
+            if (dist.get_rank(), what) == (who, when):
+                patch.setattr(Twins, "add_up", lambda *_: planted.act())
+
         with pytest.raises((LostRankError, RemoteError, ArithmeticError)) as caught:
-            _step_sharing(sharing)
+            _make_and_step(layers, begin)
     return str(caught.value)
 
 
-def _step_sharing(sharing: tuple[int, ...]) -> None:
-    """Two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
-    first = nn.Linear(6, 6)
-    layers = [Tied(first) if k in sharing else nn.Linear(6, 6) for k in range(3)]
+def _make_and_step(layers: list[nn.Module], begin: Callable[[str], None]) -> None:
+    """With two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
+    begin("made")
     rank = Rank(nn.Sequential(*layers), [1, 1, 1], chunks=3)
+    begin("step")
     for _ in range(2):
         rank.step(torch.randn(6, 6), loss_fn=lambda output: output.square().mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._current import current
 from ..engine._failures import Failures
@@ -12,19 +12,6 @@ from ..values._describe import Cancelled
 from ._far_loss import FarLoss
 from ._forms import Payload
 from ._messages import RemoteLink
-
-
-class Crossing(NamedTuple):
-    """A channel between a stage of this rank and one of another, for the life of a pipe.
-
-    Attributes:
-        leads_away: whether this rank sends values and receives gradients; else the other way round.
-        most: how many values may be under way in a run without backwards.
-    """
-
-    link: RemoteLink
-    leads_away: bool
-    most: int
 
 
 class RemoteChannel(Channel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -25,8 +26,8 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
 _UNKNOWN, _FOR_EVER = timedelta(minutes=30), timedelta(days=365)
 
-_UNSENT = 2**20
-"""The tag of messages that nobody sends."""
+_MEETINGS, _UNSENT = 2**18, 2**20
+"""The tags of the first meeting, which is more than those of channels, and of messages that nobody sends."""
 
 
 class Groups(NamedTuple):
@@ -40,6 +41,7 @@ class Groups(NamedTuple):
         timeout: how long a rank waits for another one.
         peers: the members with which this one exchanges messages. Gloo may connect only to these, at the first message
             (``TORCH_GLOO_LAZY_INIT=1``).
+        tags: of the next meetings. All members make them in the same order, so each has a tag of its own.
     """
 
     members: tuple[int, ...]
@@ -48,6 +50,7 @@ class Groups(NamedTuple):
     timeout: timedelta
     store: Any
     peers: set[int]
+    tags: Iterator[int]
 
     def peer(self, member: int, out: int, into: int, timeout: timedelta | None = None) -> Peer:
         """The other end of messages to and from ``member``."""
@@ -77,7 +80,7 @@ class Groups(NamedTuple):
             _end_connections(self.gloo, self.peers)
 
 
-ALONE = Groups((0,), 0, None, timedelta(), None, set())
+ALONE = Groups((0,), 0, None, timedelta(), None, set(), itertools.count())
 """A process without others."""
 
 
@@ -96,7 +99,7 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
-        return Groups(members, me, None, timeout, store, set()).again("messages")
+        return Groups(members, me, None, timeout, store, set(), itertools.count(_MEETINGS)).again("messages")
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
         if not missing:

@@ -112,6 +112,8 @@ class RemoteLink:
         device: the device of the tensors that are returned.
         out, into: what sends tensors there, and receives them, from device to device.
         small: bytes of the largest tensors that are part of a frame; the same at both ends.
+        most: how many messages may be under way before :meth:`put` waits, in a run in which nothing comes back; None at
+            the end to which these messages go.
 
     Attributes:
         member: the number of the other rank.
@@ -125,23 +127,24 @@ class RemoteLink:
         out: Direct | None = None,
         into: Direct | None = None,
         small: int = SMALL,
+        most: int | None = None,
     ) -> None:
         self.member = peer.member
         self.poisoned: Any = None
         self._peer, self._device, self._out, self._into, self._small = peer, device, out, into, small
         self._sent = self._received = Form(None, ())  # of the last message in each direction
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
-        self._most: int | None = None
+        self._most, self._limit = most, most
         self._arrived = self._taken = self._expected = 0  # messages since the link was made
         self._coming: deque[tuple[Any, Tensor]] = deque()  # frames, with their transfers
         self._free: list[Tensor] = []  # frames that have been read
         self._large: tuple[list[Any], list[Tensor | None]] | None = None  # tensors behind the next frame, likewise
 
-    def expect(self, messages: int, most: int | None = None) -> None:
-        """Prepare for a run with that many messages; ``most`` may be under way before :meth:`put` waits."""
-        self.poisoned, self._most = None, most
-        self._expected = self._taken + messages
-        if messages:
+    def expect(self, messages: int, *, back: bool = True) -> None:
+        """Prepare for a run with so many messages in each direction, or without those that come ``back``."""
+        self.poisoned, self._limit = None, None if back else self._most
+        self._expected = self._taken + (messages if back or self._most is None else 0)
+        if self._expected > self._taken:
             self._look_ahead(_AHEAD)
 
     def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
@@ -198,7 +201,7 @@ class RemoteLink:
         whole = torch.cat(frame)
         transfers = [(self._peer.send(whole), whole)]
         self._under_way.append([*transfers, *[(self._peer.send(part, _BESIDE), part) for part in behind]])
-        while self._most is not None and len(self._under_way) > self._most:
+        while self._limit is not None and len(self._under_way) > self._limit:
             self._forget()
 
     def _apart(self, form: Form, direct: Direct | None) -> int:

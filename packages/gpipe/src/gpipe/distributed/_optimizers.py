@@ -23,16 +23,11 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in found if isinstance(value, nn.Parameter)}
 
 
-def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
-    found: dict[Tensor, list[str]] = {}
-    for name, parameter in parameters_by_name(module).items():
-        found.setdefault(parameter, []).append(name)
-    return found
-
-
 def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
     """For each group of ``optimizer``, the names of its parameters in ``module``; ValueError if one has none."""
-    names = names_of(module)
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in parameters_by_name(module).items():
+        names.setdefault(parameter, []).append(name)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

@@ -19,7 +19,7 @@ from ..skip import SkipLayout
 from ..transport._link import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
-from ._channels import Crossing, RemoteChannel
+from ._channels import RemoteChannel
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
@@ -90,38 +90,38 @@ class Ranks(Processes):
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
         self._members, self._replicas = groups.members, replicas
-        self._rendezvous = Rendezvous(groups, ranks[0], tag=1)
+        self._rendezvous = Rendezvous(groups, ranks[0])
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         routes, devices = routes_between(ranks, layout, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends)
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         self._end_wires = weakref.finalize(self, self._wires.end)
         self._microbatches = 0
-        self._crossings: dict[int, Crossing] = {}
-        tied: dict[int, RemoteLink] = {}
+        self._links: dict[int, RemoteLink] = {}  # by channel
+        tied: dict[int, RemoteLink] = {}  # by rank
         for number, a, b in routes:
             if self.me in (ranks[a], ranks[b]):  # which is at one of the two only
                 (out, into), (here, there) = tags(number), (a, b)
-                leads_away = ranks[a] == self.me
-                if not leads_away:
-                    out, into, here, there = into, out, b, a
+                # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that
+                # waits for what is taken in earlier ticks waits for no rank that waits for it.
+                most: int | None = max(b - a + 1, len(ranks) - a)
+                if ranks[b] == self.me:
+                    out, into, here, there, most = into, out, b, a, None
                 peer = groups.peer(ranks[there], out, into)
-                link = RemoteLink(peer, devices[here], self._wires.found.get(out), self._wires.found.get(into))
+                found = self._wires.found
+                link = RemoteLink(peer, devices[here], found.get(out), found.get(into), most=most)
                 if number >= len(ranks) + len(layout.routes):
                     tied[link.member] = link
                 else:
-                    # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender
-                    # that waits for what is taken in earlier ticks waits for no rank that waits for it.
-                    most = max(b - a + 1, len(ranks) - a)
-                    self._crossings[number] = Crossing(link, leads_away, most)
+                    self._links[number] = link
         self._twins = Twins(share.twins, groups.me, tied, self._wires)
         self._closed = False
         with self._reaching():
             self._twins.spread_values()
 
     def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
-        crossing = self._crossings.get(number)
-        return None if crossing is None else RemoteChannel(crossing.link, failures, loss)
+        link = self._links.get(number)
+        return None if link is None else RemoteChannel(link, failures, loss)
 
     def shared(self, module: nn.Module) -> list[Tensor]:
         return self._twins.trained(module)
@@ -158,7 +158,7 @@ class Ranks(Processes):
             self._closed = True
             self._replicas.close()
             self._end_wires()
-            del self._rendezvous, self._crossings, self._twins, self._wires
+            del self._rendezvous, self._links, self._twins, self._wires
 
     def _expect_all(self) -> None:
         if self._closed:
@@ -231,19 +231,17 @@ class Ranks(Processes):
             self._replicas.meet()
 
     def _expect(self, *, backwards: bool) -> None:
-        for link, leads_away, most in self._crossings.values():
-            comes = backwards or not leads_away
-            link.expect(self._microbatches if comes else 0, None if backwards else most)
+        for link in self._links.values():
+            link.expect(self._microbatches, back=backwards)
 
     def _end(self, run: Run | None, errors: Errors, report: Report) -> None:
         """Meet the other ranks at the end of a run, and raise its earliest failure on any of them."""
         lost = [error for error in errors if isinstance(error, UnreachableError)]
         if errors and not lost:
             self._poison(run)
-            for link, leads_away, _ in self._crossings.values():
-                if not leads_away:  # receive all values, so that no rank waits for this one to take them
-                    with suppress(UnreachableError):  # the meeting finds out who is lost
-                        link.drain(expected=True)
+            for link in self._links.values():  # receive all messages, so that no rank waits for this one to take them
+                with suppress(UnreachableError):  # the meeting finds out who is lost
+                    link.drain(expected=True)
         reports = self.meet(report, *lost)
         has_failed = any("failed" in each for each in reports)
         if any(each.get("drew") for each in reports):
@@ -253,17 +251,17 @@ class Ranks(Processes):
         elif not errors:
             self._poison(run)
         with self._reaching():  # no message of this run is left for the next one to read
-            for link, *_ in self._crossings.values() if has_failed else ():
+            for link in self._links.values() if has_failed else ():
                 link.drain()
             if has_failed:
                 self._wires.settle()
-            for link, *_ in self._crossings.values():
+            for link in self._links.values():
                 link.flush()
         if has_failed:
             self._raise_earliest(reports, errors)
 
     def _poison(self, run: Run | None) -> None:
-        for link, *_ in self._crossings.values():
+        for link in self._links.values():
             with suppress(UnreachableError):  # the other neighbours still have to be told
                 link.poison(_earliest(run))
 

@@ -28,15 +28,13 @@ class Rendezvous:
 
     A member that cannot reach another one closes its connections. So all others that wait come to the store, where each
     says that it is there: whoever was suspected and does not come is lost.
-
-    Args:
-        tag: of the messages; of two that belong to the same ``groups`` one could receive what is sent to the other.
     """
 
-    def __init__(self, groups: Groups, root: int = 0, tag: int = 0) -> None:
+    def __init__(self, groups: Groups, root: int = 0) -> None:
         self.groups = groups
         self.is_root = groups.me == root
         others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
+        tag = next(groups.tags)
         # The root may still be waiting for another member, if there are any, when this one waits for its answer.
         timeout = (1 if self.is_root or len(groups.members) == 2 else 2) * (groups.timeout + _GRACE)
         self._links = [RemoteLink(groups.peer(k, tag, tag, timeout), small=0) for k in others]

@@ -116,7 +116,7 @@ def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, Tensor):
         return None
     value = value.detach()
-    return torch.empty_like(value, dtype=dtype, device=None if _is_sharded(value) else "cpu")
+    return torch.empty_like(value, dtype=dtype, device=None if hasattr(value, "placements") else "cpu")
 
 
 def _memory(entry: Any, parameter: Tensor) -> Any:
@@ -125,9 +125,3 @@ def _memory(entry: Any, parameter: Tensor) -> Any:
     if entry.size == parameter.shape:
         return _like(parameter, entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)

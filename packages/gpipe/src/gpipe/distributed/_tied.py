@@ -79,16 +79,12 @@ class Twins:
         return {twin.tensor for twin in self._others}
 
     def spread_values(self) -> None:
-        """Send the values of the owner of each tensor to the others."""
-        for twin in self._owned:
-            for k in twin.members[1:]:
-                self._put(k, [twin.tensor.detach()])
+        """Give all tensors the values that their owners have."""
+        values = {twin.tensor: twin.tensor.detach() for twin in self._owned}
+        self.add_up(values)  # the others add nothing
         with torch.no_grad():
             for twin in self._others:
-                (value,) = self._get(twin.members[0])
-                assert value is not None
-                twin.tensor.copy_(value)
-        self._flush()
+                twin.tensor.copy_(values[twin.tensor])
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
@@ -96,7 +92,7 @@ class Twins:
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:
-        """Replace the gradients of shared leaves in ``sums``, by leaf, by their sums over all ranks.
+        """Replace what ``sums`` has for shared tensors, such as gradients, by its sums over all ranks.
 
         All ranks handle the tensors in the same order, and send their parts before they receive sums: so messages
         between two ranks are read in the order in which they were sent.
