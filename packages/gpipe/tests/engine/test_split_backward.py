@@ -60,6 +60,10 @@ def by_hook(s: Layer, x: Tensor) -> Tensor:
     return h.tanh()
 
 
+def channels_last(layer: Layer, x: Tensor) -> Tensor:
+    return layer.m[0](x.unflatten(2, (2, 3)).contiguous(memory_format=torch.channels_last)).flatten(2)
+
+
 def ones() -> nn.Parameter:
     return nn.Parameter(torch.ones(6))
 
@@ -74,6 +78,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "conv, batch norm, relu in place": conv,
     "residual layer norm": residual,
     "group norm": lambda: nn.GroupNorm(2, 4),
+    "group norm, channels last": lambda: Layer(channels_last, nn.GroupNorm(2, 4)),
     "embedding": lambda: OnMain(PARTS["embedding"].make()),
     "attention": lambda: OnMain(PARTS["attention"].make()),
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.1, batch_first=True),
@@ -94,7 +99,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "parameters alone": lambda: Layer(lambda s, x: x + (s.bias.exp() * s.scale).tanh(), bias=ones(), scale=ones()),
     "nothing": nn.Identity,
 }
-WHOLE = {"shared weights", "custom function", "custom functions of one side", "lstm", "gru", "hook on the way"}
+WHOLE = {
+    *("shared weights", "custom function", "custom functions of one side", "lstm", "gru", "hook on the way"),
+    *("group norm", "group norm, channels last"),
+}
 """Those whose backward cannot be split."""
 
 

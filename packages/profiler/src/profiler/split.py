@@ -105,7 +105,13 @@ def _variable(node: Node) -> Any:
 
 def _is_whole(node: Node) -> bool:
     """Whether ``node`` always computes all its gradients, so that it should not run twice."""
-    return hasattr(node, "_forward_cls") or "Rnn" in node.name()
+    return hasattr(node, "_forward_cls") or "Rnn" in node.name() or _is_group_norm_of_the_cpu(node)
+
+
+def _is_group_norm_of_the_cpu(node: Node) -> bool:
+    # Its kernel for channels_last writes the gradient of the input also if nobody asks for it, and no memory is there:
+    # the process ends (seen in PyTorch 2.13).
+    return node.name().startswith("NativeGroupNorm") and node._input_metadata[0].device.type == "cpu"
 
 
 def _is_reentrant(node: Node) -> bool:
