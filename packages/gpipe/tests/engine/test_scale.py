@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.engine import _scale
-from gpipe.engine._scale import DeviceScale, scale_in_place, scale_of, scaled
+from gpipe.engine._scale import DeviceScale, scale_in_place, scale_of, scaled, sum_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 numbers = st.lists(st.one_of(st.integers(0, 200), st.floats(0.25, 1e4)), min_size=1, max_size=6)
@@ -33,12 +33,12 @@ def read(self: Tensor) -> Any:
 @given(numbers, st.lists(st.booleans(), min_size=6, max_size=6))
 def test_counts_on_a_device_give_what_numbers_give(counts: list[float], there: list[bool]) -> None:
     """Property, of any mixture of both."""
-    expected = scale_of(counts)
+    expected = scale_of(sum_of(counts))
     mixed = [torch.tensor(c) if far and isinstance(c, float) else c for c, far in zip(counts, there, strict=False)]
     mixed.append(torch.tensor(0, dtype=torch.uint8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_scale, "_is_elsewhere", lambda count: isinstance(count, Tensor))
-        found = scale_of(mixed)
+        found = scale_of(sum_of(mixed))
     assert isinstance(found, DeviceScale)
     assert float(found.on(torch.device("cpu"))) == pytest.approx(expected, rel=1e-6)
 

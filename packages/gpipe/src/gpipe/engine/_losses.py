@@ -19,7 +19,7 @@ from . import _autograd_calls as _engine
 from ._accumulate import GradientSums, below
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
-from ._scale import HALVES, Scale, scale_of, scaled
+from ._scale import HALVES, Scale, scale_of, sum_of
 
 
 class Losses:
@@ -105,17 +105,21 @@ class Losses:
         return bool(self._counts)
 
     @cached_property
+    def _count(self) -> float | Tensor:
+        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
+        return sum_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
+
+    @cached_property
     def scale(self) -> Scale:
         """The factor by which all gradients must still be multiplied; known once the last micro-batch is done."""
-        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
-        return scale_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
+        return scale_of(self._count)
 
     @property
     def loss(self) -> Tensor:
         losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
         # In half precision the sum of all micro-batches may overflow although the mean does not.
         whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
-        return scaled(whole, self.scale).to(losses.dtype)
+        return (whole / self._count).to(losses.dtype)
 
     @property
     def metrics(self) -> dict[str, Any] | None:

@@ -28,17 +28,24 @@ class DeviceScale:
 Scale = float | DeviceScale
 
 
-def scale_of(counts: Sequence[Any]) -> Scale:
-    """1 / the sum of ``counts``; infinite if that is 0, as torch divides."""
+def sum_of(counts: Sequence[Any]) -> float | Tensor:
+    """The sum of ``counts``: a tensor on a device if one of them is, so that the host need not wait."""
     there = [count for count in counts if _is_elsewhere(count)]
     # Converted to float, since counts may have a small integer dtype.
     here = math.fsum(float(count) for count in counts if not _is_elsewhere(count))
     if not there:
-        return 1.0 / here if here else math.inf
+        return here
     device = there[-1].device
     parts = [count.detach().to(device).reshape(()).to(_wide(device)) for count in there]
-    # No .item() here, for which the host would wait.
-    return DeviceScale((torch.stack(parts).sum() + here).reciprocal())
+    return torch.stack(parts).sum() + here
+
+
+def scale_of(count: float | Tensor) -> Scale:
+    """1 / ``count``; 0 if that is 0: torch's means over nothing are nan too, and have gradients of zeros."""
+    if isinstance(count, Tensor):
+        # No .item() here, for which the host would wait.
+        return DeviceScale(count.reciprocal().masked_fill(count == 0, 0.0))
+    return 1.0 / count if count else 0.0
 
 
 def scaled(gradient: Tensor, scale: Scale) -> Tensor:

@@ -60,8 +60,8 @@ class Stepping(Divided):
                 ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
                 target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
-                dict of metrics. By default the output is the loss, or has it as ``.loss``; for a flattened model, that
-                of all rows.
+                dict of metrics. If nothing counts, the loss is nan and the gradients are zeros, as of torch's means. By
+                default the output is the loss, or has it as ``.loss``; for a flattened model, that of all rows.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`.
                 ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and
                 ``"fill_drain"``. ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as
