@@ -28,34 +28,49 @@ class Cell(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden).tanh()
+        return self.linear(hidden.tanh())
 
 
 class Loop(nn.Module):
-    """Calls its cells as the program says."""
+    """Calls its cells, elements of a list or attributes, as the program says."""
 
-    def __init__(self, program: Program, cells: list[nn.Module] | None = None) -> None:
+    def __init__(self, program: Program, cells: list[nn.Module] | None = None, *, listed: bool = True) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, 3)
-        self.cells = nn.ModuleList(cells or [Cell() for _ in range(3)])
+        cells = cells or [Cell() for _ in range(3)]
+        self.cells = nn.ModuleList(cells) if listed else nn.Module()
+        for name, cell in enumerate([] if listed else cells):
+            self.cells.add_module(str(name), cell)
         self.norm = nn.LayerNorm(WIDTH)
         self.embed = nn.Linear(2, WIDTH)
         self.program = program
 
     def forward(self, x: Tensor) -> Tensor:
         first = hidden = self.embed(x)
+        kept = [first]
         for cell, after in self.program:
-            hidden = self.cells[cell](hidden)
+            before, hidden = hidden, self.cells.get_submodule(str(cell))(hidden)
             if after == "skip":
                 hidden = hidden.relu() + first
             elif after == "norm":
                 hidden = self.norm(hidden)
+            elif after == "residual":
+                hidden = before + hidden / 2
+            elif after == "in place":
+                hidden += before
+            elif after == "keep":
+                kept.append(hidden.sin())
+            elif after == "keep and write":
+                kept.append(hidden)
+                hidden *= 2
+            elif after == "join":
+                hidden = torch.cat([hidden, kept.pop()], 1)[:, 1:-3] if len(kept) > 1 else hidden.relu()
         return self.head(hidden)
 
 
-def made(program: Program, cells: list[nn.Module] | None = None) -> Loop:
+def made(program: Program, cells: list[nn.Module] | None = None, **options: bool) -> Loop:
     torch.manual_seed(0)
-    return Loop(program, cells).double()
+    return Loop(program, cells, **options).double()
 
 
 def batch(rows: int = ROWS) -> Tensor:
@@ -78,7 +93,8 @@ def expect_trained_alike(pipe: GPipe, model: nn.Module, plain: nn.Module, schedu
     torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
 
 
-programs = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["", "skip", "norm"])), min_size=1, max_size=5)
+afters = ["", "skip", "norm", "residual", "in place", "keep", "keep and write", "join"]
+programs = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(afters)), min_size=1, max_size=6)
 modes = st.sampled_from(["always", "except_last", "never"])
 schedules = st.sampled_from(["1f1b", "fill_drain", "zero_bubble"])
 
@@ -88,12 +104,13 @@ schedules = st.sampled_from(["1f1b", "fill_drain", "zero_bubble"])
 def test_each_call_is_a_layer_wherever_the_pipe_is_cut(
     program: Program, mode: str, schedule: str, data: st.DataObject
 ) -> None:
-    model = made(program)
-    plain = copy.deepcopy(model)
-    layers = flatten(model, batch(2), blocks=[f"cells.{cell}" for cell in sorted({cell for cell, _ in program})])
+    plain, has_data = made(program, listed=data.draw(st.booleans())), data.draw(st.booleans())
+    model, state = copy.deepcopy(plain).to(None if has_data else "meta"), None if has_data else plain.state_dict()
+    names = [f"cells.{cell}" for cell in sorted({cell for cell, _ in program})]
+    layers = flatten(model, batch(2), blocks=data.draw(st.sampled_from([None, names])))
     cut = data.draw(st.integers(1, len(layers) - 1))
     balance = [cut, len(layers) - cut]
-    with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=3, checkpoint=mode)) as pipe:
+    with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=3, checkpoint=mode, init=state)) as pipe:
         expect_trained_alike(pipe, model, plain, schedule)
 
 

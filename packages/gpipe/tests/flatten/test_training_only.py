@@ -95,6 +95,13 @@ def buffer_at_the_end(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(hidden - model.mean)
 
 
+def between_blocks(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    for block in model.blocks:
+        hidden = hidden + block(hidden).relu() if model.training else block(hidden)
+    return model.head(hidden)
+
+
 def noise_in_a_module(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(model.through(nn.functional.dropout(model.embed(x), 0.0, model.training)))
 
@@ -110,6 +117,7 @@ EQUAL = [
     parameter_at_both_ends,
     output_used_again,
     codes_in_training,
+    between_blocks,
     buffer_at_the_start,
     buffer_at_the_end,
     noise_in_a_module,
@@ -126,7 +134,8 @@ def batch(rows: int = ROWS) -> Tensor:
 
 
 def piped(model: nn.Module, checkpoint: str = "never") -> GPipe:
-    return GPipe(flatten(model, batch(3)), [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    layers = flatten(model, batch(3))
+    return GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
 
 
 def by_micro_batch(model: nn.Module) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..values._memory import storage_id
 from ._inputs import Inputs
-from ._sources import Sources, tensors_of
+from ._sources import Sources, is_whole, tensors_of
 from ._tree import Tree, flattened
 
 
@@ -39,18 +40,18 @@ class Observed(NamedTuple):
     Attributes:
         outputs: the leaves, tensors as :class:`Like`.
         result: the tree of these.
-        given: the dtype of the first tensor among its arguments.
+        given: the first tensor among its arguments.
     """
 
     outputs: list[Any]
     result: Tree
-    given: torch.dtype | None
+    given: Like | None
 
     @classmethod
     def of(cls, args: Any, output: Any) -> Observed:
         leaves, tree = flattened(output)
         first = next(iter(tensors_of(args)), None)
-        return cls(list(map(like, leaves)), tree, None if first is None else first.dtype)
+        return cls(list(map(like, leaves)), tree, None if first is None else like(first))
 
 
 Called = list[tuple[nn.Module, Observed]]
@@ -70,12 +71,12 @@ def _note(called: Called, module: nn.Module, args: Any, kwargs: Any, output: Any
 
 
 class Origin(NamedTuple):
-    """A tensor that a block or another module returned, or that was drawn at random.
+    """A tensor that a block or another module returned, that a block was called with, or that was drawn at random.
 
     Attributes:
         name: of the module in the model.
         call: how often it had been called before; of a block, the number of this call among those of all blocks.
-        place: among the leaves of what it returned.
+        place: among the leaves of what it returned; -1 and below for those of its arguments, in order.
         segment: where it was called; of a block, that before its trunk.
     """
 
@@ -100,12 +101,18 @@ class Calls:
         modules: the calls of each module that is called outside of blocks, and not by another such one.
         segments: for each such module, parameter and buffer, by identity, the segments that call or read it.
         needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
+        cuts: the numbers of block calls before which something is computed from what others of their trunk returned.
+        used: the numbers of block calls from whose results anything is computed outside of blocks.
+        written: the tensors that may have been changed in place outside of modules.
     """
 
     blocks: list[Observed] = field(default_factory=list)
     modules: dict[nn.Module, list[Observed]] = field(default_factory=dict)
     segments: dict[int, set[int]] = field(default_factory=dict)
     needs: dict[int, set[Origin]] = field(default_factory=dict)
+    cuts: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+    written: set[Key] = field(default_factory=set)
 
     def skips(self, wanted: Callable[[Origin, int], bool]) -> dict[str, Key]:
         """The tensors that skip layers, by the name of the skip: those of ``wanted(source, segment that needs it)``."""
@@ -126,6 +133,10 @@ class Calls:
             self.segments.setdefault(key, set()).update(segments)
         for segment, sources in other.needs.items():
             self.needs.setdefault(segment, set()).update(sources)
+        if len(other.blocks) == len(self.blocks):  # else blocks were left out, and their numbers are others
+            self.cuts |= other.cuts
+        self.used |= other.used
+        self.written |= other.written
         self.modules = {**other.modules, **self.modules}
 
     def expect_drawn_once(self, name: str) -> None:
@@ -152,6 +163,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         super().__init__()
         self.calls = Calls()
         self._segment = 0
+        self._computed: set[int] = set()  # memory whose values operations outside of modules have computed
         self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
         self._model = model
         names = list(chain.from_iterable(trunks))
@@ -173,8 +185,11 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._inside:
-            self._use((args, kwargs))
+            is_block = module in self._blocks
+            self._use((args, kwargs), of_block=is_block)
             self._note(id(module))
+            if is_block:
+                self._keep_arguments(self._blocks[module], (args, kwargs))
         self._inside.append(module)
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -185,19 +200,35 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
         source = Origin(name, len(calls), 0, self._segment, is_block)
         calls.append(Observed.of((args, kwargs), output))
+        self._computed.difference_update(map(storage_id, tensors_of(output)))
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
             self.add(leaf, frozenset([source._replace(place=place)]))
         self._segment += is_block and source.call in self._last
 
-    def _use(self, value: Any) -> None:
+    def _keep_arguments(self, name: str, given: Any) -> None:
+        """Let later segments take what was computed for this block from its arguments, not from all before it."""
+        for k, leaf in enumerate(flattened(given)[0]):
+            if not isinstance(leaf, Tensor) or storage_id(leaf) not in self._computed:
+                continue
+            if is_whole(leaf) and any(isinstance(source, Origin) for source in self.of(leaf)):
+                source = Origin(name, len(self.calls.blocks), -1 - k, self._segment, is_block=True)
+                self._known[storage_id(leaf)] = leaf, frozenset([source])
+
+    def _use(self, value: Any, *, of_block: bool = False) -> None:
         for source in self.of(value):
             if not isinstance(source, Origin):
                 self._note(source)
-            elif source.segment < self._segment:
-                is_before = source.is_block and source.call == self._last[self._segment - 1]
-                if not is_before:  # what the block before returned comes to each segment as it is
+                continue
+            is_output = source.is_block and source.place >= 0
+            if source.segment < self._segment:
+                # What the block before returned comes to each segment as it is.
+                if not is_output or source.call != self._last[self._segment - 1]:
                     self.calls.needs.setdefault(self._segment, set()).add(source)
+            elif is_output and not of_block:
+                self.calls.cuts.add(len(self.calls.blocks))
+            if is_output and not of_block:
+                self.calls.used.add(source.call)
 
     def _note(self, key: int) -> None:
         self.calls.segments.setdefault(key, set()).add(self._segment)
@@ -211,6 +242,12 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         self._use((args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        found = {*map(storage_id, tensors_of(result))}
+        if func._schema.is_mutable:
+            self.calls.written.update(source[:3] for source in self.of(result) if isinstance(source, Origin))
+        else:  # not a view
+            found -= {*map(storage_id, tensors_of((args, kwargs)))}
+        self._computed |= found
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.add(result, frozenset([Origin(_DRAWN, 0, 0, self._segment)]))
         return result

@@ -26,7 +26,7 @@ from ._segment import ModelBlock, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import followers, named_units, skeleton
 from ._standins import StandIn, saw
-from ._trunk import Trunk, find_trunks
+from ._trunk import Trunk, cut_at, find_trunks
 from ._verify import add_own_loss, expect_equal
 
 
@@ -43,14 +43,13 @@ def flatten(
     is trained with the layers. These make no cache of keys and values, whatever its configuration says.
 
     Args:
-        model: any module whose layers are elements of lists, or modules that are called several times. Computations
-            between two layers of a list must be done inside the layers, or ``blocks`` must name each layer.
+        model: any module that calls modules: elements of lists, or others. What it computes between two of them is a
+            layer of its own.
         sample: an input of the model: a mapping for named arguments, a tuple for positional ones,
             :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. Later inputs of the pipe may
             have other numbers of rows and lengths. For a model on ``meta`` only shapes are computed and compared; the
             sample may be on ``meta`` too.
-        blocks: the names of the lists of layers, or of single layers, between which anything may be computed. By
-            default they are found.
+        blocks: the names of the lists of layers, or of single layers. By default they are found.
         pick: what the last layer returns of the model's output: the name of a field, or a function. By default the
             field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``, else
             the first field; a tensor or a tuple is returned as it is.
@@ -60,7 +59,7 @@ def flatten(
 
     Raises:
         TypeError: ``pick`` is neither a name nor a function.
-        ValueError: there are no such lists, or the layers would not compute what the model computes; the message says
+        ValueError: no modules are called, or the layers would not compute what the model computes; the message says
             why.
 
     >>> import torch
@@ -104,20 +103,14 @@ def _flattened(
     """
     with _in_mode(False, model), shapes_only(model):
         called, output = observe(model, inputs)
-    trunks = find_trunks(model, [module for module, _ in called], blocks)
-    divided = partial(_divided, model, inputs, called, output, pick, state, whole=whole)
-    try:
-        return divided(trunks)
-    except ValueError as refusal:
-        # A model may take more of one list than what its last block returns, such as hidden states that it keeps.
-        longest = max(reversed(trunks), key=len)
-        if blocks is not None or len(trunks) == 1 or 2 * len(longest) < sum(map(len, trunks)):
-            raise
-        state.restore()
+    refusals = []
+    for trunks in find_trunks(model, [module for module, _ in called], blocks):
         try:
-            return divided([longest])
-        except ValueError:
-            raise refusal from refusal.__cause__
+            return _divided(model, inputs, called, output, pick, state, trunks, whole=whole)
+        except ValueError as refusal:
+            refusals.append(refusal)
+            state.restore()
+    raise refusals[0]
 
 
 def _divided(
@@ -133,11 +126,10 @@ def _divided(
 ) -> Flattened:
     """The layers where these are the ``trunks``, from the modules that were called, and the output, for the sample."""
     name = type(model).__name__
-    with _in_mode(False, model), shapes_only(model):
-        calls = watch(model, inputs, trunks)
-    with _in_mode(True, model), shapes_only(model), suppress(Exception):
-        # If it fails, as a batch norm of one row, what it needs in training is seen when it trains.
-        calls.add(watch(model, inputs, trunks))
+    calls = _watched(model, inputs, trunks)
+    if calls.cuts:
+        trunks = list(cut_at(trunks, calls.cuts))
+        calls = _watched(model, inputs, trunks)
     calls.expect_drawn_once(name)
     changed = state.changed()
     state.restore()
@@ -153,6 +145,16 @@ def _divided(
             add_own_loss(name, output, layers, inputs, pick, shapes, whole=whole)
     changed.expect_of_one(name, layers)
     return layers.of(model)
+
+
+def _watched(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk]) -> Calls:
+    """What happens in both modes."""
+    with _in_mode(False, model), shapes_only(model):
+        calls = watch(model, inputs, trunks)
+    with _in_mode(True, model), shapes_only(model), suppress(Exception):
+        # If it fails, as a batch norm of one row, what it needs in training is seen when it trains.
+        calls.add(watch(model, inputs, trunks))
+    return calls
 
 
 def _parts(

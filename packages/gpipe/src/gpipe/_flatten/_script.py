@@ -79,7 +79,7 @@ def recipe_of(
     return tuple([BlockRecipe(*call, keep) for call, keep in zip(calls, kept, strict=True)]), values
 
 
-def output_name(j: int, m: int) -> str:
+def output_name(j: int, m: int = 0) -> str:
     return f"output {j}.{m}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
-from ._calls import Calls, Key, Like
+from ._calls import Calls, Key, Like, like
 from ._collected import collecting
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
@@ -72,6 +72,7 @@ class Segment(Part):
         self._goes = [_skip(k, number + 1) for k in tensors] if pick is None else []
         self._needs = calls.skips(lambda source, segment: segment == number)
         self._gives = calls.skips(lambda source, _: source.segment == number and not source.is_block)
+        self._written = calls.written
         self.__dict__["stashable_names"] = frozenset([*self._goes, *self._gives])
         self.__dict__["poppable_names"] = frozenset([*self._came, *self._needs])
         Skippable.isolate(self, namespace)
@@ -97,7 +98,7 @@ class Segment(Part):
         for title, key in self._needs.items():
             tensor = yield pop(title)
             if tensor is not None:
-                given[key] = tensor
+                given[key] = tensor.clone() if key in self._written else tensor
         tape = self._tape(carried, tensors, given)
         if self._pick is not None:
             return self._result(tape, inputs, loss_only)
@@ -146,7 +147,7 @@ class Segment(Part):
         ]
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
         shapes, collected = carried.get("shapes", {}), carried.get("collected", {})
-        return Tape(near.device, shapes, self.first, self._names, done, given, collected)
+        return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
         with running(tape), suppress(Stop):
@@ -181,6 +182,7 @@ class ModelBlock(Part):
         self._number = number
         self._call = calls.blocks[number]
         self._last = last
+        self._is_used, self._written = number in calls.used, calls.written
         self._gives = calls.skips(lambda source, _: source.is_block and source.call == number)
         self.__dict__["stashable_names"] = frozenset(self._gives)
         Skippable.isolate(self, namespace)
@@ -189,8 +191,8 @@ class ModelBlock(Part):
         """The input values that later blocks need, with the output of this block."""
         recipe = carried["recipe"].content[self._place]
         values = carried["values"]
-        leaves = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]
-        args, kwargs = recipe.tree.value(leaves)
+        given = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]
+        args, kwargs = recipe.tree.value(given)
         first = self._number - self._place
         with collecting(carried["collected"].get(first, {})) as collected:
             found, tree = flattened(self.net(*args, **kwargs))
@@ -199,8 +201,12 @@ class ModelBlock(Part):
                 f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
                 "that it treats alike"
             )
-        for title, (_, _, place) in self._gives.items():
-            yield stash(title, found[place])
+        for title, key in self._gives.items():
+            tensor = found[key[2]] if key[2] >= 0 else given[-1 - key[2]]
+            yield stash(title, tensor.clone() if key in self._written else tensor)
+        if self._is_used:
+            shapes = {output_name(self._number): (tuple(map(like, found)),)}
+            carried = carried | {"shapes": carried["shapes"] | shapes}
         own = {output_name(self._number, m): leaf for m, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
         every = {**carried["collected"], first: collected} if collected else carried["collected"]

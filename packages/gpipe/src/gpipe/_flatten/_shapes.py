@@ -12,9 +12,10 @@ from torch.utils import _pytree
 
 from streams import add_note
 
+from ..values._memory import storage_id
 from ._inputs import Inputs
 from ._skeleton import is_placeholder
-from ._sources import Sources, tensors_of
+from ._sources import Sources, is_whole, tensors_of
 
 
 def has_data(model: nn.Module) -> bool:
@@ -38,6 +39,12 @@ class Shapes(Sources):  # type: ignore[no-untyped-call]
 
     def _of(self, tensor: Tensor) -> frozenset[Any]:
         return frozenset(["a stand-in"]) if is_placeholder(tensor) else super()._of(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.copy_.default and is_whole(args[0]):  # nothing is left of what was there
+            self._known[storage_id(args[0])] = args[0], self.of(args[1])
+        return result
 
     def prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         on_meta = any(tensor.is_meta for tensor in tensors_of((args, kwargs)))

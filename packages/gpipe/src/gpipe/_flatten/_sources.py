@@ -53,6 +53,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Whether it has all elements of its memory."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
 def _looks_at_shapes(func: Any) -> bool:
     name: str = func.__name__.partition(".")[0]
     return name.startswith("new_") or name.endswith("_like")

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..values._memory import storage_id
 from ._calls import Key, Like, Observed, like
 from ._collected import Collected, collector, copied
+from ._script import output_name
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
@@ -34,8 +36,9 @@ class Tape:
         shapes: what modules of earlier segments returned.
         first, names: the number of the first block that the segment calls, and the names of these blocks.
         done: the leaves of what block ``first - 1`` returned.
-        given: tensors that other modules of earlier segments returned, and this one uses.
+        given: tensors that other modules of earlier segments returned, or were called with, and this one uses.
         collected: what hooks have collected up to the end of each list of blocks, by the number of its first block.
+        inputs: the tensors that the model is called with.
 
     Attributes:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
@@ -52,6 +55,7 @@ class Tape:
         done: list[Any],
         given: Mapping[Key, Tensor],
         collected: Mapping[int, Collected],
+        inputs: Sequence[Tensor | None],
     ) -> None:
         self.device, self._shapes, self._given = device, shapes, given
         self.collected = dict(collected)
@@ -59,6 +63,7 @@ class Tape:
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
+        self._real = {storage_id(leaf) for leaf in (*done, *given.values(), *inputs) if isinstance(leaf, Tensor)}
         self._context = self._present()
         self._counts = defaultdict[str, Iterator[int]](count)
         self._held: list[Any] = []
@@ -78,23 +83,27 @@ class Tape:
             numbers: which of these are its own.
         """
         j = self._number(name, numbers)
-        call = calls[j]
+        call, (leaves, tree) = calls[j], flattened(given)
+        if j < self._first:
+            self._restore(name, j, leaves)
         if j == self._first and collector():
             self.collected[j] = copied(collector())
         elif j in self.collected:
             collector().update(copied(self.collected[j]))
         if j == self._first - 1:
             return call.result.value(self.done)
-        leaves, tree = flattened(given)
         if j >= self._first:
             self._expect_turn(j)
             self._expect_context(name)
             self.arguments.append((leaves, tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
+        known = self._shapes.get(output_name(j))
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        likely = known[0] if known else [_likely(leaf, call.given, first) for leaf in call.outputs]
         outputs = [
-            self._given.get((name, j, m), self._output(leaf, first, call)) for m, leaf in enumerate(call.outputs)
+            self._given.get((name, j, m), unknown(leaf, self.device, writable=known is not None))
+            for m, leaf in enumerate(likely)
         ]
         if j >= self._first:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
@@ -113,15 +122,18 @@ class Tape:
             )
         return numbers[turn]
 
-    def _output(self, leaf: Any, first: Tensor | None, call: Observed) -> Any:
-        """A tensor that takes no memory for an output of a block: like its first argument if it was in the sample."""
-        if not isinstance(leaf, Like):
-            return leaf
-        shape, dtype = leaf
-        if first is not None and first.is_floating_point():
-            shape = first.shape if first.dim() == len(shape) else shape
-            dtype = first.dtype if dtype == call.given else dtype
-        return unknown(Like(shape, dtype), self.device, writable=False)
+    def _restore(self, name: str, j: int, leaves: Sequence[Any]) -> None:
+        """Give what was computed for a block of an earlier segment its values, which later code uses."""
+        for k, leaf in enumerate(leaves):
+            value = self._given.get((name, j, -1 - k))
+            if value is not None and storage_id(leaf) not in self._real:
+                if like(leaf) != like(value):
+                    raise RuntimeError(
+                        f"block {name!r} was called with a tensor {like(value)}, and later code takes it for one "
+                        f"{like(leaf)}; make a new pipe with a sample that the model treats alike"
+                    )
+                vars(leaf).pop("stands_in", None)
+                leaf.copy_(value)
 
     def expect_all(self) -> None:
         if self._names:
@@ -167,6 +179,15 @@ class Tape:
         )
 
 
+def _likely(leaf: Any, then: Like | None, now: Tensor | None) -> Any:
+    """``leaf`` of a result, as it is now: sizes and dtype that were those of the first argument follow this."""
+    if not isinstance(leaf, Like) or then is None or now is None or not now.is_floating_point():
+        return leaf
+    sizes = [new if size == old else size for size, old, new in zip(leaf.shape, then.shape, now.shape, strict=False)]
+    dtype = now.dtype if leaf.dtype == then.dtype else leaf.dtype
+    return Like(torch.Size([*sizes, *leaf.shape[len(sizes) :]]), dtype)
+
+
 def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
     """A placeholder for a tensor, filled with NaN; any other object is returned as it is.
 
@@ -180,13 +201,14 @@ def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
 
 
 class Untouched(Tensor):
-    """The output of a block until the next block of its list is called. No operation may use it."""
+    """The output of a block where only the next block used it with the sample. No operation may use it."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            f"an operation ({func.__name__.partition('.')[0]}) uses what a block returns before the next block "
-            "of the list is called, where only blocks may compute"
+            f"an operation ({func.__name__.partition('.')[0]}) uses what a block returns before the next block is "
+            "called, and none did with the sample, from which the layers were made; make a new pipe with a sample that "
+            "the model treats alike"
         )
 
 
@@ -242,6 +264,12 @@ class Likeness:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._stand_in.expect_settable(name)
+
+    def __len__(self) -> int:
+        return len(self._module)  # of a list
+
+    def __bool__(self) -> bool:
+        return bool(self._module)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         raise TypeError(f"the forward calls a {type(self._module).__name__} {_OF_ANOTHER}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, cycle, groupby
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, cycle, groupby, pairwise
 
 from torch import nn
 
@@ -13,8 +13,10 @@ Trunk = list[str]
 """The names of blocks that are called one after the other, one for each call."""
 
 
-def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None) -> list[Trunk]:
-    """The trunks of ``model`` in the order in which they are called.
+def find_trunks(
+    model: nn.Module, called: Sequence[nn.Module], blocks: str | Sequence[str] | None
+) -> Iterator[list[Trunk]]:
+    """Ways to divide ``model``, each by its trunks in the order in which they are called; the first that works is best.
 
     Args:
         called: the modules that the model calls, in order, each as often as it is called.
@@ -34,13 +36,26 @@ def find_trunks(model: nn.Module, called: Sequence[nn.Module], blocks: str | Seq
         because = f"it calls no element of {unseen!r} (layer.forward(x) in place of layer(x) is not seen)"
         raise ValueError(
             f"{type(model).__name__} cannot be divided: "
-            f"{because if unseen else 'it has no list of modules of one class, and calls no module several times'}; "
+            f"{because if unseen else 'it calls no module that has parameters'}; "
             "name its blocks, or the ModuleLists or Sequentials that hold them, GPipe(model, sample=sample, "
             "blocks=[...]), or write the model as an nn.Sequential"
         )
-    # Each call of a module that is named by itself is a trunk: anything may be computed between two.
-    parts = [[[name] for name in trunk] if trunk[0] in named else [trunk] for trunk in found]
-    return list(chain.from_iterable(parts))
+    yield found
+    if blocks is None:
+        # A model may take more of one list than what its last block returns, such as hidden states that it keeps.
+        longest = max(reversed(found), key=len)
+        if len(found) > 1 and 2 * len(longest) >= sum(map(len, found)):
+            yield [longest]
+        yield _runs(model, called, [_every(model, called)])
+
+
+def cut_at(trunks: Sequence[Trunk], cuts: Collection[int]) -> Iterator[Trunk]:
+    """The trunks, each divided before the calls of these numbers."""
+    number = 0
+    for trunk in trunks:
+        places = [0, *(place for place in range(1, len(trunk)) if number + place in cuts), len(trunk)]
+        yield from (trunk[start:end] for start, end in pairwise(places))
+        number += len(trunk)
 
 
 def _elements(model: nn.Module, name: str) -> Trunk:
@@ -58,22 +73,46 @@ def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
     """The blocks of a model for which none are named, each list or module by itself.
 
     These are the outermost lists whose elements are of one class and called, if possible those that are called once
-    each and in order. Without lists of one class, others or modules that are called several times, whichever do most
-    of the work.
+    each and in order. If they are a small part, others or modules that are called several times, whichever do most of
+    the work; all that are called, if those do less than half of it.
     """
     counts = Counter(called)
-    alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for layer in layers.children()))
-    if alike or _lists(model, _alike):
-        return _in_order(model, called, alike) or alike
-    again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
-    ways = [_in_order(model, called, _lists(model, fits)) for fits in (_in_sequence, _in_list)]
-    ways.append([[name] for name in again])
 
     def work(trunks: Sequence[Trunk]) -> int:  # most operations multiply with parameters
         modules = map(model.get_submodule, chain.from_iterable(trunks))
-        return sum(counts[module] * sum(each.numel() for each in module.parameters()) for module in modules)
+        return sum(counts[module] * _size(module) for module in modules)
 
-    return max(ways, key=work)
+    alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for layer in layers.children()))
+    again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
+    mixed, sequences = (_in_order(model, called, _lists(model, fits)) for fits in (_in_list, _in_sequence))
+    if _lists(model, _alike) and (not alike or 2 * work(alike) >= work(mixed)):
+        return _in_order(model, called, alike) or alike
+    best, every = max((sequences, mixed, [[name] for name in again]), key=work), [_every(model, called)]
+    return best if 2 * work(best) >= work(every) > 0 else every
+
+
+def _every(model: nn.Module, called: Sequence[nn.Module]) -> Trunk:
+    """The outermost modules that are called, or those inside of one that has more than half of all parameters.
+
+    Modules without parameters that are called after all others, such as a loss, are no blocks.
+    """
+    leaves = [k for k, module in enumerate(called) if _has_parameters(module) and not [*module.children()]]
+    final = called[leaves[-1] :] if leaves else called
+
+    def inside(module: nn.Module, prefix: str = "") -> Iterator[str]:
+        for name, child in module.named_children():
+            is_called = child in called
+            inner = [] if is_called and 2 * _size(child) <= _size(model) else [*inside(child, f"{prefix}{name}.")]
+            if inner or not is_called:
+                yield from inner
+            elif _has_parameters(child) or child not in final:
+                yield prefix + name
+
+    return [*inside(model)]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _lists(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[Trunk]:

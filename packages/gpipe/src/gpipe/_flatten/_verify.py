@@ -37,8 +37,8 @@ def expect_equal(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs
 
 
 _REASON = (
-    "it computes something between blocks, or otherwise than with the sample; let the blocks compute it, or name each "
-    "block by itself, other lists, or another part of the result: GPipe(model, sample=sample, blocks=[...], pick=...)"
+    "let blocks compute this, or name other blocks or another part of the result: GPipe(model, sample=sample, "
+    "blocks=[...], pick=...)"
 )
 
 
