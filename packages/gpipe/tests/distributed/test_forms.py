@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import pickle
+from collections import OrderedDict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree
 
+from gpipe.distributed._messages import ROOM, SMALL, RemoteLink
 from gpipe.values._leaves import Activation
 from gpipe.values._sharing import PRESERVED, SHARED, as_copied
 from microbatch import Arguments, flatten
 
-from .test_messages import ends
+from .test_messages import Direct, ends
 
 
 class Pair(NamedTuple):
@@ -93,19 +96,6 @@ def activations(draw: st.DrawFn) -> Activation:
     return Activation(activation.value, activation.tensors, marks if draw(st.booleans()) and any(marks) else ())
 
 
-GRADIENTS = st.lists(st.one_of(st.none(), tensors()), max_size=4)
-
-
-def arrived(payload: Any) -> Any:
-    """``payload`` at the other end, where it has come for the second time: the form has been sent with the first."""
-    sender, receiver = ends()
-    receiver.expect(2)
-    for _ in range(2):
-        sender.put(0, payload)
-        _, _, found = receiver.get()
-    return found
-
-
 def assert_same_tensor(a: Tensor, b: Tensor) -> None:
     """The same in all but the memory; strides too, of what fills its memory."""
     assert type(a) is Tensor
@@ -139,25 +129,55 @@ def assert_same_value(a: Any, b: Any) -> None:
             assert (type(leaf), repr(leaf)) == (type(its), repr(its))
 
 
-@given(activations())
-@example(Activation(torch.arange(12.0).reshape(3, 2, 2)[..., 1]))  # its elements do not fill its memory
-@example(Activation(torch.arange(2.0).reshape(1, 2)[..., 1]))  # a single element, with a stride of 2
-@example(Activation(()))
-def test_activations_arrive_as_they_were(activation: Activation) -> None:
-    found = arrived(activation)
-    assert_same_value(found.value, activation.value)
-    assert list(found.marks) == list(as_copied(activation).marks)
-    assert all(a is b for a, b in zip(found.tensors, Activation(found.value).tensors, strict=True))
+def assert_same_payload(found: Any, payload: Any) -> None:
+    if isinstance(payload, Activation):
+        assert_same_value(found.value, payload.value)
+        assert list(found.marks) == list(as_copied(payload).marks)
+        assert all(a is b for a, b in zip(found.tensors, Activation(found.value).tensors, strict=True))
+    else:
+        assert_same_value(found, payload)
 
 
-@given(GRADIENTS)
-def test_gradients_arrive_as_they_were(gradients: list[Tensor | None]) -> None:
-    found = arrived(gradients)
-    assert type(found) is list
-    assert [each is None for each in found] == [each is None for each in gradients]
-    for a, b in zip(found, gradients, strict=True):
-        if b is not None:
-            assert_same_tensor(a, b)
+LARGE = st.builds(torch.arange, st.sampled_from([SMALL // 8, SMALL // 8 + 1])).map(Activation)  # of int64
+LONG = tensors().map(lambda x: Activation({"long": "." * ROOM, "x": x}))
+GRADIENTS = st.lists(st.one_of(st.none(), tensors()), max_size=4)
+PAYLOADS = st.one_of(activations(), GRADIENTS, LARGE, LONG)
+
+
+@given(st.lists(st.tuples(PAYLOADS, st.booleans()), max_size=5), st.booleans(), st.booleans())
+@example([(Activation(torch.arange(12.0).reshape(3, 2, 2)[..., 1]), True)], False, False)  # does not fill its memory
+@example([(Activation(torch.arange(2.0).reshape(1, 2)[..., 1]), True)], False, False)  # a single element, a stride of 2
+@example([(Activation(()), True)], False, False)
+@example([(Activation(torch.tensor([1j]).conj()), True)], False, False)
+@example([(Activation({"long": "." * ROOM, "x": torch.ones(2)}), True)], False, False)  # longer than a frame
+def test_whatever_is_sent_arrives_as_it_was(messages: list[tuple[Any, bool]], direct: bool, inference: bool) -> None:
+    """Whatever came before, and also if several are on their way; then nothing is left for the next run."""
+    sender, receiver = ends(Direct() if direct else None)
+    with torch.inference_mode() if inference else nullcontext():
+        came = _exchanged(messages, sender, receiver)
+    for found, payload in came:  # at the end: none of them has been changed by a later one
+        assert_same_payload(found, payload)
+    sender.poison("over")
+    receiver.drain()
+    assert receiver.poisoned == "over"
+    sender.tell(pickle.dumps({"an": "object"}))
+    assert receiver.hear() == {"an": "object"}
+    sender.flush()
+
+
+def _exchanged(messages: list[tuple[Any, bool]], sender: RemoteLink, receiver: RemoteLink) -> list[tuple[Any, Any]]:
+    """What came, and what was sent: each payload twice, the second time without its form; some wait to be taken."""
+    receiver.expect(2 * len(messages))
+    sent: deque[Any] = deque()
+    came: list[tuple[Any, Any]] = []
+    for i, (payload, is_taken) in enumerate([each for each in messages for _ in range(2)]):
+        sender.put(i, payload)
+        sent.append(payload)
+        while sent and (is_taken or i == 2 * len(messages) - 1):
+            k, _, found = receiver.get()
+            assert k == len(came)
+            came.append((found, sent.popleft()))
+    return came
 
 
 REFUSED = [
@@ -186,4 +206,4 @@ def _local_class() -> Any:
 @pytest.mark.parametrize(("value", "message"), REFUSED)
 def test_what_cannot_be_sent_is_refused(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        arrived(Activation(value()))
+        ends()[0].put(0, Activation(value()))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -93,75 +90,6 @@ def ends(direct: Direct | None = None) -> tuple[RemoteLink, RemoteLink]:
     back: Sent = {}
     one, other = Line(there, back), Line(back, there)
     return RemoteLink(one, out=direct), RemoteLink(other, into=direct)  # type: ignore[arg-type]
-
-
-def payload_of(kind: int, i: int, size: int, requires_grad: bool) -> Any:
-    """One of a few kinds of messages, with other numbers for each micro-batch."""
-    x = torch.arange(2.0 * size).view(2, size) + i
-    first = x.clone().requires_grad_(requires_grad)
-    kinds: list[Any] = [
-        first,
-        (first, torch.tensor(i), torch.empty(0, 3)),
-        {"x": first.detach().t(), "n": None, "m": x > 2, "long": "." * (ROOM if size > 2 else 1)},
-        (first, x[:, ::2], float(i)),
-        x.to(torch.complex64).conj(),
-    ]
-    return Activation(kinds[kind]) if kind < len(kinds) else [None, x, x.expand(3, 2, size), None]
-
-
-LARGE = SMALL // 8  # of float32, in two rows
-MESSAGES = st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 3, LARGE]), st.booleans(), st.booleans())
-
-
-@settings(max_examples=settings.default.max_examples // 2)
-@given(st.lists(MESSAGES, max_size=12), st.booleans(), st.booleans())
-def test_messages_of_several_forms_come_as_they_were_sent(messages: list[Any], direct: bool, inference: bool):
-    """Whatever came before, and also if several are on their way; then nothing is left for the next run."""
-    sender, receiver = ends(Direct() if direct else None)
-    with torch.inference_mode() if inference else nullcontext():
-        expect_all(messages, sender, receiver)
-    sender.poison("over")
-    receiver.drain()
-    assert receiver.poisoned == "over"
-    sender.tell(pickle.dumps({"an": "object"}))
-    assert receiver.hear() == {"an": "object"}
-    sender.flush()
-
-
-def expect_all(messages: list[Any], sender: RemoteLink, receiver: RemoteLink) -> None:
-    receiver.expect(len(messages))
-    waiting: deque[tuple[int, Any]] = deque()
-    came: list[Any] = []
-
-    def get() -> None:
-        i, expected = waiting.popleft()
-        found, _, payload = receiver.get()
-        assert found == i
-        came.append((payload, expected))
-
-    for i, (kind, size, requires_grad, lags) in enumerate(messages):
-        payload = payload_of(kind, i, size, requires_grad)
-        sender.put(i, payload)
-        waiting.append((i, payload))
-        while waiting and not lags:
-            get()
-    while waiting:
-        get()
-    for payload, expected in came:  # at the end: none of them has been changed by a later one
-        expect_same(payload, expected)
-
-
-def expect_same(found: Any, expected: Any) -> None:
-    pairs = zip(_tensors(found), _tensors(expected), strict=True)
-    for one, other in pairs:
-        assert (one is None) == (other is None)
-        if other is not None:
-            assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
-            assert torch.equal(one, other.resolve_conj())
-
-
-def _tensors(payload: Any) -> Sequence[Tensor | None]:
-    return payload.tensors if isinstance(payload, Activation) else payload
 
 
 def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
