@@ -6,7 +6,9 @@ other shapes inside. On its way that tensor may stand in a tuple or a dict, amon
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gpipe import is_recomputing
+from gpipe import GPipe, is_recomputing
 from gpipe.skip import Namespace, pop, skippable, stash
+from microbatch import Batch, gather
 
 from .layers import Call, Layer, Raise
 from .schedules import balance_by
@@ -369,3 +372,69 @@ def _recipes(layers: list[tuple[str, str]]) -> st.SearchStrategy[Recipe]:
         deferred=st.booleans(),
         accumulates=st.booleans(),
     )
+
+
+def pipe_of(
+    recipe: Recipe, model: nn.Sequential, checkpoint: Any = None, devices: Callable[[int], list[str]] | None = None
+) -> GPipe:
+    """A pipe of a copy of ``model``, with stages on the CPU unless ``devices`` says where so many are."""
+    balance = recipe.balance(len(model))
+    return GPipe(
+        copy.deepcopy(model),
+        balance,
+        devices=devices(len(balance)) if devices else ["cpu"] * len(balance),
+        chunks=recipe.chunks,
+        checkpoint=checkpoint or recipe.modes(len(balance)),
+        deferred_batch_norm=recipe.deferred,
+    )
+
+
+class Oracle(nn.Module):
+    """The model on the whole mini-batch, or where that is something else by design, on the micro-batches in a row."""
+
+    def __init__(self, recipe: Recipe, model: nn.Sequential) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.recipe.by_microbatch:
+            return self.model(x)
+        seen = WholeNorms(self.model) if self.recipe.deferred and self.recipe.training else None
+        with seen or nullcontext():
+            return gather([Batch(self.model(part.clone())) for part in x.chunk(self.recipe.chunks)])
+
+
+class WholeNorms:
+    """What deferred batch norm promises: statistics that are updated once, with all rows of the mini-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.track_running_stats]
+        self._seen = [(norm, copy.deepcopy(norm), []) for norm in norms if norm.training]
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            norm.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].detach().clone()))
+            for norm, _, rows in self._seen
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for norm, whole, rows in self._seen:
+            whole(torch.cat(rows))
+            for own, buffer in zip(norm.buffers(), whole.buffers(), strict=True):
+                own.data.copy_(buffer)  # unseen by autograd, for which the backward of this forward is still to come
+
+
+def optimize(model: nn.Module) -> None:
+    """What an optimizer does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def assert_close(found: Any, expected: Any, recipe: Recipe) -> None:
+    tolerance = 1e-7 if recipe.dtype is torch.float64 else 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

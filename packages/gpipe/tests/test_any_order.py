@@ -24,10 +24,21 @@ from gpipe.schedule import SCHEDULES
 from microbatch import Batch, gather
 
 from .layers import DOUBLE, MODES, gradients
-from .models import CHANNELS, PARTS, WIDTH, Failing, OnMain, Recipe, main_of, recipes, with_main
+from .models import (
+    CHANNELS,
+    PARTS,
+    WIDTH,
+    Failing,
+    OnMain,
+    Recipe,
+    WholeNorms,
+    assert_close,
+    main_of,
+    recipes,
+    with_main,
+)
 from .module.test_step import LOSSES, Way, floats, kinds_of_loss, ways, weights_for, whole
 from .schedules import suited
-from .test_models import WholeNorms, assert_close
 
 PHASES = ("forward", "backward", "recompute")
 

@@ -20,9 +20,8 @@ from gpipe import GPipe, record
 from gpipe.schedule import SCHEDULES
 
 from ..layers import DOUBLE, Call, Layer, Pop, Stash, assert_same, linears, piped, rows, running
-from ..models import Recipe, recipes
+from ..models import Recipe, assert_close, recipes
 from ..schedules import V_SHAPED
-from ..test_models import assert_close
 from .test_step import SLOW, Way, lived, ways
 
 each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])

@@ -1,4 +1,9 @@
-"""``step()`` leaves what forward and backward of the plain model leave, under every schedule that is one."""
+"""Training by steps or by calls leaves what forward and backward of the plain model leave, under every schedule.
+
+Random models, random cuts, against the model itself. Where the plain model on the whole mini-batch is no oracle,
+because a layer looks at the batch as a whole, the plain loop over the micro-batches is. Where layers draw, what every
+mode of the pipe computes from one seed must be the same.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +27,20 @@ from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
 from ..layers import DOUBLE, MODES, assert_same, each_mode, linears, piped, rows, running
-from ..models import PARTS, Recipe, recipes
+from ..models import PARTS, Oracle, Recipe, assert_close, optimize, pipe_of, recipes
 from ..schedules import CHOICES, V_SHAPED, some_schedule
-from ..test_models import Oracle, assert_close, pipe_of
-from ..test_models import step as optimize
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
+OVERWRITING = ("linear", *(name for name in STEADY if PARTS[name].in_place or PARTS[name].output != "free"))
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to call ``step()``; all ways lead to the same gradients."""
+    """How to train; all ways lead to the same gradients."""
 
     schedule: str
+    """Of a step; "call" for a call, and a backward of the caller's."""
     loss: str
     workers: int
     numbered: bool
@@ -74,7 +79,7 @@ NOT_CONTIGUOUS = Recipe(
 
 kinds_of_loss = st.sampled_from(["mean", "sum", "counted"])
 ways = st.builds(
-    Way, st.sampled_from(sorted(SCHEDULES)), kinds_of_loss, st.integers(1, 3), st.booleans(), st.booleans()
+    Way, st.sampled_from(["call", *sorted(SCHEDULES)]), kinds_of_loss, st.integers(1, 3), st.booleans(), st.booleans()
 )
 
 
@@ -116,7 +121,8 @@ def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
 
 def plainly(oracle: Oracle, x: Tensor, way: Way, recipe: Recipe) -> tuple[dict[str, Any], list[Tensor]] | None:
     """All that one step of training leaves behind, and the weights of the loss; None if there is nothing to train."""
-    oracle.zero_grad()
+    if not recipe.accumulates:
+        oracle.zero_grad()
     leaf = x.clone().requires_grad_(recipe.input_needs_grad)
     output = oracle(leaf * 1)
     weights = weights_for(output, recipe.seed)
@@ -130,13 +136,21 @@ def plainly(oracle: Oracle, x: Tensor, way: Way, recipe: Recipe) -> tuple[dict[s
 def left(model: nn.Module, loss: Tensor, output: Any, leaf: Tensor) -> dict[str, Any]:
     parameters = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
     output = _pytree.tree_map_only(Tensor, Tensor.detach, output)
-    return {"loss": loss.detach(), "output": output, "input": leaf.grad, **parameters}
+    gradients = {name: None if gradient is None else gradient.clone() for name, gradient in parameters.items()}
+    return {"loss": loss.detach(), "output": output, "input": leaf.grad, **gradients}
 
 
 def stepped(pipe: GPipe, x: Tensor, weights: Any, way: Way, recipe: Recipe, **options: Any) -> dict[str, Any]:
-    pipe.zero_grad()
+    if not recipe.accumulates:
+        pipe.zero_grad()
     leaf = x.clone().requires_grad_(recipe.input_needs_grad)
     loss_fn, how = LOSSES[way.loss]
+    if way.schedule == "call":
+        with way.where():
+            output = pipe(leaf * 1)
+            loss = whole(way.loss, output, weights)
+            loss.backward()
+        return left(pipe, loss, output, leaf)
     options = {"schedule": way.name(len(pipe.partitions)), **how, **options}
     with way.where():
         loss, output = pipe.step(leaf * 1, weights, loss_fn=loss_fn, return_outputs=True, **options)
@@ -146,7 +160,7 @@ def stepped(pipe: GPipe, x: Tensor, weights: Any, way: Way, recipe: Recipe, **op
 
 @SLOW
 @given(recipes(STEADY), ways)
-def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
+def test_a_pipe_trains_as_its_model(recipe: Recipe, way: Way):
     model = recipe.model()
     with closing(pipe_of(recipe, model, devices=way.devices)) as pipe:
         oracle = Oracle(recipe, model)
@@ -160,6 +174,27 @@ def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
             optimize(model)
             optimize(pipe)
         assert_close(dict(pipe.state_dict()), dict(model.state_dict()), recipe)
+
+
+@SLOW
+@given(recipes(OVERWRITING), ways)
+def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_error(recipe: Recipe, way: Way):
+    recipe = replace(recipe, overwrites=True)
+    x, model = recipe.batches()[0], recipe.model()
+    plain = copy.deepcopy(model)
+    for layer in plain.modules():
+        if hasattr(layer, "inplace"):
+            layer.inplace = False
+    expected = plainly(Oracle(recipe, plain), x, way, recipe)
+    if expected is None:
+        return
+    with closing(pipe_of(recipe, model, devices=way.devices)) as pipe:
+        try:
+            found = stepped(pipe, x, expected[1], way, recipe)
+        except RuntimeError as refusal:
+            assert "inplace" in str(refusal) or "in place" in str(refusal)  # noqa: PT017
+            return
+    assert_close(found, expected[0], recipe)
 
 
 def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
@@ -176,13 +211,13 @@ def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
 
 
 @settings(SLOW, max_examples=SLOW.max_examples // 2)
-@given(recipes(), ways, st.sampled_from(MODES))
-@example(recipe=NOT_CONTIGUOUS, way=Way("1f1b", "mean", 1, False, False), mode="never")
-def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mode: str):
+@given(recipes(), ways, st.sampled_from(MODES), st.sampled_from([("1f1b", "zero_bubble"), ("call", "call")]))
+@example(NOT_CONTIGUOUS, Way("1f1b", "mean", 1, False, False), "never", ("1f1b", "zero_bubble"))
+def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mode: str, both: tuple[str, str]):
     """Not only nearly: these do the same operations in the same order, on any thread."""
     recipe = replace(recipe, training=True, input_needs_grad=True, checkpoint="always")
-    expected = lived(recipe, replace(way, schedule="1f1b"))
-    found = lived(recipe, replace(way, schedule="zero_bubble", inline=True), mode)
+    expected = lived(recipe, replace(way, schedule=both[0]))
+    found = lived(recipe, replace(way, schedule=both[1], inline=True), mode)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Each stage may be checkpointed in its own mode; what that computes is compared in test_models.py and test_step.py."""
+"""Each stage may be checkpointed in its own mode; what that computes is compared in test_step.py."""
 
 from __future__ import annotations
 
