@@ -24,8 +24,6 @@ from .layers import DOUBLE, Blocks, Overwrites
 WIDTH = 4
 
 Pair = namedtuple("Pair", "calls factor")
-HEARD: list[tuple[str, float]] = []
-"""What hooks were called with, and by what."""
 OUTSIDE: dict[str, Any] = {"calls": 0}
 """State that is in no module."""
 
@@ -49,10 +47,6 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ODD[self.kind](self, x)
-
-    def tidy(self) -> None:
-        """Forget what can be neither copied nor pickled."""
-        self.kept = None
 
 
 STATES: dict[str, tuple[Any, Callable[[Any], tuple[Any, float]]]] = {
@@ -174,50 +168,6 @@ def checkpointed_reentrant(s: Odd, x: Tensor) -> Tensor:
     return checkpoint(s.linear, x, use_reentrant=True) if x.requires_grad else s.linear(x)
 
 
-def _hear(name: str) -> Callable[[Tensor], Tensor]:
-    return lambda gradient: HEARD.append((name, float(gradient.sum()))) or gradient * 0.5
-
-
-def hooks_tensor(s: Odd, x: Tensor) -> Tensor:
-    y: Tensor = s.linear(x)
-    if y.requires_grad:
-        y.register_hook(_hear("tensor"))
-    return y
-
-
-def hooks_input(s: Odd, x: Tensor) -> Tensor:
-    if x.requires_grad:
-        x.register_hook(_hear("input"))
-    return s.linear(x)
-
-
-def hooks_node(s: Odd, x: Tensor) -> Tensor:
-    y: Tensor = s.linear(x)
-    if y.grad_fn is not None:
-        y.grad_fn.register_prehook(lambda found: HEARD.append(("node", float(found[0].sum()))))
-    return y.tanh()
-
-
-def retains(s: Odd, x: Tensor) -> Tensor:
-    y: Tensor = s.linear(x)
-    if y.requires_grad:
-        y.retain_grad()
-        y.register_hook(lambda _, y=y: None)
-    return y.tanh()
-
-
-def hooks_parameter(s: Odd, x: Tensor) -> Tensor:
-    s.spare.register_hook(_hear("parameter"))
-    return s.linear(x) * s.spare
-
-
-def hooks_parameter_tidily(s: Odd, x: Tensor) -> Tensor:
-    handle = s.spare.register_hook(_hear("parameter"))
-    y: Tensor = s.linear(x) * s.spare
-    handle.remove()
-    return y
-
-
 def hooks_module(s: Odd, x: Tensor) -> Tensor:
     handle = s.linear.register_forward_hook(lambda module, inputs, output: output * 2)
     y: Tensor = s.linear(x)
@@ -281,8 +231,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
         for each in (
             listed, outside, polite, counted, averaged, by_numpy, large, decays, decays_by_data, looked_up,
             in_place_later, keeps, carries, carries_graph, own_generator, seeds, noisy_gradient, checkpointed_reentrant,
-            hooks_tensor, hooks_input, hooks_node, retains, hooks_parameter, hooks_parameter_tidily, hooks_module,
-            without_grad, grad_inside, func_inside, switches_grad, casts, patched, raises_later,
+            hooks_module, without_grad, grad_inside, func_inside, switches_grad, casts, patched, raises_later,
         )
     },
     "in_place": lambda s, x: x.mul_(0.5).add_(s.spare),

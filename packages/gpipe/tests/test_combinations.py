@@ -21,7 +21,7 @@ from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, v_placement
 
 from .layers import DOUBLE, MODES, gradients, running
-from .odd_layers import HEARD, NAMES, OUTSIDE, WIDTH, Odd, draws, make
+from .odd_layers import NAMES, OUTSIDE, WIDTH, Odd, draws, make
 from .schedules import balance_by, suited
 
 REFUSALS = (RuntimeError, ValueError, TypeError)
@@ -162,14 +162,12 @@ def alone(model: nn.Sequential, case: Combination, step: Step, x: Tensor, y: Ten
 
 def seen(way: Callable[..., Any], model: nn.Module, case: Combination, step: Step, k: int) -> Any:
     """All that can be seen after ``way``: what has to be the same, and numbers."""
-    HEARD.clear()
     torch.manual_seed(k)
     found = way(model, case, step, inputs(k, step.rows), inputs(99, step.rows))
     layers = [layer for layer in model.modules() if isinstance(layer, Odd)]
     attributes = [(layer.kind, layer.value, layer.training) for layer in layers]
-    names, heard = zip(*sorted(HEARD), strict=True) if HEARD else ((), ())
-    same = attributes, names, "outside" in case.layers or OUTSIDE["calls"]
-    return same, [found, gradients(model), dict(model.state_dict()), heard, torch.get_rng_state()]
+    same = attributes, "outside" in case.layers or OUTSIDE["calls"]
+    return same, [found, gradients(model), dict(model.state_dict()), torch.get_rng_state()]
 
 
 def expect_equal_or_refused(case: Combination) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import GPipe
+from gpipe import GPipe, flatten
 
 dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch was built without torch.distributed")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
@@ -38,14 +39,28 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
+class Looped(nn.Module):
+    """A model that is flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(network())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Run:
     """A model, its optimizer and the schedule of its learning rate."""
 
-    def __init__(self, balance: list[int] | None) -> None:
-        model = network()
-        self.model: nn.Module = model
+    def __init__(self, balance: list[int] | None, flattened: bool = False) -> None:
+        self.model: nn.Module = Looped() if flattened else network()
         if balance:
-            self.model = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=False)
+            layers = flatten(self.model, X[:2]) if flattened else self.model
+            balance = [*balance[:-1], balance[-1] + len(layers) - LAYERS]
+            self.model = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
@@ -68,6 +83,14 @@ def by_torch(run: Run, again: Run) -> None:
     file.seek(0)
     for name, value in torch.load(file, weights_only=True).items():
         getattr(again, name).load_state_dict(value)
+
+
+def by_safetensors(run: Run, again: Run) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = safetensors.load(safetensors.save(run.model.state_dict()))
+    again.model.load_state_dict(state)
+    for name in ("optimizer", "schedule"):
+        getattr(again, name).load_state_dict(copy.deepcopy(getattr(run, name).state_dict()))
 
 
 def by_checkpoint(run: Run, again: Run, save: Callable[..., Any] = dcp.save) -> None:
@@ -101,25 +124,32 @@ def uninterrupted(steps: int) -> dict[str, Any]:
     return run.state
 
 
-@pytest.mark.parametrize("save", [by_torch, by_checkpoint], ids=["torch.save", "DCP"])
+@pytest.mark.parametrize("save", [by_torch, by_checkpoint, by_safetensors], ids=["torch.save", "DCP", "safetensors"])
 @given(
     before=st.none() | balances,
     after=st.none() | balances,
     steps=st.integers(1, 3),  # torch's get_state_dict takes a step where there was none
     more=st.integers(1, 2),
+    flattened=st.booleans(),
 )
 @settings(max_examples=10)
 def test_it_goes_on_with_any_balance_or_as_the_plain_model(
-    save: Callable[[Run, Run], None], before: list[int] | None, after: list[int] | None, steps: int, more: int
+    save: Callable[[Run, Run], None],
+    before: list[int] | None,
+    after: list[int] | None,
+    steps: int,
+    more: int,
+    flattened: bool,
 ) -> None:
-    run, again = Run(before), Run(after)
+    run, again = Run(before, flattened), Run(after, flattened)
     run.train(steps)
     with torch.no_grad():
         for value in again.model.state_dict().values():
             value.zero_()  # nothing may be left of what it was
     save(run, again)
     again.train(more)
-    torch.testing.assert_close(again.state, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)
+    found = {name.removeprefix("layers."): value for name, value in again.state.items()}
+    torch.testing.assert_close(found, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)
 
 
 def test_asynchronously(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

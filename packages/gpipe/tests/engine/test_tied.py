@@ -41,6 +41,8 @@ class Case(NamedTuple):
     mode: str
     chunks: int
     inline: bool
+    watched: str | None = None
+    """What is told of the gradient of the first weight, as often as in the plain model: by hooks, or by its node."""
 
 
 @st.composite
@@ -60,6 +62,7 @@ def cases(draw: st.DrawFn) -> Case:
         mode=draw(st.sampled_from(MODES)),
         chunks=draw(st.integers(1, 4)),
         inline=draw(st.booleans()),
+        watched=draw(st.sampled_from([None, "by hooks", "by its node"])),
     )
 
 
@@ -79,15 +82,23 @@ def model(ties: tuple[Tie | None, ...], *, frozen: bool = False) -> nn.Sequentia
     return layers
 
 
-def two_steps(module: nn.Module, how: str | None) -> list[Any]:
-    """Losses and gradients before and after the optimizer's first step."""
+def two_steps(module: nn.Module, how: str | None, watched: str | None) -> list[Any]:
+    """Losses and gradients before and after the optimizer's first step, and what was seen of them."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     found: list[Any] = []
+    weight, node = module[0][0].weight, None
+    if watched == "by hooks":
+        weight.register_hook(lambda gradient: found.append(gradient.clone()) or gradient * 2)
+        weight.register_post_accumulate_grad_hook(lambda parameter: found.append(parameter.grad.clone()))
+    elif watched == "by its node":  # as DistributedDataParallel does
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node.register_prehook(lambda gradients: found.append(gradients[0].clone()))
     for _ in range(2):
         optimizer.zero_grad()
         loss, _ = trained(module, rows(), how)
         found += [loss, [p.grad if p.grad is None else p.grad.clone() for p in module.parameters()]]
         optimizer.step()
+    del node  # somebody keeps it until the end
     return found
 
 
@@ -100,7 +111,7 @@ def piped(case: Case) -> GPipe:
 def run(case: Case) -> list[Any]:
     with apart() if case.apart else nullcontext(), gpipe.inline() if case.inline else nullcontext():
         pipe = piped(case)
-        found = within(60, lambda: two_steps(pipe, case.how))
+        found = within(60, lambda: two_steps(pipe, case.how, case.watched))
         pipe.close()
     return found
 
@@ -123,7 +134,7 @@ def apart() -> Iterator[None]:
 @example(Case((None, Tie("linear", 0)), False, [1, 1], 2, False, "1f1b", "always", 3, False))
 @example(Case((None, Tie("weight", 0), Tie("bias", 0)), True, [1, 1, 1], 3, True, "zero_bubble", "never", 2, False))
 def test_it_trains_like_the_plain_model_and_every_run_gives_the_same_bits(case: Case) -> None:
-    expected, first = two_steps(model(case.ties, frozen=case.frozen), None), run(case)
+    expected, first = two_steps(model(case.ties, frozen=case.frozen), None, case.watched), run(case)
     torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(run(case._replace(inline=not case.inline)), first, rtol=0, atol=0)
 
@@ -137,13 +148,6 @@ TIED = (None, Tie("weight", 0), Tie("linear", 0))
 def pipe_of(layers: nn.Sequential, **options: Any) -> GPipe:
     """Each layer on a stage of its own."""
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=3, **options)
-
-
-def assert_sees_the_same(watched: Callable[[nn.Module], list[Tensor]]) -> None:
-    """A pipe and the plain model, both trained by ``watched``, give what it saw, and the same gradients."""
-    pipe, plain = pipe_of(model(TIED)), model(TIED)
-    torch.testing.assert_close(watched(pipe), watched(plain))
-    assert_same(pipe, plain)
 
 
 @places
@@ -165,45 +169,18 @@ def test_tied_untied_and_frozen_later(place: Callable[[], Any]) -> None:
 @places
 @each_way
 @hows
-class TestAsInThePlainModel:
-    def test_hooks_fire_once_with_the_sum(self, place: Any, way: Any, how: str | None) -> None:
-        def watched(module: nn.Module) -> list[Tensor]:
-            seen: list[Tensor] = []
-            weight = module[0][0].weight
-            weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
-            weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-            trained(module, rows(), how)
-            return seen
+def test_a_table_for_words_and_for_logits(place: Any, way: Any, how: str | None) -> None:
+    def built(sparse: bool) -> nn.Sequential:
+        table = nn.Embedding.from_pretrained(rows(5), freeze=False, sparse=sparse, padding_idx=0)
+        return nn.Sequential(table, linears(1)[0], Layer(lambda s, x: x @ s.m[0].weight.T, table))
 
+    words = torch.tensor([[0, 1], [2, 3], [4, 4], [1, 0]])
+    for sparse in (False, True):
         with place(), way():
-            assert_sees_the_same(watched)
-
-    def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str | None) -> None:
-        def built(sparse: bool) -> nn.Sequential:
-            table = nn.Embedding.from_pretrained(rows(5), freeze=False, sparse=sparse, padding_idx=0)
-            return nn.Sequential(table, linears(1)[0], Layer(lambda s, x: x @ s.m[0].weight.T, table))
-
-        words = torch.tensor([[0, 1], [2, 3], [4, 4], [1, 0]])
-        for sparse in (False, True):
-            with place(), way():
-                pipe, plain = pipe_of(built(sparse), checkpoint="always"), built(sparse)
-                trained(plain, words)
-                trained(pipe, words, how)
-                assert_same(pipe, plain)
-
-    def test_nodes_that_somebody_keeps(self, place: Any, way: Any, how: str | None) -> None:
-        """As DistributedDataParallel does."""
-
-        def watched(module: nn.Module) -> list[Tensor]:
-            seen: list[Tensor] = []
-            node = torch.autograd.graph.get_gradient_edge(module[0][0].weight).node
-            node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
-            trained(module, rows(), how)
-            trained(module, rows(), how)
-            return seen
-
-        with place(), way():
-            assert_sees_the_same(watched)
+            pipe, plain = pipe_of(built(sparse), checkpoint="always"), built(sparse)
+            trained(plain, words)
+            trained(pipe, words, how)
+            assert_same(pipe, plain)
 
 
 def counting(change: Callable[[Any], Any], total: float = 0.0) -> nn.Module:
