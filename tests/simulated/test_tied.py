@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from packages.gpipe.tests.layers import Tied
 from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .models import WIDTH, assert_trains_like, linear, piped, rows, running
+from .models import WIDTH, assert_trains_like, linear
 from .placements import devices
 
 
@@ -34,23 +33,6 @@ def model() -> nn.Sequential:
     second.bias = first.bias
     layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Tied(second)), linear()]
     return nn.Sequential(*layers, Tied(first))
-
-
-@pytest.mark.parametrize("placement", ["three devices", "CPU between"])
-@pytest.mark.parametrize("inline", [False, True])
-def test_optimizers_see_one_parameter(placement: str, inline: bool):
-    pipe, plain = piped(model(), placement), model()
-    with running(inline):
-        for module in (pipe, plain):
-            seen: list[Tensor] = []
-            module[0].weight.register_hook(lambda gradient, seen=seen: seen.append(gradient))
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            for _ in range(3):
-                optimizer.zero_grad()
-                module(rows().to(next(module.parameters()).device)).square().sum().backward()
-                optimizer.step()
-            assert len(seen) == 3
-    torch.testing.assert_close([p.cpu() for p in pipe.parameters()], list(plain.parameters()))
 
 
 class Masked(nn.Module):

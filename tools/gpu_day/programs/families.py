@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from tests.frameworks.test_own_loss import BRANCHING, CASES, batch_of, made
+from tests.frameworks.labelled import BRANCHING, CASES, batch_of, made
 from torch import Tensor, nn
 
 from gpipe import GPipe
@@ -46,7 +46,7 @@ def measured(name: str, devices: list[torch.device], exact: bool) -> tuple[float
     family, _ = CASES[name]
     model, plain = made(family._replace(dtype=torch.float32))
     plain.to(devices[-1])
-    batch = {key: single(value) for key, value in batch_of(name, ROWS, padded=True).items()}
+    batch = {key: single(value) for key, value in batch_of(name, ROWS, "padded").items()}
     pipe = GPipe(model, devices=devices, chunks=3, sample={key: value[:2] for key, value in batch.items()})
     kind = devices[-1].type
     with nullcontext() if exact else torch.autocast(kind, torch.bfloat16):

@@ -18,7 +18,7 @@ import gpipe
 from gpipe import GPipe
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, MODES, assert_same, each_mode, gradients, linears, piped, rows, running
+from ..layers import DOUBLE, MODES, assert_same, gradients, linears, piped, rows
 from ..schedules import ALONE, each_schedule
 
 CLASSES, PAD = 3, -100
@@ -216,27 +216,3 @@ class TestCheckpointed:
     ) -> None:
         grown = self.peak(few + more, schedule, "always") - self.peak(few, schedule, "always")
         assert grown < 4096 * more
-
-    @each_schedule
-    @each_mode
-    @pytest.mark.parametrize("inline", [False, True])
-    def test_the_loss_is_computed_once_for_each_micro_batch(self, schedule: str, mode: str, inline: bool) -> None:
-        seen: list[list[float]] = []
-
-        def loss_fn(output: Tensor, target: Tensor) -> Any:
-            assert not gpipe.is_checkpointing()
-            assert not gpipe.is_recomputing()
-            seen.append(target[:, 0].tolist())
-            return F.mse_loss(output, target), {"first": target[:, 0]}
-
-        model, target = linears(), rows(7)
-        pipe = piped(model, [1, 2], chunks=3, checkpoint=mode)
-        with running(inline):
-            loss, metrics, outputs = pipe.step(rows(7), target, loss_fn=loss_fn, schedule=schedule, return_outputs=True)
-        assert sorted(seen) == sorted(part[:, 0].tolist() for part in target.split(3))
-        expected = F.mse_loss(model(rows(7)), target)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(metrics["first"], target[:, 0])
-        torch.testing.assert_close(outputs, model(rows(7)).detach())
-        assert_same(pipe, model)

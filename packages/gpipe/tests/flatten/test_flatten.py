@@ -103,17 +103,23 @@ def models(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_it_trains_as_the_model_does(
     problem: tuple[dict[str, Any], dict[str, Any]], schedule: str, data: st.DataObject
 ):
+    """Also one that was built without data, with a sample that may have none either."""
     options, kinds = problem
-    model, plain = pair(**options)
-    layers = flatten(model, batch(2, **kinds))
+    (model, plain), sample, init = pair(**options), batch(2, **kinds), None
+    if data.draw(st.booleans()):
+        with torch.device("meta"):
+            model, init = Model(**options).double(), plain.state_dict()
+        sample = {name: each.to(data.draw(st.sampled_from(["cpu", "meta"]))) for name, each in sample.items()}
+    layers = flatten(model, sample)
     cut = data.draw(st.integers(1, len(layers) - 1))
     mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
-    inputs = batch(**kinds)
-    with closing(GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2, chunks=3, checkpoint=mode)) as pipe:
+    inputs, balance = batch(**kinds), [cut, len(layers) - cut]
+    with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=3, checkpoint=mode, init=init)) as pipe:
         torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
         pipe.step(inputs, loss_fn=lambda output: output.square().mean(), schedule=schedule)
     plain(**inputs)["logits"].square().mean().backward()
     torch.testing.assert_close(gradients(model), gradients(plain))
+    torch.testing.assert_close(model(**inputs)["logits"], plain(**inputs)["logits"])
 
 
 def test_a_batch_is_a_mapping():

@@ -5,23 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe, check, flatten, plan
 from gpipe.balance import balance_by_time
 from gpipe.simulate import simulate, stage_costs
 from profiler import profile
 
-from ..layers import gradients
-from .test_flatten import Model, Told, batch, each_refusal, models
+from .test_flatten import Model, Told, batch, each_refusal
 
 
 def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
@@ -30,31 +25,6 @@ def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
         model = Model(**options).double()
     torch.manual_seed(1)
     return model, Model(**options).double()
-
-
-def on_meta(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to("meta") for name, tensor in inputs.items()}
-
-
-@settings(max_examples=settings.default.max_examples // 2)
-@given(models(), st.data())
-def test_it_trains_as_the_model_does(problem: tuple[dict[str, Any], dict[str, Any]], data: st.DataObject) -> None:
-    options, kinds = problem
-    model, plain = pair(**options)
-    place = data.draw(st.sampled_from([dict, on_meta]))
-    layers = flatten(model, place(batch(2, **kinds)))
-    cut = data.draw(st.integers(1, len(layers) - 1))
-    pipe = GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2, chunks=3, init=plain.state_dict())
-    torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
-    inputs = batch(**kinds)
-    with gpipe.inline() if data.draw(st.booleans()) else nullcontext():
-        output, expected = pipe(**inputs), plain(**inputs)["logits"]
-        torch.testing.assert_close(output, expected)
-        output.square().mean().backward()
-    expected.square().mean().backward()
-    torch.testing.assert_close(gradients(model), gradients(plain))
-    torch.testing.assert_close(model(**inputs)["logits"], plain(**inputs)["logits"])
-    pipe.close()
 
 
 @each_refusal
