@@ -145,29 +145,6 @@ def carries_graph(s: Odd, x: Tensor) -> Tensor:
     return y
 
 
-def own_generator(s: Odd, x: Tensor) -> Tensor:
-    s.calls += 1
-    generator = torch.Generator().manual_seed(int(s.calls))
-    return s.linear(x) * torch.rand(WIDTH, generator=generator, dtype=DOUBLE)
-
-
-def seeds(s: Odd, x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(17)
-        return s.linear(x) * torch.rand(WIDTH, dtype=DOUBLE)
-
-
-def noisy_gradient(s: Odd, x: Tensor) -> Tensor:
-    y: Tensor = s.linear(x)
-    if y.requires_grad:
-        y.register_hook(lambda gradient: gradient * torch.rand(gradient.shape, dtype=DOUBLE))
-    return y
-
-
-def checkpointed_reentrant(s: Odd, x: Tensor) -> Tensor:
-    return checkpoint(s.linear, x, use_reentrant=True) if x.requires_grad else s.linear(x)
-
-
 def hooks_module(s: Odd, x: Tensor) -> Tensor:
     handle = s.linear.register_forward_hook(lambda module, inputs, output: output * 2)
     y: Tensor = s.linear(x)
@@ -230,8 +207,8 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
         each.__name__: each
         for each in (
             listed, outside, polite, counted, averaged, by_numpy, large, decays, decays_by_data, looked_up,
-            in_place_later, keeps, carries, carries_graph, own_generator, seeds, noisy_gradient, checkpointed_reentrant,
-            hooks_module, without_grad, grad_inside, func_inside, switches_grad, casts, patched, raises_later,
+            in_place_later, keeps, carries, carries_graph, hooks_module, without_grad, grad_inside, func_inside,
+            switches_grad, casts, patched, raises_later,
         )
     },
     "in_place": lambda s, x: x.mul_(0.5).add_(s.spare),
@@ -243,7 +220,6 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "drops_in_place": lambda s, x: nn.functional.dropout(s.linear(x), 0.4, s.training, inplace=True),
     "skips_at_random": lambda s, x: s.linear(x) if s.training and float(torch.rand(())) < 0.5 else x,
     "checkpointed": lambda s, x: checkpoint(s.linear, x, use_reentrant=False),
-    "checkpointed_drop": lambda s, x: checkpoint(lambda y: s.drop(s.linear(y)), x, use_reentrant=False),
     "detaches": lambda s, x: s.linear(x.detach()),
     "blocks": lambda s, x: Blocks.apply(x) + s.linear(x),
     "overwrites": lambda s, x: Overwrites.apply(s.linear(x)) + x,
@@ -252,7 +228,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "module_anew": lambda s, x: nn.Softplus(beta=2)(s.linear(x)),
 }  # fmt: skip
 
-DRAWING = {"drops", "drops_in_place", "skips_at_random", "seeds", "noisy_gradient", "checkpointed_drop"}
+DRAWING = {"drops", "drops_in_place", "skips_at_random"}
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
