@@ -39,7 +39,7 @@ SHORT = {
     "microbatch": "scatter",
     "streams": "workers",
     "profiler": "profile",
-    "gpipe": "models",
+    "gpipe": "any_order",
 }
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
 # Three on two cores: tests wait for processes and threads now and then.
