@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline, plan
+from gpipe import GPipe, Infeasible, inline, plan
 from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_bytes
 from gpipe._plan._candidate import Candidate, schedule_of
 from gpipe._plan._costs import Costs, Measured
@@ -206,6 +206,18 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     found = plan(model, x, ["cpu"] * 2, memory=[room, None], **given)
     assert "one step of the engine" in found.notes[-1]
     assert found.predicted.bytes[0].total <= room
+
+
+def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
+    """Of two stages on a device, the account adds up peaks that come at different times."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
+    given = {"loss_fn": lambda output: squares(output, None), "chunks": 4, "schedule": "zbv", "calibrate": False}
+    x, devices = torch.randn(ROWS, WIDTH), ["cpu:0", "cpu:1"]
+    need = plan(model, x, devices, checkpoint="always", **given).predicted.bytes
+    room = [each.total for each in need]
+    assert plan(model, x, devices, checkpoint="always", memory=room, **given).predicted.bytes == need
+    with pytest.raises(Infeasible, match="short"):
+        plan(model, x, devices, checkpoint="always", memory=[size - 1 for size in room], **given)
 
 
 def test_devices_that_are_not_there_keep_no_scores_of_attention():

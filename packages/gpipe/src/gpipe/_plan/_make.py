@@ -155,11 +155,11 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
     for _ in range(REHEARSALS):
         found = search(spaces)
         k = next(k for k, space in enumerate(spaces) if space.measured is found[0].costs.measured)
-        if not found[0].fits(spaces[k].limits):
-            break
         best = _rehearsed(request, found[0])
         if best.fits(spaces[k].memory):
             return [best, *found[1:]]
+        if not found[0].fits(spaces[k].limits):
+            break
         scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
     raise explain(spaces[k], found[0], request.names)
