@@ -30,6 +30,10 @@ LAYERS = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4
 TRANSLATOR = {**LAYERS, **SPECIAL, "vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 SEEING = {**VISION, "image_size": 32, "patch_size": 8}
 PAIRS: dict[str, Any] = {"depths": [2, 2], "num_labels": 5}
+SEGMENTS: dict[str, Any] = {
+    **{"num_encoder_blocks": 2, "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], **PAIRS},
+    **{"strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
+}
 
 
 def waves(rows: int) -> dict[str, torch.Tensor]:
@@ -115,6 +119,7 @@ MORE = {
         | {"max_position_embeddings": 64},
         bytes_of,
     ),
+    "XLNet": Family("XLNetLMHeadModel", {"vocab_size": WORDS, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64}),
     "ALBERT": classifier("Albert", {**CLASSES, "embedding_size": 16}),
     "BART": Family("BartForConditionalGeneration", {**TRANSLATOR, "max_position_embeddings": 64}, translated),
     "Whisper": Family(
@@ -145,10 +150,17 @@ MORE = {
         "Swin",
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "num_heads": [2, 4], "window_size": 4, **PAIRS},
     ),
-    "SegFormer": image_classifier(
-        "Segformer",
-        {"num_encoder_blocks": 2, "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], **PAIRS}
-        | {"strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
+    "SegFormer": image_classifier("Segformer", SEGMENTS),
+    "SegFormer, pixels": Family(
+        "SegformerForSemanticSegmentation",
+        {**SEGMENTS, "decoder_hidden_size": 16},
+        pictures,
+        by_micro_batch=True,
+    ),
+    "RegNet": image_classifier(
+        "RegNet",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "groups_width": 4, **PAIRS},
+        by_micro_batch=True,
     ),
     "ConvNeXt": image_classifier("ConvNext", {"hidden_sizes": [8, 16], "num_stages": 2, **PAIRS}),
     "ResNet": image_classifier(
