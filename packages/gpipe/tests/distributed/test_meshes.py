@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import Rank, RemoteError
+from gpipe.distributed import Rank
 
-from ..worlds import world
 from .planted import expect_gradients
 
 
@@ -86,19 +84,3 @@ def _expect_plain(kind: str) -> None:
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(rank.clip_grad_norm_(0.1), norm)
     expect_gradients(rank, plain)
-
-
-def test_layers_over_the_wrong_processes_are_refused() -> None:
-    with world(4) as opened:  # of its own: torch gives later meshes the same group, whose connections are closed
-        opened.run(_expect_refused)
-
-
-def _expect_refused() -> None:
-    """Those of other stages, which never come to them."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    rank = Rank(nn.Sequential(Block(), Block()), [1, 1], group=mesh["pp"])
-    fully_shard(rank.partitions[0], mesh=mesh["pp"])
-    with pytest.raises((ValueError, RemoteError), match="computes over a group with rank"):
-        rank.step(torch.randn(8, 8), loss_fn=Tensor.mean)

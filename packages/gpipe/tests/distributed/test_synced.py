@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in
+from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, network, own_half, planted_in
 
 
 class OnHost(nn.SyncBatchNorm):
@@ -70,16 +70,22 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
         expect_gradients(rank, plain)
 
 
-@pytest.mark.parametrize("over", ["all", "stages"])
+@pytest.mark.parametrize("over", ["all", "stages", "shards"])
 def test_over_other_stages_it_is_refused(over: str) -> None:
+    """Also parameters that are sharded over them: they never come to that layer."""
     with world(4) as opened:  # of its own: the connections of these groups are closed then
         opened.run(_expect_refused, over)
 
 
 def _expect_refused(over: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     mesh = mesh_of_four()
     stages = mesh["stages"].get_group()
-    rank = Rank(_network(dist.group.WORLD if over == "all" else stages), [6, 6], group=stages, chunks=2)
+    model = network().double() if over == "shards" else _network(dist.group.WORLD if over == "all" else stages)
+    rank = Rank(model, [len(model) // 2] * 2, group=stages, chunks=2)
+    if over == "shards":
+        fully_shard(rank.partitions[0], mesh=mesh["stages"])
     with pytest.raises((ValueError, RemoteError), match="computes over a group with rank"):
         rank.step(*batch(24, torch.float64), loss_fn=nn.functional.mse_loss)
 
