@@ -77,6 +77,31 @@ class TestModes:
         assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
         assert sorted(pipe[1].entries) == sorted(expected)
 
+    @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
+    @pytest.mark.parametrize("flags", ["always", [[True, False], "never"]], ids=["stage", "block"])
+    @pytest.mark.parametrize("call", [1, 2])
+    def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(
+        self, call: int, flags: Any, way: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        diary, calls = Diary(), iter(range(1, 9))
+
+        def fail(*_: Any) -> None:
+            assert next(calls) != call
+
+        model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), diary), nn.Identity(), nn.Identity())
+        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, checkpoint=flags)
+        with way():
+            hook = model[0][0].register_forward_hook(fail)
+            with pytest.raises(AssertionError):
+                pipe(torch.ones(1, 1)).sum().backward()
+            hook.remove()
+            diary.entries.clear()
+            pipe.checkpoint = "never"
+            with torch.no_grad():
+                pipe(torch.ones(1, 1))
+        assert [phase for _, *phase in diary.entries] == [[False, False]]
+        pipe.close()
+
 
 def with_buffer() -> nn.Sequential:
     """Linear layers; the middle one also scales by a buffer."""

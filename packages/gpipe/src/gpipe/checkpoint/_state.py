@@ -9,7 +9,7 @@ attribute, a closure, ``.numpy()`` of a large buffer) shows only in the outputs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final
 
@@ -118,9 +118,12 @@ class Snapshot:
         pairs = enumerate(zip(before, now, strict=True))
         return self._state.names([at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)])
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """A context for a recomputation, with the buffers as they were."""
+        return self._restored() if self._copies else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
         # Copies, and not the buffers themselves, since the recomputation changes them again.
         now = self._state.put(self._copies)
         try:

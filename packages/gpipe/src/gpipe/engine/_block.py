@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from streams import Context
 
 from .._current import current, setting
+from .._torch import backward_id
 from ..checkpoint._random import CellRNG
 from ..skip._layout import skippables
 from ..values._constants import expect_plain
@@ -122,8 +123,10 @@ class _Forward:
             assert self._repeatable.inputs is not None
             value, *skips = as_nonleaf(self._repeatable.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
+            # This is inside of a backward, where layers must not draw: but here they may.
+            phase = setting(recomputing=True, rng=self._random, graph_task=backward_id(), skips=own)
             # A layer may have a small backward of its own, within its forward.
-            with setting(skips=own), saved_tensors_hooks(save, _Saved.load):
+            with phase, saved_tensors_hooks(save, _Saved.load):
                 return self._block.outputs(self._compute(value))
 
         self._repeatable.again(compute)

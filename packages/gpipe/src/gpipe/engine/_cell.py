@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .._current import current
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
 from ..values._sharing import PRESERVED, flag_aliases
@@ -108,10 +109,11 @@ class CheckpointedCell(Cell):
     It keeps its graph if the forward cannot be repeated.
     """
 
-    __slots__ = ("_computed", "_repeatable")
+    __slots__ = ("_computed", "_random", "_repeatable")
     _computed: Activation
 
     def __init__(self, random: CellRNG, recomputation: Recomputation) -> None:
+        self._random = random
         self._repeatable = Repeatable(recomputation, random)
 
     def forward(self, stage: StageRun, inputs: Activation) -> Activation:
@@ -131,7 +133,9 @@ class CheckpointedCell(Cell):
 
     def recompute(self, stage: StageRun) -> None:
         if self._repeatable.inputs is not None:
+            current.recomputing, current.rng = True, self._random
             self._computed = self._repeatable.again(partial(stage.compute, self.inputs))
+            current.recomputing, current.rng = False, None
             stage.stage.guard.watch(self.inputs.tensors)
             self._outputs = self._computed.tensors
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from streams import Context
 
-from .._current import setting
-from .._torch import backward_id
 from ..checkpoint._compare import Sample, checks_all
 from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State
@@ -83,6 +81,8 @@ class Recomputation:
 class Repeatable:
     """A forward that is computed again before its backward, unless it turns out that it cannot be repeated.
 
+    While either computes, :data:`current` has its random numbers, and says which of both it is.
+
     Attributes:
         inputs: the inputs as they were before the forward; None if its graph has to be kept.
     """
@@ -98,10 +98,7 @@ class Repeatable:
         self.inputs: Activation | None = None
 
     def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
-        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these.
-
-        Meanwhile ``current`` says that they are checkpointed, and has the random numbers of this forward.
-        """
+        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these."""
         before = versions(inputs)
         self._snapshot = self._shared.look()
         outputs = compute()
@@ -133,8 +130,6 @@ class Repeatable:
             )
         with (
             self._shared.applied_context(),  # autocast also decides how far values may differ
-            # A block is computed again inside of a backward, where layers must not draw; here they may.
-            setting(recomputing=True, rng=self._random, graph_task=backward_id()),
             self._snapshot.restored(),
             self._random.repeated(),
         ):

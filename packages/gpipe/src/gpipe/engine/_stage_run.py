@@ -127,7 +127,7 @@ class StageRun:
         cell = Cell() if recomputation is None else CheckpointedCell(random, recomputation)
         self._cells[i] = cell
         current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
-        current.checkpointing = recomputation is not None
+        current.checkpointing, current.recomputing = recomputation is not None, False
         outputs = cell.forward(self, inputs)
         current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
         current.checkpointing, current.blocks = False, ()
