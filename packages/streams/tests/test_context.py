@@ -93,17 +93,35 @@ def test_a_worker_sees_what_its_caller_saw(blocks):
         assert in_worker(observe) == observe()
 
 
+VARIABLES = [block(variable, COLOUR, "white"), block(variable, SIZE, 9)]
+"""Variables are not taken away, so whoever is compared has some."""
+
+
 @given(surroundings(), surroundings())
 @example([], [block(cast, "mps", torch.bfloat16, True)])
 def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others):
-    # Variables are not taken away, so everybody has some.
-    given_variables = [block(variable, COLOUR, "white"), block(variable, SIZE, 9)]
-    with inside(given_variables + blocks):
+    with inside(VARIABLES + blocks):
         context, seen = Context.capture(), observe()
     with inside(others):
         before = state()
         assert under(context, observe) == seen
         assert state() == before
+
+
+@given(surroundings(), surroundings())
+@example([block(torch.set_grad_enabled, False)], [])
+@example([], [block(torch.set_grad_enabled, False)])
+@example([], [block(cast, "cpu", torch.bfloat16, True)])
+@example([], [block(variable, SIZE, 1)])
+def test_over_a_context_that_is_known_it_does_the_same(blocks, others):
+    with inside(VARIABLES):
+        with inside(blocks):
+            context, seen = Context.capture(), observe()
+        with inside(others):
+            before = state()
+            with context.over(Context.capture())():
+                assert observe() == seen
+            assert state() == before
 
 
 @given(surroundings(), surroundings())

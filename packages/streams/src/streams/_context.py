@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context as Variables
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from typing import Any
 
@@ -83,6 +83,24 @@ class Context:
             finally:  # an interrupt may come between two of them
                 while undos:
                     undos.pop()()
+
+    def over(self, around: Context) -> Callable[[], AbstractContextManager[None]]:
+        """What does as :meth:`applied` on threads that are in another context, at less cost if it differs little.
+
+        Args:
+            around: the context of these threads. If it has another grad mode and nothing else, only that is set.
+
+        Returns:
+            A function that returns a context manager.
+        """
+        others = around.variables
+        has_variables = all(var in others and others[var] is value for var, value in self.variables.items())
+        alike = has_variables and self._but_grad_mode == around._but_grad_mode
+        return partial(torch.set_grad_enabled, self.grad_mode) if alike else self.applied
+
+    @property
+    def _but_grad_mode(self) -> tuple[Any, ...]:
+        return self.inference_mode, self.autocast, self.saved_tensors_hooks, self.function_modes
 
     def casts_kept(self) -> AbstractContextManager[None]:
         """A context manager that keeps autocast's casts of weights while threads enter and leave this context.

@@ -54,7 +54,8 @@ class Block:
         layers._modules.update(islice(stage.module.named_children(), numbers.start, numbers.stop))
         layers.training = stage.module.training
         self.numbers = numbers
-        self.recomputation = Recomputation(layers, stage.blocks[numbers], context)
+        self.recomputation = Recomputation(layers, stage.blocks[numbers])
+        self.context = context
         self.stage = stage
         self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
         self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]
@@ -129,7 +130,8 @@ class _Forward:
             with phase, saved_tensors_hooks(save, _Saved.load):
                 return self._block.outputs(self._compute(value))
 
-        self._repeatable.again(compute)
+        with self._block.context.applied():  # also what is compared: autocast decides how far values may differ
+            self._repeatable.again(compute)
         # The same operations save the same tensors in the same order, so that the number says which is which.
         if len(found) != len(self._saved):
             raise _saved_others()

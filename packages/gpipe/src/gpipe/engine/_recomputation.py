@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-
-from streams import Context
 
 from ..checkpoint._compare import Sample, checks_all
 from ..checkpoint._random import CellRNG
@@ -37,22 +34,14 @@ class RecomputationFacts:
 
 
 class Recomputation:
-    """What all recomputed forwards of some layers share in a run.
+    """What all recomputed forwards of some layers share in a run."""
 
-    Args:
-        context: the settings of the caller of the forward; None if the recomputation has them already.
-    """
-
-    def __init__(self, module: nn.Module, facts: RecomputationFacts, context: Context | None) -> None:
+    def __init__(self, module: nn.Module, facts: RecomputationFacts) -> None:
         self._module = module
         self._facts = facts
-        self._context = context
         self._state: State | None = None
         self._compares_all = checks_all()
         self._compares = not facts.compared
-
-    def applied_context(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._context is None else self._context.applied()
 
     def look(self) -> Snapshot:
         # Layers may add attributes and buffers in a forward. Then their places are looked up again.
@@ -114,7 +103,7 @@ class Repeatable:
         return outputs
 
     def again(self, compute: Callable[[], Activation]) -> Activation:
-        """The outputs of ``compute``, which calls the layers as in the forward."""
+        """The outputs of ``compute``, which calls the layers as in the forward, under the settings of the forward."""
         assert self.inputs is not None
         if versions(self.inputs) != self._versions:
             raise RuntimeError(
@@ -128,11 +117,7 @@ class Repeatable:
                 "would now compute something else; change it after backward() (optimizer.step() comes last), or use "
                 "checkpoint='never', also if the forward of a later micro-batch changes it"
             )
-        with (
-            self._shared.applied_context(),  # autocast also decides how far values may differ
-            self._snapshot.restored(),
-            self._random.repeated(),
-        ):
+        with self._snapshot.restored(), self._random.repeated():
             outputs = compute()
             self._shared.expect_same(self._sample, outputs.tensors)
         return outputs

@@ -137,6 +137,9 @@ class Run:
             with self._tied.applied():
                 for then in self._then:
                     then.expect_same()
+            settings_of_forward = self.context.over(Context.capture())
+            for stage in self._stages.values():
+                stage.forward_settings = settings_of_forward
         # The caller may be on other streams than in the forward, and its gradients are computed there.
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)

@@ -7,7 +7,8 @@ what they return is memory of their parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,8 @@ class StageRun:
     Attributes:
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their mark.
+        forward_settings: a recomputation applies them. A step takes all its actions under the same; a backward of the
+            caller's has others.
         adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -88,6 +91,7 @@ class StageRun:
         self.may_change_input = True
         self.given: list[tuple[Tensor, int]] = []
         self.adds = False
+        self.forward_settings: Callable[[], AbstractContextManager[None]] = nullcontext
         # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
         self._rng, self._size, self._left, self._keeps = run.rng, run.size, run.size.microbatches, run.keeps
         self._loss, self._deferred = run.loss, run.deferred
@@ -96,9 +100,7 @@ class StageRun:
         self._checkpoint_stop = stop = run.size.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
-        # A step takes all its actions under one context, and a backward of the caller's has another.
-        context = run.context if run.loss is None else None
-        self._recomputation = Recomputation(stage.module, stage.recomputation, context) if stop else None
+        self._recomputation = Recomputation(stage.module, stage.recomputation) if stop else None
         # Nothing is checkpointed in evaluation.
         has_blocks = stage.blocks and run.keeps and stage.module.training
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
@@ -141,7 +143,8 @@ class StageRun:
 
     def recompute(self, i: int) -> None:
         cell = self._cells[i]
-        cell.recompute(self)
+        with self.forward_settings():
+            cell.recompute(self)
         if i < self._late_losses:
             assert isinstance(cell, CheckpointedCell)
             current.microbatch = None
