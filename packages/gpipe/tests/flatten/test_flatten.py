@@ -488,6 +488,63 @@ def test_blocks_that_cannot_be_are_refused_by_name(blocks: Any, named: str):
         flatten(Model(), {"x": torch.randn(2, 2)}, blocks=blocks)
 
 
+def _reads_an_output(model: Told, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    sign = 1 if hidden.sum() > 0 else -1
+    return model.head(model.past(model.through(hidden)) * sign)
+
+
+def _reads_a_buffer(model: Told, x: Tensor) -> Tensor:
+    level = model.level.item()
+    return model.head(model.past(model.through(model.embed(x))) * (level + 1))
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(st.sampled_from([_reads_an_output, _reads_a_buffer]), st.sampled_from([0, 2]), st.integers(0, 9))
+def test_numbers_that_a_forward_reads_are_those_of_each_micro_batch(told: Callable[..., Any], others: int, seed: int):
+    torch.manual_seed(seed)
+    model = Told(told, others=others)
+    model.register_buffer("level", torch.tensor(0))
+    x = torch.randn(6, 2)
+    with closing(GPipe(model, [1, len(model.body.blocks) + others + bool(others) + 1], sample=x[:2], chunks=3)) as pipe:
+        for level in (seed, 0):
+            model.level.fill_(level)
+            torch.testing.assert_close(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
+
+
+class Passing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, value: Any) -> tuple[Tensor, Any]:
+        return self.linear(hidden), hidden.mean(1, keepdim=True) if value == "a tensor" else value
+
+
+def _uses_what_blocks_return(model: Told, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden, found = block(hidden, model.value)
+    return model.head(hidden * (0.5 if found is None else found))
+
+
+values = st.sampled_from([None, 1, 2, "a tensor"])
+
+
+@given(values, values)
+def test_numbers_that_a_block_returns_are_those_of_the_sample_or_refused(then: Any, now: Any):
+    model = Told(_uses_what_blocks_return)
+    model.body.blocks = nn.ModuleList(Passing() for _ in range(2))
+    model.value, x = then, torch.randn(4, 2)
+    with closing(GPipe(model, [2, 2], sample=x[:2], chunks=2)) as pipe:
+        model.value = now
+        if now == then:
+            torch.testing.assert_close(pipe(x), model(x))
+        else:
+            with pytest.raises(RuntimeError, match=rf"'body\.blocks\.0' returned {now}, and {then} with the sample"):
+                pipe(x)
+
+
 def test_a_block_that_is_left_out_is_named():
     def drops(model: Model, x: Tensor) -> Tensor:
         hidden = model.embed(x)

@@ -165,6 +165,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         self._segment = 0
         self._computed: set[int] = set()  # memory whose values operations outside of modules have computed
         self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
+        self._read: frozenset[Any] = frozenset()  # sources of values that became numbers, as by item() and `if`
         self._model = model
         names = list(chain.from_iterable(trunks))
         self._blocks = {model.get_submodule(name): name for name in reversed(names)}
@@ -204,7 +205,9 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
             self.add(leaf, frozenset([source._replace(place=place)]))
-        self._segment += is_block and source.call in self._last
+        if is_block and source.call in self._last:
+            self._segment += 1
+            self._use_sources(self._read)  # each segment reads them again; what depends on the numbers is not seen
 
     def _keep_arguments(self, name: str, given: Any) -> None:
         """Let later segments take what was computed for this block from its arguments, not from all before it."""
@@ -216,7 +219,10 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                 self._known[storage_id(leaf)] = leaf, frozenset([source])
 
     def _use(self, value: Any, *, of_block: bool = False) -> None:
-        for source in self.of(value):
+        self._use_sources(self.of(value), of_block=of_block)
+
+    def _use_sources(self, sources: frozenset[Any], *, of_block: bool = False) -> None:
+        for source in sources:
             if not isinstance(source, Origin):
                 self._note(source)
                 continue
@@ -248,6 +254,8 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         else:  # not a view
             found -= {*map(storage_id, tensors_of((args, kwargs)))}
         self._computed |= found
+        if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+            self._read |= self.of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.add(result, frozenset([Origin(_DRAWN, 0, 0, self._segment)]))
         return result

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
-from ..values._constants import Note
+from ..values._constants import Note, is_constant
 from ._calls import Calls, Key, Like, like
 from ._collected import collecting
 from ._ending import Ending, Returned, split_loss_only
@@ -201,6 +201,7 @@ class ModelBlock(Part):
                 f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
                 "that it treats alike"
             )
+        self._expect_constants(found)
         for title, key in self._gives.items():
             tensor = found[key[2]] if key[2] >= 0 else given[-1 - key[2]]
             yield stash(title, tensor.clone() if key in self._written else tensor)
@@ -211,6 +212,27 @@ class ModelBlock(Part):
         kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
         every = {**carried["collected"], first: collected} if collected else carried["collected"]
         return carried | {"values": kept | own if self._last else kept, "collected": every}
+
+    def _expect_constants(self, found: Sequence[Any]) -> None:
+        """Raise RuntimeError unless what is no tensor is as with the sample: later segments compute with that."""
+        for leaf, then in zip(found, self._call.outputs, strict=True):
+            if not _is_as_then(leaf, then):
+                raise RuntimeError(
+                    f"block {self.path!r} returned {_shown(leaf)}, and {_shown(then)} with the sample, with which "
+                    "later parts of the model compute; let it return a tensor, or flatten the model with a sample that "
+                    "it treats alike"
+                )
+
+
+def _is_as_then(leaf: Any, then: Any) -> bool:
+    """Whether both are tensors, or equal; objects that cannot go from stage to stage are not compared."""
+    if isinstance(leaf, Tensor) or isinstance(then, Like):
+        return isinstance(leaf, Tensor) and isinstance(then, Like)
+    return leaf is then or not (is_constant(leaf) or is_constant(then)) or bool(leaf == then)
+
+
+def _shown(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, (Tensor, Like)) else repr(leaf)
 
 
 def _skip(k: int, segment: int) -> str:
