@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe import Arguments, GPipe, flatten
 
@@ -559,14 +560,22 @@ def test_a_block_that_is_left_out_is_named():
         pipe(torch.randn(4, 2))
 
 
-def test_what_is_computed_between_blocks_otherwise_than_with_the_sample_is_refused_then():
+@pytest.mark.parametrize(
+    ("uses", "said"),
+    [
+        (lambda hidden: hidden * 2, r"an operation \(mul\) uses what a block returns before the next"),
+        (lambda hidden: hidden if len(hidden) else None, "the forward asks for the sizes of what a block returns"),
+    ],
+)
+def test_what_is_computed_between_blocks_otherwise_than_with_the_sample_is_refused_then(
+    uses: Callable[[Tensor], Any], said: str
+):
     def scales(model: Model, x: Tensor) -> Tensor:
         hidden = model.embed(x)
         for block in model.body.blocks:
             hidden = block(hidden, None)[0]
-            assert hidden.shape[0] == len(x)
             if model.scale != 1:
-                hidden = hidden * 2
+                hidden = uses(hidden)
         return model.head(hidden)
 
     model = Told(scales)
@@ -574,8 +583,70 @@ def test_what_is_computed_between_blocks_otherwise_than_with_the_sample_is_refus
     pipe = GPipe(flatten(model, x), [2, 3], devices=["cpu"] * 2)
     torch.testing.assert_close(pipe(x), model(x))
     model.scale = 2.0
-    with pytest.raises(RuntimeError, match=r"an operation \(mul\) uses what a block returns before the next"):
+    with pytest.raises(RuntimeError, match=said):
         pipe(x)
+
+
+SIZES: dict[str, Callable[[Tensor], int]] = {
+    "shape": lambda image: image.shape[-1],
+    "size": lambda image: image.size(2),
+    "stride": lambda image: image.stride()[2],
+    "numel": lambda image: image.numel() // len(image),
+    "len": lambda image: len(image[0, 0].T),
+}
+
+
+class Halves(nn.Module):
+    """Each block halves an image, and the forward makes something of how large it is then."""
+
+    def __init__(self, asked: list[str], *, as_argument: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(2, 2, 3, stride=2, padding=1) for _ in asked)
+        self.ups = nn.ModuleList(nn.Conv2d(2, 2, 1) for _ in asked)
+        self.asked, self.as_argument = asked, as_argument
+
+    def forward(self, image: Tensor, labels: Tensor | None = None) -> Any:
+        sizes, product = [], 1.0
+        for block, name in zip(self.blocks, self.asked, strict=True):
+            sizes.append(image.shape[2:])
+            image = block(image)
+            product *= 1 + SIZES[name](image) / 100
+        for up in self.ups:
+            image = up(F.interpolate(image, size=sizes.pop()) if self.as_argument else image)
+        found = image.mean((2, 3)) * product
+        return found if labels is None else {"loss": F.cross_entropy(found, labels), "logits": found}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(SIZES)), min_size=2, max_size=3),
+    st.booleans(),
+    st.lists(st.sampled_from([16, 24, 32, 40]), min_size=2, max_size=3),
+)
+def test_sizes_that_a_forward_asks_for_are_those_of_each_batch(asked: list[str], as_argument: bool, widths: list[int]):
+    model = Halves(asked, as_argument=as_argument)
+    layers = flatten(model, torch.randn(2, 2, widths[0], widths[0]))
+    with closing(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)) as pipe:
+        for width in widths:
+            image = torch.randn(4, 2, width, width)
+            torch.testing.assert_close(pipe(image), model(image))
+
+
+def test_the_loss_of_all_rows_is_not_computed_with_sizes_of_the_sample():
+    model = Halves(["shape", "size"], as_argument=False)
+
+    def batch(rows: int, width: int) -> dict[str, Tensor]:
+        return {"image": torch.randn(rows, 2, width, width), "labels": torch.randint(2, (rows,))}
+
+    with closing(GPipe(model, devices=["cpu"] * 2, chunks=2, sample=batch(2, 16))) as pipe:
+        for width in (16, 32):
+            whole = batch(4, width)
+            expected = model(**whole)["loss"]
+            torch.testing.assert_close(pipe.step(**whole), expected)
+            if width == 16:
+                torch.testing.assert_close(pipe(**whole)["loss"], expected)
+            else:
+                with pytest.raises(RuntimeError, match="the sizes of what blocks return"):
+                    pipe(**whole)
 
 
 def test_more_tensors_than_in_the_sample_are_refused():

@@ -74,7 +74,8 @@ def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tu
     torch.manual_seed(0)
     model = Asking(ASKED[asked])
     plain = copy.deepcopy(model)
-    pipe = GPipe(flatten(model, torch.randn(2, 2)), [4, 3], devices=["cpu"] * 2, chunks=2)
+    layers = flatten(model, torch.randn(2, 2))
+    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
     x = torch.randn(ROWS, 2)
     for what, dtype in changes:
         whole = what in ("model", "pipe")
@@ -121,7 +122,7 @@ def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bo
     where(model).factor = 1.0
     plain = copy.deepcopy(model)
     layers = flatten(model, torch.randn(2, 2, dtype=torch.float64))
-    pipe = GPipe(layers, [4, 3], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
     if copied:
         pipe = copy.deepcopy(pipe)
         model = pipe._model

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..values._memory import storage_id
 from ._inputs import Inputs
@@ -101,8 +102,9 @@ class Calls:
         modules: the calls of each module that is called outside of blocks, and not by another such one.
         segments: for each such module, parameter and buffer, by identity, the segments that call or read it.
         needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
-        cuts: the numbers of block calls before which something is computed from what others of their trunk returned.
-        used: the numbers of block calls from whose results anything is computed outside of blocks.
+        cuts: the numbers of block calls before which something is computed from what others of their trunk returned, or
+            from its sizes.
+        used: the numbers of block calls from whose results, or their sizes, anything is computed outside of blocks.
         written: the tensors that may have been changed in place outside of modules.
     """
 
@@ -151,9 +153,28 @@ class Calls:
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
     """Run ``model`` once, without gradients, and record what the parts of its forward use."""
     watcher = _Watcher(model, trunks)
-    with torch.no_grad(), watcher.hooks(), watcher:
+    with torch.no_grad(), watcher.hooks(), _Sizes(watcher.looks_at), watcher:
         inputs.call(model)
     return watcher.calls
+
+
+SIZES = frozenset(
+    [Tensor.shape.__get__, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__]  # type: ignore[attr-defined]
+)
+"""How a forward asks for the sizes of a tensor, which a placeholder does not know."""
+
+
+class _Sizes(TorchFunctionMode):
+    """While it is on, it calls ``looks_at`` with each tensor that is asked for its sizes."""
+
+    def __init__(self, looks_at: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._looks_at = looks_at
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SIZES:
+            self._looks_at(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _Watcher(Sources):  # type: ignore[no-untyped-call]
@@ -185,22 +206,25 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._inside:
-            is_block = module in self._blocks
-            self._use((args, kwargs), of_block=is_block)
-            self._note(id(module))
-            if is_block:
-                self._keep_arguments(self._blocks[module], (args, kwargs))
         self._inside.append(module)
+        if len(self._inside) > 1:
+            return
+        is_block = module in self._blocks
+        self._use((args, kwargs), of_block=is_block)
+        self._note(id(module))
+        if is_block:
+            self._keep_arguments(self._blocks[module], (args, kwargs))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(self._inside) == 1:
+            self._note_call(name, module, (args, kwargs), output)
         self._inside.pop()
-        if self._inside:
-            return
+
+    def _note_call(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         is_block = module in self._blocks
         calls = self.calls.blocks if is_block else self.calls.modules.setdefault(module, [])
         source = Origin(name, len(calls), 0, self._segment, is_block)
-        calls.append(Observed.of((args, kwargs), output))
+        calls.append(Observed.of(given, output))
         self._computed.difference_update(map(storage_id, tensors_of(output)))
         for place, leaf in enumerate(flattened(output)[0]):
             # A module may return what it was given, which then comes from both.
@@ -227,14 +251,24 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                 self._note(source)
                 continue
             is_output = source.is_block and source.place >= 0
-            if source.segment < self._segment:
-                # What the block before returned comes to each segment as it is.
-                if not is_output or source.call != self._last[self._segment - 1]:
-                    self.calls.needs.setdefault(self._segment, set()).add(source)
-            elif is_output and not of_block:
-                self.calls.cuts.add(len(self.calls.blocks))
+            # What the block before returned comes to each segment as it is.
+            if source.segment < self._segment and not (is_output and source.call == self._last[self._segment - 1]):
+                self.calls.needs.setdefault(self._segment, set()).add(source)
             if is_output and not of_block:
-                self.calls.used.add(source.call)
+                self._cut_behind(source)
+
+    def looks_at(self, tensor: Tensor) -> None:
+        """Note that a forward asks for the sizes of ``tensor``."""
+        if not self._inside:
+            for source in self.of(tensor):
+                if isinstance(source, Origin) and source.is_block and source.place >= 0:
+                    self._cut_behind(source)
+
+    def _cut_behind(self, output: Origin) -> None:
+        """Let what follows be of a segment after the block, where its output is known."""
+        self.calls.used.add(output.call)
+        if output.segment == self._segment:
+            self.calls.cuts.add(len(self.calls.blocks))
 
     def _note(self, key: int) -> None:
         self.calls.segments.setdefault(key, set()).add(self._segment)

@@ -57,6 +57,11 @@ class Ending:
                     f"{name!r} has backward hooks, and the loss of all rows is computed from what it returns; put "
                     "them on the modules inside, or train by step()"
                 )
+        if not tape.foreseen:
+            raise RuntimeError(
+                "the forward asks for the sizes of what blocks return, and the loss of all rows would be computed with "
+                "those of the sample, which are others; train by step(), or make a new pipe with a sample of this size"
+            )
         found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
         for name, calls in tape.returned.items():
             for number, (leaves, tree) in enumerate(calls):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..values._memory import storage_id
-from ._calls import Key, Like, Observed, like
+from ._calls import SIZES, Key, Like, Observed, like
 from ._collected import Collected, collector, copied
 from ._script import output_name
 from ._skeleton import placeholder
@@ -44,6 +44,7 @@ class Tape:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
+        foreseen: whether blocks of earlier segments returned sizes that follow from the sample and their arguments.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Tape:
         self._first, self._names, self.done = first, names, done
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
+        self.foreseen = True
+        self._likely: dict[int, Like] = {}
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._real = {storage_id(leaf) for leaf in (*done, *given.values(), *inputs) if isinstance(leaf, Tensor)}
         self._context = self._present()
@@ -100,7 +103,10 @@ class Tape:
                 raise Stop
         known = self._shapes.get(output_name(j))
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        likely = known[0] if known else [_likely(leaf, call.given, first) for leaf in call.outputs]
+        now = self._likely[id(first)] if id(first) in self.fakes else like(first)
+        guess = [_likely(leaf, call.given, now) for leaf in call.outputs]
+        likely = known[0] if known else guess
+        self.foreseen = self.foreseen and list(map(_sizes, likely)) == list(map(_sizes, guess))
         outputs = [
             self._given.get((name, j, m), unknown(leaf, self.device, writable=known is not None))
             for m, leaf in enumerate(likely)
@@ -109,7 +115,9 @@ class Tape:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
             outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
             self._held.append(outputs)  # or their identities might be given out again
-            self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
+            for m, leaf in enumerate(outputs):
+                if isinstance(leaf, Tensor):
+                    self.fakes[id(leaf)], self._likely[id(leaf)] = (j, m), likely[m]
         return call.result.value(outputs)
 
     def _number(self, name: str, numbers: Sequence[int]) -> int:
@@ -179,13 +187,17 @@ class Tape:
         )
 
 
-def _likely(leaf: Any, then: Like | None, now: Tensor | None) -> Any:
+def _likely(leaf: Any, then: Like | None, now: Like | None) -> Any:
     """``leaf`` of a result, as it is now: sizes and dtype that were those of the first argument follow this."""
-    if not isinstance(leaf, Like) or then is None or now is None or not now.is_floating_point():
+    if not isinstance(leaf, Like) or then is None or now is None or not now.dtype.is_floating_point:
         return leaf
     sizes = [new if size == old else size for size, old, new in zip(leaf.shape, then.shape, now.shape, strict=False)]
     dtype = now.dtype if leaf.dtype == then.dtype else leaf.dtype
     return Like(torch.Size([*sizes, *leaf.shape[len(sizes) :]]), dtype)
+
+
+def _sizes(leaf: Any) -> Any:
+    return leaf.shape if isinstance(leaf, Like) else None
 
 
 def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
@@ -201,7 +213,16 @@ def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
 
 
 class Untouched(Tensor):
-    """The output of a block where only the next block used it with the sample. No operation may use it."""
+    """The output of a block where only the next block used it with the sample. Nothing else may use it or its sizes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SIZES:
+            raise RuntimeError(
+                "the forward asks for the sizes of what a block returns, and did not with the sample, from which the "
+                "layers were made; make a new pipe with a sample that the model treats alike"
+            )
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
