@@ -48,22 +48,24 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
     for k, each in enumerate(reports):
         if "error" in each:
             raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
+    first = reports[0]["alike"]
     for k, each in enumerate(reports):
-        unlike = disagreement(reports[0]["alike"], each["alike"], members[0], members[k])
-        if unlike:
-            raise ValueError(unlike)
+        if (name := unlike(first, each["alike"])) is not None:
+            raise ValueError(disagreement(name, first, each["alike"], members[0], members[k]))
     found.heard = [each["told"] for each in reports]
 
 
-def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str | None:
-    """Says which of the values ``first`` of ``rank`` is another one on ``other_rank``; None if none is."""
-    for name, expected in first.items():
-        if other.get(name) != expected:
-            return (
-                f"the ranks disagree: {name} is {expected!r} on rank {rank}, but {other.get(name)!r} on rank "
-                f"{other_rank}; give all of them the same" + _SEED * name.startswith("the checksum")
-            )
-    return None
+def unlike(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """The name of a value in ``first`` that is another one in ``other``, if there is one."""
+    return next((name for name, expected in first.items() if other.get(name) != expected), None)
+
+
+def disagreement(name: str, first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str:
+    """What to say if ``rank`` has another value of this name than ``other_rank``."""
+    return (
+        f"the ranks disagree: {name} is {first[name]!r} on rank {rank}, but {other.get(name)!r} on rank {other_rank}; "
+        "give all of them the same" + _SEED * name.startswith("the checksum")
+    )
 
 
 _SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ._groups import Group, expect_group
 from ._rendezvous import Report
 
 
-def norm_over(meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of the gradients of all ranks, which call this together; returned on ``device``.
+def norm_over(
+    group: Group | None, meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    """The 2-norm of the gradients of all members of ``group``, which call this together; returned on ``device``.
 
     Args:
-        meet: exchanges reports between the ranks.
-        gradients: those that only this rank has, maybe none; of sharded ones each member of the mesh has a part.
+        group: all processes by default; reduces on devices whose backend it has.
+        meet: exchanges reports between the same members, for other devices.
+        gradients: those that only this member has, maybe none; of sharded ones each member of the mesh has a part.
     """
-    dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    kinds = [[each for each in dense if hasattr(each, "to_local") is sharded] for sharded in (False, True)]
-    norms = [_whole(get_total_norm(kind)).item() for kind in kinds if kind]
-    squares = [each["square"] for each in meet({"square": sum(norm * norm for norm in norms)})]
-    return torch.tensor(math.sqrt(sum(squares)), dtype=torch.float32, device=device)
+    with torch.no_grad():
+        dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        kinds = [[each for each in dense if hasattr(each, "to_local") is sharded] for sharded in (False, True)]
+        squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in kinds if kind]
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        return _summed(expect_group(group), meet, sum(squares, start=none)).sqrt().float()
 
 
 def _whole(norm: Any) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
+    if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
+        dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
+        return square
+    squares = [each["square"] for each in meet({"square": square.item()})]
+    return torch.tensor(sum(squares), dtype=square.dtype, device=square.device)
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -18,7 +18,7 @@ from ..engine._settings import RunObserver
 from ..skip import SkipLayout
 from ..transport._link import Channel
 from ..values._describe import Cancelled
-from ._agreement import disagreement
+from ._agreement import disagreement, unlike
 from ._channels import RemoteChannel
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
@@ -198,9 +198,10 @@ class Ranks(Processes):
         if told is not None:
             first, batches, found.seed = told
             found.batches = found.batches if self._rendezvous.is_root else batches
-            unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
-            if unlike and not errors:
-                errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": unlike}
+            name = unlike(first, found.alike)
+            if name is not None and not errors:
+                text = disagreement(name, first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+                errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": text}
         elif not errors:
             errors, report = [Cancelled()], {"failed": True}
         self._microbatches = len(found.batches)

@@ -112,6 +112,7 @@ class Rank(Stepping):
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
         groups = open_groups(group, _seconds(timeout))
+        self._group = group
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
         with self._replicas.agreement() as shared:
             with agreement(rendezvous) as found:
@@ -212,7 +213,7 @@ class Rank(Stepping):
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         All ranks call this together, after gradients were averaged over replicas. A weight that stages of several ranks
-        share counts once; of sharded gradients all shards count. On accelerators the host waits for the gradients.
+        share counts once; of sharded gradients all shards count. On accelerators the host does not wait.
 
         Args:
             max_norm: the largest norm; smaller gradients stay as they are.
@@ -230,7 +231,7 @@ class Rank(Stepping):
     def _gradient_norm(self) -> Tensor:
         others = self._processes.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
-        return norm_over(self._processes.meet, own, self._devices[0])
+        return norm_over(self._group, self._processes.meet, own, self._devices[0])
 
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
