@@ -82,6 +82,8 @@ class Trial(NamedTuple):
     def _kind(self, values: Values) -> LossKind | None:
         with Reductions() as seen:
             self._loss(values)
+        if seen.is_cut:
+            return None
         # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
         constants = {0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}
         tried: list[tuple[Values, Tensor]] = []

@@ -19,6 +19,7 @@ class Reductions(TorchFunctionMode):
     Attributes:
         counts: for each mean what it divides by, on the device of the loss.
         sums: how many sums there were.
+        is_cut: whether a number was cut off, as by ``clamp``: losses of parts are then no parts of the loss.
     """
 
     # Of what the loss compares something with: numbers, and tensors that are read only where a loss is tried.
@@ -28,6 +29,7 @@ class Reductions(TorchFunctionMode):
         super().__init__()
         self.counts: list[Tensor] = []
         self.sums = 0
+        self.is_cut = False
         self._compared = []
 
     def any(self) -> bool:
@@ -42,7 +44,9 @@ class Reductions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = function(*args, **kwargs)
-        if getattr(function, "__name__", "").strip("_") in _COMPARISONS:
+        name = getattr(function, "__name__", "").strip("_")
+        self.is_cut |= name in _CUTS and isinstance(found, Tensor) and not found.dim() and found.is_floating_point()
+        if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
             return found
@@ -63,6 +67,7 @@ class Reductions(TorchFunctionMode):
 
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_CUTS = {"clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "relu", "where"}
 
 
 def _is_number(value: Any) -> bool:
