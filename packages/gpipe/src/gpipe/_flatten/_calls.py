@@ -153,7 +153,7 @@ class Calls:
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
     """Run ``model`` once, without gradients, and record what the parts of its forward use."""
     watcher = _Watcher(model, trunks)
-    with torch.no_grad(), watcher.hooks(), _Sizes(watcher.looks_at), watcher:
+    with torch.no_grad(), watcher.hooks(), _Asked(watcher.sizes_of, watcher.values_of), watcher:
         inputs.call(model)
     return watcher.calls
 
@@ -163,17 +163,20 @@ SIZES = frozenset(
 )
 """How a forward asks for the sizes of a tensor, which a placeholder does not know."""
 
+VALUES = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+"""How a forward takes the values of a tensor without an operation of torch."""
 
-class _Sizes(TorchFunctionMode):
-    """While it is on, it calls ``looks_at`` with each tensor that is asked for its sizes."""
 
-    def __init__(self, looks_at: Callable[[Tensor], None]) -> None:
+class _Asked(TorchFunctionMode):
+    """While it is on, it tells of tensors that are asked for their sizes or values, of which no operation knows."""
+
+    def __init__(self, sizes_of: Callable[[Tensor], None], values_of: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._looks_at = looks_at
+        self._told = {**dict.fromkeys(SIZES, sizes_of), **dict.fromkeys(VALUES, values_of)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SIZES:
-            self._looks_at(args[0])
+        if func in self._told:
+            self._told[func](args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -257,7 +260,13 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             if is_output and not of_block:
                 self._cut_behind(source)
 
-    def looks_at(self, tensor: Tensor) -> None:
+    def values_of(self, tensor: Tensor) -> None:
+        """Note that a forward takes the values of ``tensor``."""
+        if not self._inside:
+            self._use(tensor)
+            self._read |= self.of(tensor)
+
+    def sizes_of(self, tensor: Tensor) -> None:
         """Note that a forward asks for the sizes of ``tensor``."""
         if not self._inside:
             for source in self.of(tensor):
