@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,25 +11,17 @@ from gpipe.engine._accumulate import GradientSums, below
 from ..layers import DOUBLE, Overwrites
 
 
-def test_a_function_of_ones_own_may_overwrite_its_gradient() -> None:
+@pytest.mark.parametrize("by_function", [True, False])
+def test_a_function_of_ones_own_or_the_stage_before_may_overwrite_its_gradient(by_function: bool) -> None:
     weight = nn.Parameter(torch.ones(4, dtype=DOUBLE))
     x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
-    y = weight + Overwrites.apply(x)  # both get the same gradient
-    gradients = GradientSums()
-    (flowed,) = gradients.backward([y], [torch.ones_like(y)], below([y], [x]), [x])
-    ((_, own),) = gradients.take()
-    assert own.tolist() == [1] * 4
-    assert flowed is not None
-    assert flowed.tolist() == [2] * 4
-
-
-def test_the_stage_before_may_overwrite_the_gradient_that_it_gets() -> None:
-    weight = nn.Parameter(torch.ones(4, dtype=DOUBLE))
-    x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
-    y = weight + x  # both get the same gradient
+    y = weight + (Overwrites.apply(x) if by_function else x)  # both get the same gradient
     gradients = GradientSums()
     (flowed,) = gradients.backward([y], [torch.ones_like(y)], below([y], [x]), [x])
     assert flowed is not None
-    flowed.mul_(2)
+    if by_function:
+        assert flowed.tolist() == [2] * 4
+    else:
+        flowed.mul_(2)
     ((_, own),) = gradients.take()
     assert own.tolist() == [1] * 4

@@ -15,12 +15,23 @@ from hypothesis import strategies as st
 from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline
+from gpipe import GPipe
 
-from ..layers import Call, OnBackward, assert_same, assert_trains_like, counted, linears, piped, rows, started, trained
+from ..layers import (
+    Call,
+    OnBackward,
+    assert_same,
+    assert_trains_like,
+    counted,
+    each_way,
+    linears,
+    piped,
+    rows,
+    started,
+    trained,
+)
 
 Way = Callable[[], AbstractContextManager[None]]
-ways = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threaded", "inline"])
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
@@ -38,7 +49,7 @@ def train(pipe: nn.Module, how: str | None, x: Tensor) -> None:
     trained(pipe, x, *(["1f1b", counted] if how == "counted" else [how]))
 
 
-@ways
+@each_way
 @settings(max_examples=12)
 @given(
     hows=st.lists(st.lists(st.sampled_from(HOWS), min_size=1, max_size=4), min_size=2, max_size=3),
@@ -105,7 +116,7 @@ def test_threads_are_refused_where_autograd_adds_the_gradients(monkeypatch: pyte
     assert_same(pipe, again)
 
 
-@ways
+@each_way
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, how: str | None, shared: bool) -> None:
@@ -139,7 +150,7 @@ def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, 
     torch.testing.assert_close(first[0].weight.grad, wanted[0].weight.grad)
 
 
-@ways
+@each_way
 def test_threads_may_evaluate_one_pipe_at_once(way: Way) -> None:
     model = linears(3)
     pipe = piped(model, [1, 2], chunks=3)
@@ -160,7 +171,7 @@ class TestPipesInside:
     def calling(what: Callable[[Tensor], Any], layers: int = 1) -> GPipe:
         return GPipe(nn.Sequential(*linears(layers), Call(what)), [layers, 1], devices=["cpu"] * 2, chunks=2)
 
-    @ways
+    @each_way
     @pytest.mark.parametrize("length", [1, 2, 3])
     @pytest.mark.parametrize("grad", [True, False])
     def test_a_circle_of_pipes_is_refused(self, way: Way, length: int, grad: bool) -> None:
@@ -174,7 +185,7 @@ class TestPipesInside:
         with pytest.raises(RuntimeError, match="calls the pipe itself, or another pipe whose layers do"):
             started(run).result(300)
 
-    @ways
+    @each_way
     def test_a_loss_that_calls_the_pipe_is_refused(self, way: Way) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
 
@@ -185,7 +196,7 @@ class TestPipesInside:
         with pytest.raises(RuntimeError, match="loss function"):
             started(run).result(300)
 
-    @ways
+    @each_way
     @pytest.mark.parametrize("checkpoint", ["always", "never"])
     def test_layers_on_two_stages_may_share_a_pipe(self, way: Way, checkpoint: str) -> None:
         inner_model, outer_model = linears(2), linears(2)
@@ -207,7 +218,7 @@ class TestPipesInside:
         assert_same(inner, inner_model)
         assert_same(outer, outer_model)
 
-    @ways
+    @each_way
     def test_a_hook_of_a_parameter_may_call_the_pipe(self, way: Way) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
         outputs: list[Tensor] = []
@@ -223,7 +234,7 @@ class TestPipesInside:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@ways
+@each_way
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: trained(pipe, rows(), "1f1b")])
 def test_in_the_middle_of_a_run_the_child_may_not(way: Way, where: str, use: Callable[[GPipe], Any]) -> None:
