@@ -79,10 +79,11 @@ class _Search:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        given = getattr(item.obj, "hypothesis", None)
+        test = getattr(item.obj, "__func__", item.obj)
+        given = getattr(test, "hypothesis", None)
         if given is None:  # a state machine draws all of its examples
             return (yield)
-        body, shared = given.inner_test, item.obj._hypothesis_internal_use_settings
+        body, shared = given.inner_test, test._hypothesis_internal_use_settings
         own, end, drawn = settings(shared), time.monotonic() + self._seconds, 0
 
         @functools.wraps(body)
@@ -93,11 +94,11 @@ class _Search:
                 own._max_examples = 1  # asked after each example: Hypothesis itself has no limit of time
             body(*arguments, **keywords)
 
-        given.inner_test, item.obj._hypothesis_internal_use_settings = limited, own
+        given.inner_test, test._hypothesis_internal_use_settings = limited, own
         try:
             return (yield)
         finally:
-            given.inner_test, item.obj._hypothesis_internal_use_settings = body, shared
+            given.inner_test, test._hypothesis_internal_use_settings = body, shared
             item.user_properties.append(("examples", drawn))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -17,10 +17,11 @@ from hypothesis import given, settings, strategies as st
 def test_holds(number):
     assert number + 1 > number
 
-@given(st.integers())
-@settings(max_examples=settings.default.max_examples // 2)
-def test_half(number):
-    pass
+class TestHalf:
+    @given(st.integers())
+    @settings(max_examples=settings.default.max_examples // 2)
+    def test_half(self, number):
+        pass
 
 @given(st.lists(st.integers(), min_size=3))
 def test_fails(numbers):
@@ -47,7 +48,7 @@ def _search(folder: Path, *arguments: str) -> str:
 def test_each_property_has_its_examples_and_other_tests_do_not_run(folder: Path) -> None:
     output = _search(folder, "--examples=300", "--hypothesis-seed=1", "-k", "not fails")
     assert re.search(r" 300  test_numbers.py::test_holds", output), output
-    assert re.search(r" 150  test_numbers.py::test_half", output), output
+    assert re.search(r" 150  test_numbers.py::TestHalf::test_half", output), output
     assert "2 properties, 450 examples" in output
     assert "2 passed" in output, output
 

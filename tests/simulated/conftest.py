@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,5 +38,6 @@ def in_order() -> Iterator[None]:
     """Every test ends without a race that it did not ask for."""
     if build.compiler() is None:
         pytest.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
+    gc.collect()  # else a worker may free what is left of the test before, in no order with those who have used it
     with accelerator.no_races():
         yield
