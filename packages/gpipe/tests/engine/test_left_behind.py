@@ -71,8 +71,9 @@ def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
 def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
     way: str, head: bool, at: int, balance: list[int], chunks: int, mode: str, schedule: str | None, inline: bool
 ) -> None:
-    # The one place at which a graph can be neither seen nor named: see the row of docs/semantics.md.
+    # Where there is no graph, or it can be neither seen nor named: see the row of docs/semantics.md.
     assume(schedule or at >= balance[0] or not WAYS[way][2])
+    assume(not schedule or mode == "never" or at >= sum(balance[:-1]) or way != "global")
     plain = model_with(way, head, at)
     train(plain, at, way, schedule)
     GLOBAL["aux"] = 0.0  # nothing of the plain model's may be left
