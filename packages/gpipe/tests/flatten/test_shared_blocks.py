@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import closing
 from typing import Any
 
@@ -145,11 +146,15 @@ def test_blocks_are_called_as_with_the_sample_or_refused(order: list[int], other
     layers = flatten(model, batch(2), blocks=[f"cells.{cell}" for cell in {*order}] if is_named else None)
     with closing(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)) as pipe:
         model.program = [(cell, "") for cell in other]
-        if other == order:
+        refusal = ""
+        try:
+            # Right also if the end calls a cell that no call with the sample used.
             torch.testing.assert_close(pipe(batch()), model(batch()))
-        else:
-            with pytest.raises(RuntimeError, match=r"is called more often|is left out|was not with the sample"):
-                pipe(batch())
+        except RuntimeError as error:
+            refusal = str(error)
+        if refusal:
+            assert other != order
+            assert re.search(r"is called more often|is left out|was not with the sample", refusal)
 
 
 def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
