@@ -73,9 +73,11 @@ class _Search:
         self._drawn: dict[str, int] = {}
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        others = [item for item in items if not getattr(item.obj, "is_hypothesis_test", False)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        kinds: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            kinds[getattr(item.obj, "is_hypothesis_test", False)].append(item)
+        config.hook.pytest_deselected(items=kinds[False])
+        items[:] = kinds[True]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:

@@ -87,6 +87,11 @@ class Origin(NamedTuple):
     segment: int
     is_block: bool = False
 
+    @property
+    def is_output(self) -> bool:
+        """Whether a block returned it."""
+        return self.is_block and self.place >= 0
+
 
 Key = tuple[str, int, int]
 """The name, call and place of a :class:`Origin`."""
@@ -253,11 +258,12 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             if not isinstance(source, Origin):
                 self._note(source)
                 continue
-            is_output = source.is_block and source.place >= 0
             # What the block before returned comes to each segment as it is.
-            if source.segment < self._segment and not (is_output and source.call == self._last[self._segment - 1]):
+            if source.segment < self._segment and not (
+                source.is_output and source.call == self._last[self._segment - 1]
+            ):
                 self.calls.needs.setdefault(self._segment, set()).add(source)
-            if is_output and not of_block:
+            if source.is_output and not of_block:
                 self._cut_behind(source)
 
     def values_of(self, tensor: Tensor) -> None:
@@ -270,7 +276,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         """Note that a forward asks for the sizes of ``tensor``."""
         if not self._inside:
             for source in self.of(tensor):
-                if isinstance(source, Origin) and source.is_block and source.place >= 0:
+                if isinstance(source, Origin) and source.is_output:
                     self._cut_behind(source)
 
     def _cut_behind(self, output: Origin) -> None:

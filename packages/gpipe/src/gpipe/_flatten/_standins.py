@@ -104,9 +104,10 @@ class Tape:
         known = self._shapes.get(output_name(j))
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         now = self._likely[id(first)] if id(first) in self.fakes else like(first)
-        guess = [_likely(leaf, call.given, now) for leaf in call.outputs]
-        likely = known[0] if known else guess
-        self.foreseen = self.foreseen and list(map(_sizes, likely)) == list(map(_sizes, guess))
+        likely: Sequence[Any] = [_likely(leaf, call.given, now) for leaf in call.outputs]
+        if known:
+            self.foreseen &= list(map(_sizes, known[0])) == list(map(_sizes, likely))
+            likely = known[0]
         outputs = [
             self._given.get((name, j, m), unknown(leaf, self.device, writable=known is not None))
             for m, leaf in enumerate(likely)
