@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         words = re.split(r"[\s,\[\]]+", sys.stdin.read()) if options.costs is None else options.costs
-        costs = [number(word) for word in words if word]
+        costs = [int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word) for word in words if word]
         found = partition(costs, options.partitions, even=options.even)
         print(_as_json(found, costs) if options.json else _as_text(found))
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -36,10 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--even", choices=["quantile", "exact"], default="quantile", help="choice among the optima")
     parser.add_argument("--json", action="store_true", help="print everything that is known about the partition")
     return parser
-
-
-def number(word: str) -> Number:
-    return int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word)
 
 
 def _as_json(found: Partition, costs: Sequence[Number]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from ._numbers import Grid, listed, read
@@ -25,11 +25,10 @@ def integers(values: Any, name: str, least: int) -> list[int]:
     return [integer(value, f"{name}[{i}]", least) for i, value in enumerate(listed(values, name))]
 
 
-def choice(value: Any, name: str, options: Iterable[str]) -> str:
-    known = list(options)
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return str(value)
+def choice(value: Any, name: str, options: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+    return value
 
 
 def block_count(value: Any, name: str, layers: int) -> int:

@@ -108,7 +108,8 @@ def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Place
 
 def _explained(problem: Problem) -> Infeasible:
     """The error if only the capacities can be the reason: a layer that fits nowhere, and what would be enough."""
-    scale, at, slots = _least_scale(problem), problem.positions, [slot for modes in problem.slots for slot in modes]
+    slots = [slot for modes in problem.slots for slot in modes]
+    scale, at = _least_scale(problem, slots), problem.positions
     misfit = min(set.intersection(*(set(slot.need.heavier(slot.room)) for slot in slots)), default=None)
     reason, layer, capacity = "no placement fits the capacities", None, None
     if misfit is not None:
@@ -126,9 +127,8 @@ def _explained(problem: Problem) -> Infeasible:
     return Infeasible(f"{reason}; {advice}", layer=layer, scale=scale, capacity=capacity)
 
 
-def _least_scale(problem: Problem) -> Fraction | None:
+def _least_scale(problem: Problem, slots: list[ModeSlot]) -> Fraction | None:
     """The least factor on all capacities: the same search, with memory as time and capacity as speed."""
-    slots = [slot for modes in problem.slots for slot in modes]
     # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
     unit = lcm(*(slot.room for slot in slots if slot.room))
     endless = 1 + unit * max(slot.need.prefix[-1] for slot in slots)

@@ -26,8 +26,7 @@ class ReachableEnds:
     """
 
     def __init__(self, problem: Problem, limit: int) -> None:
-        self.problem = problem
-        self.limit = limit
+        self.problem, self.limit = problem, limit
         self.beyond = problem.endless
         self.ends: list[list[Interval]] = [[(0, 0)]]
         for j, modes in enumerate(problem.slots, 1):

@@ -42,8 +42,7 @@ def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     The last height is the total only if the blocks hold everything. Also the least sum above the bound: with any bound
     below it the blocks would be the same.
     """
-    fill = _by_looks if len(prefix) <= _SHORT * blocks else _by_bisection
-    return fill(prefix, bound, blocks)
+    return (_by_looks if len(prefix) <= _SHORT * blocks else _by_bisection)(prefix, bound, blocks)
 
 
 def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
