@@ -33,6 +33,7 @@ class Current(threading.local):
         blocks: the engine's ``Block`` for each run of layers that are computed again.
         graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
         skips: the store for stash and pop; outside of pipes one for plain modules.
+        tape: the forward of a segment of a flattened model that goes on.
         observed: what an observer has recorded of the action so far.
         serves: the engine's ``Section`` of each pipe whose run waits for this thread.
         holds: the critical sections that this thread is inside of, the outermost first.
@@ -48,6 +49,7 @@ class Current(threading.local):
     blocks: Sequence[Any] = ()
     graph_task = -1
     skips: Store
+    tape: Any = None
     observed: Any = None
     serves: tuple[Any, ...] = ()
     holds: tuple[Any, ...] = ()

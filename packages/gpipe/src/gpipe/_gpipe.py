@@ -6,7 +6,6 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -246,24 +245,31 @@ class GPipe(Stepping):
             raise TypeError(f"layer {name!r} of a pipe cannot be replaced{_NEW_PIPE}")
         if name in ("balance", "devices", "partitions"):
             raise AttributeError(f"{name} of a pipe cannot be set{_NEW_PIPE}")
-        super().__setattr__(name, value)
+        if name in self.__dict__ or hasattr(type(self), name) or not self._is_of_model(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What a pipe does not have, such as ``config``, the model that was flattened answers."""
+        """What a pipe does not have, such as ``config``, the model that was flattened answers, and takes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = vars(self).get("_model")
-            private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
-            if model is None or private or not hasattr(model, name):
+            if not self._is_of_model(name):
                 raise
             if name == "generate":
-                return partial(self._generate, model)
-            return getattr(model, name)
+                return self._generate
+            return getattr(self._model, name)
 
-    def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _is_of_model(self, name: str) -> bool:
+        """Whether this is an attribute of the model that was flattened, and not a private one."""
+        is_private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
+        return not is_private and hasattr(vars(self).get("_model"), name)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._model is not None
         with self._workers.section.entered():
-            return generate(model, self._layers().values(), *args, **kwargs)
+            return generate(self._model, self._layers().values(), *args, **kwargs)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.

@@ -7,6 +7,7 @@ such as ``_version`` and ``_modules``, are used where they are needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar
@@ -33,6 +34,17 @@ recomputation cannot repeat, would not be refused."""
 def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those to which more refers than Python, such as a graph. Without it: every run asks each for its node."""
     return [parameter for parameter in parameters if parameter._use_count() > 1]  # type: ignore[attr-defined]
+
+
+# Classes of tensors.
+
+no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""A context in which results are not of a class of tensors because arguments are. Without it: what is made of the sizes
+of a placeholder would count as computed from its values."""
+
+no_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+"""A context in which operations take a tensor of a class for a plain one. Without it: a placeholder would have to keep
+a plain tensor beside it, which does not follow where its data is moved."""
 
 
 # Interception of operations that draw. Without these names: a TorchDispatchMode, through which every operation passes;

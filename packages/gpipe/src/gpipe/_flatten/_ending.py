@@ -16,8 +16,9 @@ from microbatch import Arguments, map_tensors
 
 from ._calls import Called, Key, Like, Observed
 from ._inputs import Inputs
+from ._placeholders import unknown
 from ._skeleton import skeleton
-from ._standins import StandIn, Tape, unknown
+from ._standins import StandIn, Tape
 
 if TYPE_CHECKING:
     from ._segment import Segment

@@ -16,7 +16,7 @@ from microbatch import unwrap
 from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
 from ._cache import expect_documents_apart, without_cache
-from ._calls import Called, Calls, observe, watch
+from ._calls import Called, Calls, observe
 from ._changes import State, unchanged
 from ._collected import asked_of, expect_returned
 from ._ending import Ending, ending_of
@@ -28,6 +28,7 @@ from ._skeleton import followers, named_units, skeleton
 from ._standins import StandIn, saw
 from ._trunk import Trunk, cut_at, find_trunks
 from ._verify import add_own_loss, expect_equal
+from ._watch import watch
 
 
 def flatten(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._current import setting
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note, is_constant
@@ -19,8 +20,9 @@ from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
 from ._own_loss import OwnLoss
+from ._placeholders import computed
 from ._script import Value, output_name, recipe_of, restored, structure_of
-from ._standins import Stop, Tape, running
+from ._standins import Stop, Tape
 from ._tree import flattened
 
 Pick = Callable[[Any], Any]
@@ -105,7 +107,8 @@ class Segment(Part):
         self.run(tape, inputs)
         for title, (module, call, place) in self._gives.items():
             calls = tape.returned.get(module, [])
-            yield stash(title, calls[call][0][place] if call < len(calls) else None)
+            found = calls[call][0][place] if call < len(calls) else None
+            yield stash(title, computed(found, repr(module)))
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self.first)
         return {
             "values": values,
@@ -133,11 +136,11 @@ class Segment(Part):
 
     def whole(self, inputs: Inputs, found: Returned) -> Any:
         assert self.ending is not None
-        return self.ending(self, inputs, found)
+        return computed(self.ending(self, inputs, found), "the output")
 
     def _picked(self, tape: Tape, inputs: Inputs) -> Any:
         assert self._pick is not None
-        return self._pick(self.run(tape, inputs))
+        return computed(self._pick(self.run(tape, inputs)), "the output")
 
     def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Key, Tensor]) -> Tape:
         values = carried.get("values", {})
@@ -150,7 +153,7 @@ class Segment(Part):
         return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
-        with running(tape), suppress(Stop):
+        with setting(tape=tape), suppress(Stop):
             found = inputs.call(self.net if net is None else net)
             tape.expect_all()
             return found

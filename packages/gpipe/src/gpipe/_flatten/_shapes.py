@@ -14,7 +14,7 @@ from streams import add_note
 
 from ..values._memory import storage_id
 from ._inputs import Inputs
-from ._skeleton import is_placeholder
+from ._placeholders import is_placeholder
 from ._sources import Sources, is_whole, tensors_of
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._cache import uncached
+from ._placeholders import placeholder
 
 _OBSERVE = -1
 """The number of a hook that is not the user's."""
@@ -157,16 +158,6 @@ def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
     number = twin._buffers[_NUMBER]
     assert number is not None
     yield number
-
-
-def placeholder(tensor: Tensor) -> Tensor:
-    """Mark ``tensor`` as the placeholder of a tensor that belongs to another segment."""
-    tensor.stands_in = True  # type: ignore[attr-defined]  # copies of it have this too
-    return tensor
-
-
-def is_placeholder(tensor: Tensor) -> bool:
-    return hasattr(tensor, "stands_in")
 
 
 def named_units(

@@ -40,7 +40,7 @@ class Sources(DispatchMode):  # type: ignore[no-untyped-call]
         sources = self.of((args, kwargs))
         args, kwargs = self.prepared(args, kwargs or {})
         result = func(*args, **kwargs)
-        if sources and not _looks_at_shapes(func):
+        if sources and not looks_at_shapes(func):
             self.add(result, sources)
         return result
 
@@ -58,6 +58,7 @@ def is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _looks_at_shapes(func: Any) -> bool:
+def looks_at_shapes(func: Any) -> bool:
+    """Whether the values of the result are not those of an argument."""
     name: str = func.__name__.partition(".")[0]
     return name.startswith("new_") or name.endswith("_like")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._current import current
 from ..values._memory import storage_id
-from ._calls import SIZES, Key, Like, Observed, like
+from ._calls import Key, Like, Observed, like
 from ._collected import Collected, collector, copied
+from ._placeholders import Placeholder, Untouched, computed, unknown
 from ._script import output_name
-from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
 ShapesByName = dict[str, tuple[tuple[Any, ...], ...]]
@@ -98,7 +96,7 @@ class Tape:
         if j >= self._first:
             self._expect_turn(j)
             self._expect_context(name)
-            self.arguments.append((leaves, tree))
+            self.arguments.append((computed(leaves, f"block {name!r}"), tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
         known = self._shapes.get(output_name(j))
@@ -113,8 +111,9 @@ class Tape:
             for m, leaf in enumerate(likely)
         ]
         if j >= self._first:
-            # Fake tensors, by which profiles are made without a device, cannot be of another class.
-            outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
+            outputs = [
+                leaf.plain().as_subclass(Untouched) if isinstance(leaf, Placeholder) else leaf for leaf in outputs
+            ]
             self._held.append(outputs)  # or their identities might be given out again
             for m, leaf in enumerate(outputs):
                 if isinstance(leaf, Tensor):
@@ -141,6 +140,8 @@ class Tape:
                         f"block {name!r} was called with a tensor {like(value)}, and later code takes it for one "
                         f"{like(leaf)}; make a new pipe with a sample that the model treats alike"
                     )
+                if isinstance(leaf, Placeholder):
+                    leaf.is_known[:] = [True]
                 vars(leaf).pop("stands_in", None)
                 leaf.copy_(value)
 
@@ -201,59 +202,6 @@ def _sizes(leaf: Any) -> Any:
     return leaf.shape if isinstance(leaf, Like) else None
 
 
-def unknown(leaf: Any, device: torch.device, *, writable: bool = True) -> Any:
-    """A placeholder for a tensor, filled with NaN; any other object is returned as it is.
-
-    It takes no memory unless it is ``writable``.
-    """
-    if not isinstance(leaf, Like):
-        return leaf
-    value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
-    size = leaf.shape if writable else ()
-    return placeholder(torch.full(size, value, dtype=leaf.dtype, device=device).expand(leaf.shape))
-
-
-class Untouched(Tensor):
-    """The output of a block where only the next block used it with the sample. Nothing else may use it or its sizes."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SIZES:
-            raise RuntimeError(
-                "the forward asks for the sizes of what a block returns, and did not with the sample, from which the "
-                "layers were made; make a new pipe with a sample that the model treats alike"
-            )
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"an operation ({func.__name__.partition('.')[0]}) uses what a block returns before the next block is "
-            "called, and none did with the sample, from which the layers were made; make a new pipe with a sample that "
-            "the model treats alike"
-        )
-
-
-class _Thread(threading.local):
-    tape: Tape | None = None
-
-
-_thread = _Thread()
-
-
-def current_tape() -> Tape | None:
-    return _thread.tape
-
-
-@contextmanager
-def running(tape: Tape) -> Iterator[None]:
-    before, _thread.tape = _thread.tape, tape
-    try:
-        yield
-    finally:
-        _thread.tape = before
-
-
 class Real:
     """The module that a stand-in answers for. It belongs to another layer.
 
@@ -305,7 +253,7 @@ class Likeness:
             return None if child is None else Likeness(child, stand_in)
         for tensors in (module._parameters, module._buffers):
             if name in tensors:
-                tape = current_tape()
+                tape = current.tape
                 if tape is None:  # it may be written to, by an initialisation
                     return unknown(like(tensors[name]), torch.device("meta"))
                 return unknown(like(tensors[name]), tape.device, writable=False)
@@ -332,7 +280,7 @@ class StandIn(nn.Module):
         self._name, self._calls, self._numbers = name, calls, numbers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tape = current_tape()
+        tape = current.tape
         assert tape is not None
         if not self._numbers:
             return tape.early(self._name, self._calls)
@@ -355,7 +303,7 @@ class StandIn(nn.Module):
 
         Of another module it may: what runs that has the same forward.
         """
-        if current_tape() is not None and self._numbers:
+        if current.tape is not None and self._numbers:
             raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
     @property
@@ -370,7 +318,7 @@ class StandIn(nn.Module):
 
 def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that records what the module of this name returns."""
-    if (tape := current_tape()) is not None:
+    if (tape := current.tape) is not None:
         tape.returned.setdefault(name, []).append(flattened(output))
 
 

@@ -92,9 +92,9 @@ class Divided(nn.Module):
         ``inputs``.
         """
         if self._model is not None:
-            found, first = Inputs.of(inputs), next(iter(self._layers().values()), None)
+            found = Inputs.of(inputs)
             asked = asked_of(self._model, found, [twin.source for twin in self._twins])
-            expect_as_with_sample(asked, getattr(first, "asked", frozenset()))
+            expect_as_with_sample(asked, getattr(self._end(0), "asked", frozenset()))
             expect_documents_apart(self._model, found)
         for twin in self._twins:
             twin.follow()

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._flatten._names import Flattened
-from ..._flatten._skeleton import is_placeholder
+from ..._flatten._placeholders import is_placeholder
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of
 from ._sources import state_dict_at
 

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from streams import add_note
 
-from ..._flatten._skeleton import is_placeholder
+from ..._flatten._placeholders import is_placeholder, placeholder
 from .._devices import move
 from .._swap import leaf_of, swap_data
 from ._initializer import Initializer, Loaded
@@ -110,7 +110,7 @@ class Memory:
             self._rooms[meta._cdata] = meta, room
         room = self._rooms[meta._cdata][1].view(tensor.dtype)
         view = torch.as_strided(room, tensor.size(), tensor.stride(), tensor.storage_offset())
-        swap_data(tensor, leaf_of(view, tensor.requires_grad))
+        swap_data(tensor, placeholder(view) if is_placeholder(tensor) else leaf_of(view, tensor.requires_grad))
         if not is_placeholder(tensor):
             self.fresh[id(tensor)] = tensor
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..._flatten._names import Part
-from ..._flatten._skeleton import is_placeholder
+from ..._flatten._placeholders import is_placeholder
 from ..._flatten._standins import StandIn
 
 Layers = Mapping[str, nn.Module]

@@ -1,0 +1,92 @@
+"""A forward that takes another way than with the sample gives what the model gives, or is refused."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten, inline
+
+WIDTH, ROWS, BLOCKS = 4, 6, 3
+STATEMENTS = ["early", "late", "output 0", "output 1", "side", "head", "buffer", "again", "mask", "number"]
+
+# For each block, whether it is called, and what is done with its result.
+ways = st.lists(
+    st.tuples(st.sampled_from([True, True, True, False]), st.lists(st.sampled_from(STATEMENTS), max_size=2)),
+    min_size=BLOCKS,
+    max_size=BLOCKS,
+)
+
+
+class Ways(nn.Module):
+    """Takes the second way with a flag, or with an attribute, or where the sum of the input is below 0."""
+
+    def __init__(self, first: list[tuple[bool, list[str]]], second: list[tuple[bool, list[str]]]) -> None:
+        super().__init__()
+        self.embed, self.side, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+        self.register_buffer("numbers", torch.arange(1, WIDTH + 1))
+        self.ways, self.mode = (first, second), 0
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        way = self.ways[int(flag or self.mode or bool(x.sum() < 0))]
+        early = self.embed(x)
+        late = early * 2
+        hidden, outputs = early, [early]
+        for block, (is_called, statements) in zip(self.blocks, way, strict=True):
+            if is_called:
+                hidden = block(hidden)
+            outputs.append(hidden)
+            for statement in statements:
+                hidden = self.changed(statement, hidden, early, late, outputs, block)
+        return self.head(hidden)
+
+    def changed(
+        self, statement: str, hidden: Tensor, early: Tensor, late: Tensor, outputs: list[Tensor], block: nn.Module
+    ) -> Tensor:
+        if statement.startswith("output"):
+            return hidden + outputs[min(int(statement[-1]) + 1, len(outputs) - 1)]
+        if statement == "number":
+            return hidden * 3 if float(early.detach()[0, 0]) > 0 else hidden - 1
+        return {
+            "early": lambda: hidden + early,
+            "late": lambda: hidden * late,
+            "side": lambda: hidden + self.side(early),
+            "head": lambda: self.head(hidden),
+            "buffer": lambda: hidden * self.numbers,
+            "again": lambda: block(hidden),
+            "mask": lambda: torch.where(outputs[1] > 0, hidden, -hidden),
+        }[statement]()
+
+
+@given(ways, ways, st.sampled_from(["flag", "attribute", "value"]), st.booleans())
+def test_another_way_through_the_forward_is_right_or_refused(
+    first: list[tuple[bool, list[str]]], second: list[tuple[bool, list[str]]], how: str, steps: bool
+):
+    torch.manual_seed(0)
+    model, x = Ways(first, second).double(), torch.rand(ROWS, WIDTH, dtype=torch.float64)
+    try:
+        layers = flatten(model, x, blocks="blocks")
+    except ValueError:  # it cannot be divided
+        return
+    pipe = GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=2)
+    with closing(pipe), inline():
+        expect_same(pipe, model, steps, x=x)
+        if how == "attribute":
+            pipe.mode = 1
+        with suppress(RuntimeError):  # refused
+            expect_same(pipe, model, steps, x=-x if how == "value" else x, flag=how == "flag")
+
+
+def expect_same(pipe: GPipe, model: nn.Module, steps: bool, x: Tensor, **flags: bool) -> None:
+    expected = torch.cat([model(part, **flags) for part in x.chunk(2)])
+    if steps:
+        found = pipe.step(x=x, **flags, loss_fn=lambda output: output.square().mean())
+        expected = expected.square().mean()
+    else:
+        found = pipe(x, **flags)
+    torch.testing.assert_close(found, expected, check_stride=False)
