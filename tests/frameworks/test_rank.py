@@ -94,7 +94,7 @@ def _expect_balanced() -> None:
     if dist.get_rank() == 1:
         for key, value in output.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-4)
-        assert expected.keys() - output.keys() == {"past_key_values"}
+        assert expected.keys() - output.keys() <= {"past_key_values", "cache"}
     with pytest.raises((ValueError, RemoteError), match="a balancing loss of experts"):
         rank.step(**batch)
 

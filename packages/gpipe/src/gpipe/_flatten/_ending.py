@@ -19,6 +19,7 @@ from ._inputs import Inputs
 from ._placeholders import unknown
 from ._skeleton import skeleton
 from ._standins import StandIn, Tape
+from ._tree import MISSING
 
 if TYPE_CHECKING:
     from ._segment import Segment
@@ -66,17 +67,18 @@ class Ending:
         found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
         for name, calls in tape.returned.items():
             for number, (leaves, tree) in enumerate(calls):
-                known = self.calls[name]
-                if number >= len(known) or tree != known[number].result or _differ(leaves, known[number].outputs):
+                known = self.calls[name][number] if number < len(self.calls[name]) else None
+                # A list may have an entry for each picture; a loss that needs one that is missing is refused.
+                now = [] if known is None else leaves if tree == known.result else tree.moved(leaves, known.result)
+                if known is None or _differ(now, known.outputs):
                     raise RuntimeError(
                         f"{name!r} was called more often than with the sample, or returned another structure; flatten "
                         "the model with a sample that it treats alike"
                     )
                 # What follows no rows cannot be concatenated: a loss that needs it is refused on the sample.
-                outputs = known[number].outputs
-                for m, then in enumerate(outputs):
-                    if _has_rows(then, self._rows) or _has_tokens(then, outputs):
-                        found[name, number, m] = leaves[m]
+                for m, then in enumerate(known.outputs):
+                    if now[m] is not MISSING and (_has_rows(then, self._rows) or _has_tokens(then, known.outputs)):
+                        found[name, number, m] = now[m]
         return found
 
     def net(self, segment: Segment) -> nn.Module:
@@ -112,6 +114,7 @@ def _differ(leaves: list[Any], known: list[Any]) -> bool:
         isinstance(leaf, Tensor) != isinstance(then, Like)
         or not (isinstance(leaf, Tensor) or leaf is then or leaf == then)
         for leaf, then in zip(leaves, known, strict=True)
+        if leaf is not MISSING or not isinstance(then, Like)
     )
 
 

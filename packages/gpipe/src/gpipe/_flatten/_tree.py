@@ -8,6 +8,9 @@ from typing import Any
 from torch.utils import _pytree
 
 
+MISSING = object()
+
+
 class Tree:
     """The structure of a value. It can be compared, copied and pickled, unlike torch's own specs.
 
@@ -23,6 +26,14 @@ class Tree:
 
     def value(self, leaves: Iterable[Any]) -> Any:
         return _pytree.tree_unflatten(leaves, self.spec)
+
+    def moved(self, leaves: Iterable[Any], other: Tree) -> list[Any]:
+        """The leaves of this structure at the places of another; :data:`MISSING` where this one has none."""
+        known = {path: leaf for (path, _), leaf in zip(self._paths(), leaves, strict=True)}
+        return [known.get(path, MISSING) for path, _ in other._paths()]
+
+    def _paths(self) -> list[tuple[Any, Any]]:
+        return _pytree.tree_leaves_with_path(self.value(range(self.spec.num_leaves)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tree) and self.spec == other.spec
