@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.utils import _pytree
 
-
 MISSING = object()
 
 
