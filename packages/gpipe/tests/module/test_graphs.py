@@ -36,11 +36,11 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own making
+        warnings.simplefilter("ignore")  # of the compiler's own making, also as it is imported
+        torch._dynamo.reset()
         yield
-    torch._dynamo.reset()
+        torch._dynamo.reset()
 
 
 def wrapped(layer: nn.Module, options: dict[str, Any]) -> nn.Module:
