@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe import GPipe
-from gpipe.checkpoint._random import CellRNG, RunRNG
+from gpipe.checkpoint._random import CellRNG, RunRNG, state_of
 
 from ..layers import MODES, Call, Layer, each_mode, running, squares, trained
 from ..models import Recipe, assert_close, recipes
@@ -178,6 +179,30 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
             pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
 
 
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_no_garbage_is_collected_while_a_state_is_read(is_collecting: bool):
+    """Torch holds the lock of the generator then, for which other threads may wait."""
+    seen: list[str] = []
+
+    class Generator:
+        def get_state(self) -> str:
+            gc.callbacks.append(note)
+            assert len([[] for _ in range(10_000)]) > 0
+            gc.callbacks.remove(note)
+            return "state"
+
+    def note(*_: Any) -> None:
+        seen.append("collected")
+
+    (gc.enable if is_collecting else gc.disable)()
+    try:
+        assert state_of(Generator()) == "state"
+        assert gc.isenabled() == is_collecting
+    finally:
+        gc.enable()
+    assert not seen
+
+
 RACING = {
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
@@ -191,7 +216,8 @@ def _forks() -> None:
         pass
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@pytest.mark.usefixtures("no_collector")  # see state_of(); layers ask torch for the state by themselves
+@settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),
     st.sampled_from(MODES),

@@ -12,6 +12,7 @@ backward, as in ``torch.utils.checkpoint``, are refused when they draw.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ PROCESS: Final = torch.default_generator
 process_lock = fork_lock()
 """Held while the state of the process's generator is read and then changed."""
 
+_reading = fork_lock()
+"""Held where the collection of garbage is off for a moment."""
+
 OUTSIDE: Final = -1
 """The layer of what is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
 
@@ -43,6 +47,22 @@ _IN_BACKWARD = (
     "timing. Let the pipe checkpoint the layer instead (GPipe(..., checkpoint='always')), switch its dropout off, or "
     "pass a generator of its own to the operation (torch.rand(..., generator=generator))"
 )
+
+
+def state_of(generator: torch.Generator) -> Tensor:
+    """Its state, read without a collection of garbage meanwhile.
+
+    Torch holds the generator's lock, and Python before 3.12 may collect as the result is made. Freeing a tensor then
+    lets another thread run, which may wait for that lock and never let this one go on.
+    """
+    with _reading:
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return generator.get_state()
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 class RunRNG:
@@ -69,7 +89,7 @@ class RunRNG:
 
     def begin(self) -> None:
         """Before forwards or backwards, while no layer computes: note the state of the process's generator."""
-        self._states.append(PROCESS.get_state())
+        self._states.append(state_of(PROCESS))
         self.seeds.add(PROCESS.initial_seed())
 
     def settle(self) -> None:
@@ -82,7 +102,7 @@ class RunRNG:
         if not earlier:
             return
         with process_lock:
-            now = PROCESS.get_state()
+            now = state_of(PROCESS)
             # A state of before was put back late; any other is the wish of a layer or of the caller.
             if not torch.equal(now, last) and any(torch.equal(now, state) for state in earlier):
                 PROCESS.set_state(last)
@@ -104,7 +124,7 @@ class RunRNG:
             return _number(self._around.generator)
         with process_lock:
             # By a copy: a layer of another thread may put back the state of before at any time, see settle().
-            copy = torch.Generator().set_state(PROCESS.get_state())
+            copy = torch.Generator().set_state(state_of(PROCESS))
             seed = _number(copy)
             self._states.append(copy.get_state())
             PROCESS.set_state(self._states[-1])
@@ -113,7 +133,7 @@ class RunRNG:
     def is_seeded_again(self) -> bool:
         """Whether the process's generator has been seeded since the run began, be it with the same seed."""
         # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
-        now = PROCESS.get_state()
+        now = state_of(PROCESS)
         if any(torch.equal(now, state) for state in reversed(self._states)):
             return False
         seed = PROCESS.initial_seed()
@@ -182,7 +202,7 @@ class CellRNG:
     def saw(self, generator: torch.Generator) -> None:
         """Remember the state of a layer's own generator before the cell first draws from it."""
         if self._device is not None and _identity(generator) not in self._others:
-            self._others[_identity(generator)] = generator, generator.get_state()
+            self._others[_identity(generator)] = generator, state_of(generator)
 
     def again(self, device: torch.device) -> CellRNG:
         """The same random numbers, for layers of the cell on ``device`` that are computed again apart from others."""
@@ -198,7 +218,7 @@ class CellRNG:
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
         # The next forward of the layer goes on from here, as if nothing had been drawn again.
-        now = [(generator, generator.get_state()) for generator, _ in others]
+        now = [(generator, state_of(generator)) for generator, _ in others]
         _set_states(others)
         try:
             with self._device.rewound():

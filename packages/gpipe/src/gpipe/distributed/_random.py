@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint._random import PROCESS, process_lock
+from ..checkpoint._random import PROCESS, process_lock, state_of
 
 
 def next_seed() -> int:
     """The seed that a run would draw from torch's generator; the generator does not change."""
-    copy = torch.Generator().set_state(PROCESS.get_state())
+    copy = torch.Generator().set_state(state_of(PROCESS))
     return int(torch.randint(2**32, (), generator=copy))
 
 
