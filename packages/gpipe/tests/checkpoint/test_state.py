@@ -56,6 +56,12 @@ def added(s: Odd, x: Tensor) -> Tensor:
     return s.linear(x) * s.kept.clone()
 
 
+def appends(s: Odd, x: Tensor) -> Tensor:
+    """Keeps a tensor at the end of a list, for whoever may use it."""
+    s.all.append(x.mean())
+    return s.linear(x)
+
+
 def momentum(s: Odd, x: Tensor) -> Tensor:
     """Moves an average of its weight."""
     with torch.no_grad():
@@ -76,13 +82,14 @@ ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "polite": polite,
     "statistics": statistics,
     "added": added,
+    "appends": appends,
     "momentum": momentum,
     "momentum of a parameter": momentum_of_a_parameter,
     "noise": lambda s, x: s.linear(x) * torch.rand(x.shape, generator=s.generator, dtype=DOUBLE),
 }
 WORKING = ("counted", "averaged", "statistics", "polite", "noise", "momentum")
 """Those that are right whenever they begin, in all modes."""
-KEEPING = ("number", "carries", "added", "decays", "large", "renorms", "momentum of a parameter")
+KEEPING = ("number", "carries", "added", "appends", "decays", "large", "renorms", "momentum of a parameter")
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
 REMEMBERING = (*WORKING, *KEEPING, "by_numpy", "listed")
 

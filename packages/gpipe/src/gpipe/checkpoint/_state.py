@@ -2,8 +2,9 @@
 
 State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
 and its recomputation computes with the copies. A forward that changes anything else cannot be repeated, and keeps its
-graph. Changes are found by identity and by torch's count of changes in place. What leaves no trace there (a list in an
-attribute, a closure, ``.numpy()`` of a large buffer) shows only in the outputs (:mod:`gpipe.checkpoint._compare`).
+graph. Changes are found by identity and by torch's count of changes in place; of a list or dict by the tensor at its
+end. What leaves no trace there (numbers in a list, a closure, ``.numpy()`` of a large buffer) shows only in the outputs
+(:mod:`gpipe.checkpoint._compare`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class State:
                 # Attributes of modules of torch are not looked at, which is most of the time that this would take.
                 if _may_keep(module):
                     self._add(prefix, vars(module), _OF_ANY_MODULE)
+        values = [own[name] for own, name in self._places]
+        self._containers = [at for at, value in enumerate(values) if isinstance(value, list | dict)]
+        self._names += [self._names[at] for at in self._containers]
         # A name that is added later shows in the sizes; looking for it by name would take longer than all else.
         self._sizes = [*map(len, self._dicts)]
 
@@ -72,6 +76,8 @@ class State:
         """The current values, and the version of each."""
         # By reference: the values stay alive until the recomputation, so that no other object can get their identity.
         values = [own.get(name, _ABSENT) for own, name in self._places]
+        ends = [last_entry(values[at]) for at in self._containers]
+        values += [end if isinstance(end, Tensor) else None for end in ends]
         try:
             return values, [value._version if isinstance(value, Tensor) else 0 for value in values]
         except RuntimeError:  # a tensor of inference mode has no such number
@@ -130,6 +136,13 @@ class Snapshot:
             yield
         finally:
             self._state.put(now)
+
+
+def last_entry(value: Any) -> Any:
+    """Of a list, tuple or dict the last entry, which a layer that appends has changed; else ``value``."""
+    if isinstance(value, list | tuple | dict) and value:
+        return value[next(reversed(value))] if isinstance(value, dict) else value[-1]
+    return value
 
 
 def _expect_readable(name: str, module: nn.Module) -> None:

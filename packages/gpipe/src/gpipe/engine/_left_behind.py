@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from .._current import current
+from ..checkpoint._state import last_entry
 
 if TYPE_CHECKING:
     from ._stage import Stage
@@ -80,8 +81,7 @@ def expect_no_variables(before: Context) -> None:
 
 def _with_graph(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in items:
-        # Layers append: the last entry is of this run, and a look at one costs the same for a list of any length.
-        if isinstance(value, list | tuple | dict) and value:
-            value = value[next(reversed(value))] if isinstance(value, dict) else value[-1]
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            yield name, value
+        # One entry only, so that a look costs the same for a list of any length.
+        last = last_entry(value)
+        if isinstance(last, Tensor) and last.grad_fn is not None:
+            yield name, last
