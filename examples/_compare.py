@@ -51,7 +51,8 @@ class MiniBatch:
         return self.loss_fn(output, self.targets.to(output.device))
 
     def step(self, pipe: GPipe, schedule: str) -> Tensor:
-        return pipe.step(self.inputs, self.targets, loss_fn=self.loss_fn, schedule=schedule)
+        loss: Tensor = pipe.step(self.inputs, self.targets, loss_fn=self.loss_fn, schedule=schedule)
+        return loss
 
 
 def parser(description: str | None, timeline: str, *, stages: int = 2, chunks: int = 8) -> argparse.ArgumentParser:

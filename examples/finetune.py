@@ -205,7 +205,7 @@ class Rows:
         return loss
 
 
-def batch_of(rows: Tensor) -> dict[str, Tensor]:
+def batch_of(rows: Tensor) -> dict[str, Any]:
     """What the model is called with. It computes its loss from the labels, shifted by one token."""
     return {"input_ids": rows, "labels": rows}
 
