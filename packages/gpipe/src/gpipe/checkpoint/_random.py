@@ -33,10 +33,7 @@ PROCESS: Final = torch.default_generator
 """The generator of the process, from which torch draws on the CPU unless it is given another one."""
 
 process_lock = fork_lock()
-"""Held while the state of the process's generator is read and then changed."""
-
-_reading = fork_lock()
-"""Held where the collection of garbage is off for a moment."""
+"""Held while the state of a generator is read, with the collection of garbage off, and where it is changed then."""
 
 OUTSIDE: Final = -1
 """The layer of what is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
@@ -55,7 +52,7 @@ def state_of(generator: torch.Generator) -> Tensor:
     Torch holds the generator's lock, and Python before 3.12 may collect as the result is made. Freeing a tensor then
     lets another thread run, which may wait for that lock and never let this one go on.
     """
-    with _reading:
+    with process_lock:  # one lock: a fork, which takes all, and a run may not take two of them in another order
         is_collecting = gc.isenabled()
         gc.disable()
         try:
