@@ -33,7 +33,7 @@ PROCESS: Final = torch.default_generator
 """The generator of the process, from which torch draws on the CPU unless it is given another one."""
 
 process_lock = fork_lock()
-"""Held while the state of a generator is read, with the collection of garbage off, and where it is changed then."""
+"""Held while the state of the process's generator is read and then changed."""
 
 OUTSIDE: Final = -1
 """The layer of what is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
@@ -52,14 +52,14 @@ def state_of(generator: torch.Generator) -> Tensor:
     Torch holds the generator's lock, and Python before 3.12 may collect as the result is made. Freeing a tensor then
     lets another thread run, which may wait for that lock and never let this one go on.
     """
-    with process_lock:  # one lock: a fork, which takes all, and a run may not take two of them in another order
-        is_collecting = gc.isenabled()
+    # Without a lock, which a fork or an interrupt would have to respect: of two threads the first one switches back.
+    is_collecting = gc.isenabled()
+    try:
         gc.disable()
-        try:
-            return generator.get_state()
-        finally:
-            if is_collecting:
-                gc.enable()
+        return generator.get_state()
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 class RunRNG:
