@@ -52,14 +52,14 @@ def state_of(generator: torch.Generator) -> Tensor:
     Torch holds the generator's lock, and Python before 3.12 may collect as the result is made. Freeing a tensor then
     lets another thread run, which may wait for that lock and never let this one go on.
     """
-    # Without a lock, which a fork or an interrupt would have to respect: of two threads the first one switches back.
-    is_collecting = gc.isenabled()
+    # Without a lock, which a fork or an interrupt would have to respect. Whoever finds it off leaves it to its owner.
+    if not gc.isenabled():
+        return generator.get_state()
     try:
         gc.disable()
         return generator.get_state()
     finally:
-        if is_collecting:
-            gc.enable()
+        gc.enable()
 
 
 class RunRNG:
