@@ -48,6 +48,8 @@ SEARCH = {"--examples": 2_000, "--seconds": 60}
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
 EVERYTHING += ("examples", "browser", "search")
+SHORTER = {"search": ("--", "--seconds=15")}
+"""What makes a session of ``everything`` end within an hour."""
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 EDITABLE = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -98,7 +100,10 @@ def search(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def everything(session: nox.Session) -> None:
-    """All that needs no GPU, one session after the other, and a table of them; arguments are names of some."""
+    """All that needs no GPU, one session after the other, and a table of them; arguments are names of some.
+
+    The search takes 15 seconds a property.
+    """
     rows = [outcome(session, name) for name in session.posargs or EVERYTHING]
     session.log("session        passed  failed  minutes")
     for name, passed, failed, minutes, _ in rows:
@@ -366,7 +371,7 @@ def outcome(session: nox.Session, name: str) -> tuple[str, int, int, float, int]
     """Run a session. Returns its name, how many tests passed and failed, the minutes, and the exit status."""
     begin, passed, failed = time.monotonic(), 0, 0
     session.log(f"nox -s {name}")
-    command = [sys.executable, "-m", "nox", "--no-error-on-missing-interpreters", "-s", name]
+    command = [sys.executable, "-m", "nox", "--no-error-on-missing-interpreters", "-s", name, *SHORTER.get(name, ())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
