@@ -62,10 +62,18 @@ class Current(threading.local):
 current = Current()
 
 
+def restore(before: dict[str, Any]) -> None:
+    """Give :data:`current` the attributes that it had: ``before`` is a copy of its ``vars``."""
+    own = vars(current)
+    for name in own.keys() - before.keys():
+        del own[name]
+    own.update(before)
+
+
 class setting:  # noqa: N801 — reads as a function after `with`
     """A context in which attributes of :data:`current` have these values."""
 
-    # Not a generator, which takes twice as long: each cell that is computed again enters two.
+    # Not a generator, which takes twice as long.
     __slots__ = ("_before", "_values")
 
     def __init__(self, **values: Any) -> None:

@@ -16,6 +16,7 @@ from torch.library import Library
 
 from gpipe import GPipe
 from gpipe._current import setting
+from gpipe._torch import set_intercepting
 from gpipe.checkpoint._random import CellRNG, RunRNG, interception
 
 from ..layers import Call
@@ -46,8 +47,12 @@ def drawn(names: list[str], microbatch: int) -> list[Tensor]:
     """What a cell gives that draws by these operations, with its gradients."""
     torch.manual_seed(3)
     p = torch.rand(4, 5, requires_grad=True)
-    with interception.on(), setting(rng=CellRNG(RunRNG(), microbatch, 2)):
-        found = [DRAWS[name](p) for name in names]
+    set_intercepting(True)
+    try:
+        with setting(rng=CellRNG(RunRNG(), microbatch, 2)):
+            found = [DRAWS[name](p) for name in names]
+    finally:
+        set_intercepting(False)
     total = sum((each.sum() for each in found), p.sum())
     return [*found, *torch.autograd.grad(total, p), torch.get_rng_state()]
 

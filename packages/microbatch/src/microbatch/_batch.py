@@ -82,7 +82,8 @@ class Batch:
         return len(self._tensors())
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._tensors())
+        value = self.value
+        return iter((value,) if isinstance(value, Tensor) else self._tensors())
 
     def __getitem__(self, index: int) -> Tensor:
         try:

@@ -36,7 +36,7 @@ def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], pl
             "Replicate() if it is the same for all"
         )
     # First the rows: that parts are unlike may only mean that their rows are elsewhere.
-    if rule is ROWS and all(isinstance(part, Tensor) and part.dim() == first.dim() for part in parts):
+    if rule is ROWS and {part.dim() if isinstance(part, Tensor) else -1 for part in parts} == {first.dim()}:
         expect_rows(parts, batches, place)
     _expect_alike(parts, place, dim % first.dim())
     return first if len(parts) == 1 else concatenate(parts, dim)
@@ -91,24 +91,23 @@ def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
 
 def _expect_alike(parts: Sequence[Any], place: LeafPath, dim: int | None = None) -> None:
     """TypeError or ValueError unless all are tensors that differ at most in the size of dimension `dim`."""
-    first, form = parts[0], _form(parts[0], dim)
+    first = parts[0]
+    end = first.dim() if dim is None else dim
+    facts = None
     for i, part in enumerate(parts):
         if not isinstance(part, Tensor):
             raise TypeError(
                 f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
             )
+        shape = part.shape
+        own = part.dtype, part.device, part.layout, len(shape), shape[:end], shape[end + 1 :]
+        facts = facts or own
         # torch.cat would promote dtypes, and skip empty tensors of another shape, without an error.
-        if _form(part, dim) != form:
+        if own != facts:
             raise ValueError(
                 f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in "
                 "rows only"
             )
-
-
-def _form(tensor: Tensor, dim: int | None) -> tuple[object, ...]:
-    shape = tuple(tensor.shape)
-    but = shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
-    return but, tensor.dim(), tensor.dtype, tensor.device, tensor.layout
 
 
 def _kind(tensor: Tensor) -> str:

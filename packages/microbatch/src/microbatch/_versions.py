@@ -1,6 +1,7 @@
 """In-place changes of a tensor and of the parts that share its memory."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -54,12 +55,12 @@ class _Tie:
     def __init__(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
         self._source = source
         self._chunks = chunks
-        self._seen = source._version, (0,) * len(chunks)
+        self._seen = source._version, [0] * len(chunks)
 
     def sync(self) -> None:
         source, chunks = self._seen
         source_moved = self._source._version != source
-        chunks_moved = self._chunk_versions() != chunks
+        chunks_moved = [*map(_version, self._chunks)] != chunks
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
@@ -67,7 +68,7 @@ class _Tie:
             self._chunks = [chunk.detach() for chunk in self._chunks]
             increment_version(self._source)
         if source_moved or chunks_moved:
-            self._seen = self._source._version, self._chunk_versions()
+            self._seen = self._source._version, [*map(_version, self._chunks)]
 
-    def _chunk_versions(self) -> tuple[int, ...]:
-        return tuple([chunk._version for chunk in self._chunks])
+
+_version = attrgetter("_version")

@@ -9,7 +9,6 @@ operations inside a kernel pass through these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -25,22 +24,13 @@ Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Interception:
-    """Passes the operations that draw to ``handler``, on threads where it is switched :meth:`on`."""
+    """Passes the operations that draw to ``handler``, on threads with ``set_intercepting(True)``."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._lock = fork_lock()
         self._libraries: dict[str, Library] = {}  # by namespace; what they have registered ends with them
         self._known: set[str] = set()
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        before = _torch.is_intercepting()
-        _torch.set_intercepting(True)
-        try:
-            yield
-        finally:
-            _torch.set_intercepting(before)
 
     def prepare(self) -> None:
         """Find the operations that draw, also those of other libraries, and register kernels for them.

@@ -146,10 +146,11 @@ class CellRNG:
         module: the partition, which sets :attr:`at`; None for a loss.
 
     Attributes:
+        microbatch: that of the cell. Where nothing is recomputed, the cells of a stage use one object in turn.
         at: the layer that computes now, counted from ``first``, or :data:`OUTSIDE`.
     """
 
-    __slots__ = ("_device", "_first", "_generators", "_microbatch", "_others", "_run", "at", "module")
+    __slots__ = ("_device", "_drawn", "_first", "_generators", "_others", "_run", "at", "microbatch", "module")
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class CellRNG:
         module: nn.Module | None = None,
     ) -> None:
         self._run = run
-        self._microbatch = microbatch
+        self.microbatch = self._drawn = microbatch
         self._first = first
         self._generators: dict[int, torch.Generator] = {}
         self._others: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -171,6 +172,9 @@ class CellRNG:
     @property
     def generator(self) -> torch.Generator:
         """The generator of the current layer, on the CPU."""
+        if self._drawn != self.microbatch:
+            self._drawn = self.microbatch
+            self._generators.clear()
         if self.at not in self._generators:
             # Asked once for each generator, since comparing states takes longer than a small draw.
             if self._run.is_seeded_again():
@@ -183,7 +187,7 @@ class CellRNG:
         """No two layers and micro-batches of a run share it: generators for the CPU use 32 bits of a seed."""
         # By the number of the layer in the model, and not of the stage: numbers do not depend on the balance.
         k = self._first + max(self.at, 0)
-        return self._microbatch << 16 | 2 * k + (self.at != OUTSIDE)
+        return self.microbatch << 16 | 2 * k + (self.at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
         # Asked for each draw, since it is cheap.
@@ -203,7 +207,7 @@ class CellRNG:
 
     def again(self, device: torch.device) -> CellRNG:
         """The same random numbers, for layers of the cell on ``device`` that are computed again apart from others."""
-        return CellRNG(self._run, self._microbatch, self._first, device, self.module)
+        return CellRNG(self._run, self.microbatch, self._first, device, self.module)
 
     def forget(self) -> None:
         self._generators.clear()
@@ -271,7 +275,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 interception = Interception(_draw)
-"""While it is switched on, layers draw from the numbers of their cell."""
+"""On threads that are intercepted, layers draw from the numbers of their cell."""
 
 
 def _identity(generator: torch.Generator) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine._accumulate import added
-from ..engine._parameters import modules_below, parameters_of
+from ..engine._parameters import contents_of
 from ..engine._tied import shared_tensors
 from ._messages import RemoteLink
 from ._wires import Wires
@@ -47,11 +47,11 @@ def twins_of(
 
     Also for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has one.
     """
-    parts = [modules_below(partition) for partition in partitions]
-    shared = shared_tensors(parts)
+    parts = [contents_of(partition) for partition in partitions]
+    shared = shared_tensors([part.tensors for part in parts])
     holders: dict[int, dict[int, tuple[int, nn.Module, str]]] = {}  # by tensor and rank: its first stage, and where
-    for stage, (rank, modules) in enumerate(zip(ranks, parts, strict=True)):
-        for module in modules:
+    for stage, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
+        for module in part.modules:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if id(tensor) in shared:
                     holders.setdefault(id(tensor), {}).setdefault(rank, (stage, module, name))
@@ -88,7 +88,7 @@ class Twins:
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
-        below = {*parameters_of(modules_below(module))} if twins else set()
+        below = {*contents_of(module).parameters} if twins else set()
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:

@@ -56,7 +56,9 @@ class Cell:
 
         ``gradients`` are those of the outputs. None stands where there is no gradient.
         """
-        outputs, seeds = self._flowing(gradients)
+        outputs, seeds = self._outputs, tuple(gradients)
+        if len(outputs) != 1 or seeds[0] is None or not outputs[0].requires_grad:  # most cells have one output
+            outputs, seeds = self._flowing(gradients)
         inputs = self.inputs.tensors
         if outputs and sums is not None:
             # Autograd returns the gradients of all leaves, instead of adding them to .grad, which would call hooks.

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .._current import current
+from .._current import current, restore
 from .._forks import fork_lock
 
 Sections = tuple["Section", ...]
@@ -49,10 +49,7 @@ class Section:
                 current.holds = (*current.holds, self)
                 yield
             finally:
-                own = vars(current)
-                for name in own.keys() - before.keys():
-                    del own[name]
-                own.update(before)
+                restore(before)
                 torch.set_grad_enabled(grad)  # torch.no_grad() leaves it off if it is interrupted
                 self._process = None
                 _claimed.pop(self, None)
@@ -65,7 +62,8 @@ class Section:
         """
         with _claims:
             # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
-            others = [theirs for other, theirs in _claimed.items() if other is not self and other not in involved()]
+            known = (self, *involved())
+            others = [theirs for other, theirs in _claimed.items() if other not in known] if _claimed else []
             # There is rarely another pipe in training, and without one this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
                 raise RuntimeError(

@@ -1,25 +1,37 @@
-"""The modules and parameters below a module, found faster than by ``module.modules()``, which makes up names."""
+"""What is below a module, found faster than by ``module.modules()``, which makes up names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 
-def modules_below(root: nn.Module) -> dict[nn.Module, None]:
-    found: dict[nn.Module, None] = {}
+class Contents(NamedTuple):
+    """A module and all modules below it, with what they hold.
+
+    Attributes:
+        modules: each once, in order.
+        parameters: each once.
+        tensors: the identities of parameters and buffers.
+    """
+
+    modules: dict[nn.Module, None]
+    parameters: list[nn.Parameter]
+    tensors: set[int]
+
+
+def contents_of(root: nn.Module) -> Contents:
+    modules: dict[nn.Module, None] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: set[int] = set()
     stack: list[Any] = [root]
     while stack:
         each = stack.pop()
-        if each is not None and each not in found:
-            found[each] = None
+        if each is not None and each not in modules:
+            modules[each] = None
             stack += reversed(each._modules.values())
-    return found
-
-
-def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of ``modules``, each once."""
-    own = [parameter for each in modules for parameter in each._parameters.values()]
-    return list({id(parameter): parameter for parameter in own if parameter is not None}.values())
+            parameters.update(zip(map(id, each._parameters.values()), each._parameters.values(), strict=True))
+            buffers.update(map(id, each._buffers.values()))
+    parameters.pop(id(None), None)
+    return Contents(modules, [*parameters.values()], buffers.union(parameters) - {id(None)})

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
-from .._current import current, setting
-from .._torch import backward_id, is_profiled
+from .._current import current, restore
+from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
 from ..checkpoint._layers_then import LayersThen
-from ..checkpoint._random import RunRNG, interception
+from ..checkpoint._random import RunRNG
 from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
@@ -28,7 +28,7 @@ from ._exclusive import Sections, involved
 from ._failures import Failures
 from ._left_behind import expect_no_variables, watch_attributes
 from ._losses import Losses
-from ._parameters import modules_below, parameters_of
+from ._parameters import contents_of
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
@@ -78,8 +78,8 @@ class Run:
         if loss is not None:
             # The loss draws as a layer behind the last one would.
             loss.begin(self.rng, stages[-1].numbers.stop)
-        modules = [modules_below(stage.module) for stage in stages]
-        own = [parameters_of(each) if self.keeps else [] for each in modules]
+        found = [contents_of(stage.module) for stage in stages]
+        own = [part.parameters for part in found] if self.keeps else [[]] * len(stages)
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
         # One for stages and loss: a leaf that both use is held once, and given back once.
@@ -92,7 +92,7 @@ class Run:
         link = Link if self.observer is None else self.observer.link
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
-        self._tied = Tied(stages, modules)
+        self._tied = Tied(stages, found)
         self._stages = self._stage_runs(own)
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []
@@ -218,14 +218,16 @@ class Run:
         failures, stages = self.failures, self._stages
         do = self._action_wrapper()
         step = steps[0]
-        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread. Meanwhile
-        # this thread holds nothing: to enter what it held would be to wait for itself, and is refused.
-        own = setting(
-            step=step, microbatch=None, statistics=None, rng=None, graph_task=backward_id(), serves=sections, holds=()
-        )
+        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread.
+        before, intercepted = {**vars(current)}, is_intercepting()
         try:
+            current.step, current.graph_task, current.serves = step, backward_id(), sections
+            current.microbatch = current.statistics = current.rng = None
+            # This thread holds nothing meanwhile: to enter what it held would be to wait for itself, and is refused.
+            current.holds = ()
+            set_intercepting(True)
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
-            with own, context, torch.autograd.set_multithreading_enabled(False), interception.on():
+            with context, torch.autograd.set_multithreading_enabled(False):
                 variables = copy_context()
                 for step in steps:
                     j, action = current.step = step
@@ -244,6 +246,9 @@ class Run:
             # First the failure, then the wake-up: a reader that wakes looks whether its step comes after a failure.
             failures.add(step, stages[step.stage].explained(error, step.action))
             self._transport.cancel()
+        finally:
+            set_intercepting(intercepted)
+            restore(before)
 
     def _action_wrapper(self) -> Callable[[StageRun, Action], None] | None:
         do: Callable[[StageRun, Action], None] | None = _labelled if is_profiled() else None

@@ -93,7 +93,7 @@ class StageRun:
         self.adds = False
         self.forward_settings: Callable[[], AbstractContextManager[None]] = nullcontext
         # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
-        self._rng, self._size, self._left, self._keeps = run.rng, run.size, run.size.microbatches, run.keeps
+        self._size, self._left, self._keeps = run.size, run.size.microbatches, run.keeps
         self._loss, self._deferred = run.loss, run.deferred
         self._arrival, self._departure = arrival, departure
         self._parameters, self._tied = parameters, tied
@@ -101,6 +101,7 @@ class StageRun:
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
         self._recomputation = Recomputation(stage.module, stage.recomputation) if stop else None
+        self._random = CellRNG(run.rng, 0, stage.numbers.start, module=stage.module)
         # Nothing is checkpointed in evaluation.
         has_blocks = stage.blocks and run.keeps and stage.module.training
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
@@ -123,10 +124,13 @@ class StageRun:
         if inputs.marks and self.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
         stage = self.stage
-        recomputation = self._recomputation if i < self._checkpoint_stop else None
-        device = None if recomputation is None else stage.device
-        random = CellRNG(self._rng, i, stage.numbers.start, device, stage.module)
-        cell = Cell() if recomputation is None else CheckpointedCell(random, recomputation)
+        random, recomputation = self._random, self._recomputation if i < self._checkpoint_stop else None
+        random.microbatch = i
+        if recomputation is None:
+            cell = Cell()
+        else:
+            random = random.again(stage.device)  # draws the same numbers later, when that of the stage has gone on
+            cell = CheckpointedCell(random, recomputation)
         self._cells[i] = cell
         current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
         current.checkpointing, current.recomputing = recomputation is not None, False

@@ -23,16 +23,16 @@ from torch.nn.parameter import is_lazy
 from streams import current_stream, record_stream
 
 from ..values._memory import storage_id
-from ._parameters import modules_below
+from ._parameters import Contents, contents_of
 from ._stage import Stage
 
 LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
 
-def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
-    """The parameters and buffers that modules of several ``parts`` have: by identity, the number of the first part."""
-    found = [_tensors_of(modules) for modules in parts]
+def shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
+    """The parameters and buffers that several parts have, given their identities: of each, the number of its first part.
+    """
     if sum(map(len, found)) == len(set[int]().union(*found)):
         return {}
     first: dict[int, int] = {}
@@ -44,17 +44,7 @@ def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
 
 
 def holds_tensors(module: nn.Module) -> bool:
-    return any(below._parameters or below._buffers for below in modules_below(module))
-
-
-def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
-    found: set[int] = set()
-    for module in modules:
-        for own in (module._parameters, module._buffers):
-            if own:
-                found.update(map(id, own.values()))
-    found.discard(id(None))
-    return found
+    return bool(contents_of(module).tensors)
 
 
 class Tied:
@@ -65,9 +55,9 @@ class Tied:
         leaves: for each stage the leaves, owners and copies, whose gradients have to be summed.
     """
 
-    def __init__(self, stages: Sequence[Stage], parts: Sequence[dict[nn.Module, None]]) -> None:
+    def __init__(self, stages: Sequence[Stage], parts: Sequence[Contents]) -> None:
         self._stages = stages
-        shared = shared_tensors(parts) if len(parts) > 1 else {}
+        shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
         self.shares = bool(shared)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         # The dicts of modules and the names in them that refer to copies during a run, and these copies.
@@ -75,7 +65,7 @@ class Tied:
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
         self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
-        for number, modules in enumerate(parts if shared else ()):
+        for number, (modules, _, _) in enumerate(parts if shared else ()):
             copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
             self._swaps += copies.swaps(modules.keys() - earlier)
             self._owners |= {copy: (number, tensor) for tensor, copy in copies.tensors.items()}

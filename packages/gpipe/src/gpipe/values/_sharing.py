@@ -47,7 +47,7 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
     for tensor, mark in marked:
         storage = storage_id(tensor)
         sources[storage] = max(mark, sources.get(storage, OWN))
-    own = [storage_id(tensor) for tensor in outputs.tensors]
+    own = [*map(storage_id, outputs.tensors)]
     if len(set(own)) == len(own) and sources.keys().isdisjoint(own):
         return outputs
     return with_marks(outputs, [SHARED if own.count(storage) > 1 else sources.get(storage, OWN) for storage in own])
