@@ -1,4 +1,4 @@
-"""A step that runs out of memory raises its error, which says what to do; the pipe can be used afterwards."""
+"""Errors of devices are raised as they are, with a note that says what to do; the pipe can be used afterwards."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase
         pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
         F.mse_loss(plain(rows(8)), rows(8)).backward()
         assert_same(pipe, plain)
+
+
+def test_what_a_device_may_report_late_says_so():
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    with closing(piped(nn.Sequential(*linears(1), Failing(lambda *_: error)), [1, 1], chunks=2)) as pipe:
+        with pytest.raises(torch.AcceleratorError) as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert caught.value is error
+        assert [note for note in error.__notes__ if "an earlier micro-batch" in note]
 
 
 @pytest.mark.parametrize("error", list(ERRORS))

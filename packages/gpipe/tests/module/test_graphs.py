@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from packages.streams.tests.accelerator import accelerator
 from torch import nn
 
 from gpipe import GPipe
@@ -81,12 +83,15 @@ def test_a_graphed_callable_is_found() -> None:
     expect_no_graphs(layer, CUDA, 0)
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_run_is_no_part_of_a_graph(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    with pytest.raises(RuntimeError, match="cannot be captured") if capturing else nullcontext():
-        expect_no_capture([CPU, CUDA])
-    expect_no_capture([CPU, CPU])
+@pytest.mark.parametrize("capturing", [None, 0, 1])
+def test_a_run_is_no_part_of_a_graph(capturing: int | None) -> None:
+    """Whichever of its devices captures; torch answers for the current one."""
+    with accelerator("cuda") as fake:
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=lambda: fake.index == capturing):
+            with nullcontext() if capturing is None else pytest.raises(RuntimeError, match="cannot be captured"):
+                expect_no_capture([CPU, torch.device("cuda", 0), torch.device("cuda", 1)])
+            expect_no_capture([CPU, CPU])
+        assert fake.index == 0
 
 
 def blocks() -> nn.Sequential:

@@ -1,5 +1,6 @@
 """The order of work on different streams: events, waits, and memory that another stream still reads."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -90,4 +91,19 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
         raise TypeError(f"tensor must be a torch.Tensor; got {tensor!r} ({type(tensor).__name__})")
     # MPS has one stream, and does not implement record_stream.
     if is_accelerator(stream) and tensor.device.type == stream.device.type != "mps":
-        tensor.record_stream(stream)
+        for part in _with_memory(tensor):
+            part.record_stream(stream)
+
+
+def _with_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors whose memory ``tensor`` uses: torch cannot record one that is sparse, but what it consists of."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        return (tensor,)
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

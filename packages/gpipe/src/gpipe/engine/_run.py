@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
+from streams import AbstractStream, Context, CPUStream, current_stream, use_device, use_stream, wait_stream
 
 from .._current import current, restore
 from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
@@ -68,7 +68,7 @@ class Run:
         self._workers = pipeline.threads
         self._on_accelerator = pipeline.on_accelerator
         if self._on_accelerator:
-            expect_no_capture(pipeline.devices)
+            expect_no_capture({*pipeline.devices})
         self.keeps = torch.is_grad_enabled()
         stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
         self.size = Size(microbatches, pipeline.placement, stops)
@@ -282,8 +282,11 @@ def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStrea
 
 
 def expect_no_capture(devices: Iterable[torch.device]) -> None:
-    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a pipeline cannot be captured in a CUDA graph: its workers wait for each other on the host, which a graph "
-            "does not repeat; capture what is around it"
-        )
+    for device in devices:
+        # Torch answers for the current device, and a capture may be on any of those that take part.
+        with use_device(device):
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a pipeline cannot be captured in a CUDA graph: its workers wait for each other on the host, which "
+                    "a graph does not repeat; capture what is around it"
+                )

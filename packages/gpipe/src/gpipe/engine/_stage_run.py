@@ -49,6 +49,11 @@ _NEEDS_LESS = (
     "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
 )
 
+_TOLD_LATE = (
+    "a device reports an error of its kernels at a later call, so that an earlier micro-batch, or another partition on "
+    "this device, may have caused it; CUDA_LAUNCH_BLOCKING=1 in the environment makes each call wait for its kernels"
+)
+
 _USED_UP = (
     "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
     "micro-batch has used up: compute it inside the layer, pass it to the pipe as an input, or detach it; or a layer "
@@ -245,6 +250,8 @@ class StageRun:
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)
+        elif isinstance(error, torch.AcceleratorError):
+            add_note(error, _TOLD_LATE)
         if "device" in str(error) and (found := stage.elsewhere()):
             add_note(
                 error,

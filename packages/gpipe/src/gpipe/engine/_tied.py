@@ -31,8 +31,7 @@ LeafGradient = tuple[Tensor, Tensor]
 
 
 def shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
-    """The parameters and buffers that several parts have, given their identities: of each, the number of its first part.
-    """
+    """By the identities of what each part has: of tensors that several parts have, the number of the first part."""
     if sum(map(len, found)) == len(set[int]().union(*found)):
         return {}
     first: dict[int, int] = {}
@@ -142,8 +141,7 @@ class Tied:
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
     """``gradient`` on ``device``, when the current streams have waited for those on which it was computed."""
     # Its memory belongs to the stream of a stage, which would use it again while this one still copies.
-    for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
-        record_stream(part, current_stream(part.device))
+    record_stream(gradient, current_stream(gradient.device))
     return gradient.to(device)
 
 
