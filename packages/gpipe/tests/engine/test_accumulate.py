@@ -25,3 +25,14 @@ def test_a_function_of_ones_own_or_the_stage_before_may_overwrite_its_gradient(b
         flowed.mul_(2)
     ((_, own),) = gradients.take()
     assert own.tolist() == [1] * 4
+
+
+def test_leaves_with_one_gradient_have_sums_of_their_own() -> None:
+    """Both terms of a sum get the same tensor, to which each of them must not add."""
+    a, b = (nn.Parameter(torch.ones(4, dtype=DOUBLE)) for _ in range(2))
+    gradients = GradientSums()
+    for k in (1, 2):
+        y = a + b
+        gradients.backward([y], [torch.full_like(y, k)], below([y]), [])
+    sums = dict(gradients.take())
+    assert [sums[a].tolist(), sums[b].tolist()] == [[3] * 4] * 2

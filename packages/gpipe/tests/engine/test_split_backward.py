@@ -150,3 +150,17 @@ def test_deep_graphs():
     assert parts is not None
     parts[1][0].backward()
     torch.testing.assert_close(layer.bias.grad, torch.full((3,), 6.0, dtype=DOUBLE))
+
+
+def test_the_stage_before_may_overwrite_the_gradient_that_it_gets() -> None:
+    """The weights of this stage may still wait for the same gradient."""
+    x, weight = torch.ones(4, requires_grad=True), nn.Parameter(torch.ones(4))
+    y = x + weight
+    parts = backward_inputs([y], [torch.ones(4)], [x])
+    assert parts is not None
+    (flowed,), (left,) = parts
+    assert flowed is not None
+    flowed.mul_(2)
+    left.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1] * 4

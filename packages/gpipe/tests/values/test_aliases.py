@@ -6,6 +6,7 @@ loop over the micro-batches. A pipe may refuse what it cannot repeat; it never c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -332,6 +333,17 @@ def test_the_caller_s_input_is_not_overwritten(chunks: int, ends: Any, between: 
         with inline(), ends():
             piped(nn.Sequential(*layers), balance, chunks=chunks, checkpoint=mode)(x).mul_(2)
         assert torch.equal(x, rows())
+
+
+@each_mode
+def test_what_a_recomputation_needs_is_not_overwritten_by_a_later_stage(mode: str):
+    """The second stage returns its input, in which the third works."""
+    model = nn.Sequential(*linears(1), nn.Identity(), nn.LeakyReLU(0.5, inplace=True))
+    pipe = piped(copy.deepcopy(model), [1, 1, 1], chunks=3, checkpoint=mode)
+    with inline():
+        pipe(rows()).sum().backward()
+    model(rows()).sum().backward()
+    assert_same(pipe, model)
 
 
 @each_mode
