@@ -46,8 +46,8 @@ SHORT = {
 THREE = ("--numprocesses", "3", "--dist", "worksteal")
 SEARCH = {"--examples": 2_000, "--seconds": 60}
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
-EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
-EVERYTHING += ("examples", "browser", "search")
+EVERYTHING = ("lint", "types", "docs", "typing", "tests", "search", "standalone", "distributed", "accelerator")
+EVERYTHING += ("frameworks", "examples", "browser")
 SHORTER = {"search": ("--", "--seconds=15")}
 """What makes a session of ``everything`` end within an hour."""
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
