@@ -1,8 +1,10 @@
-"""Notes on exceptions, on every version of Python."""
+"""Notes on exceptions of any class, on every version of Python."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``. On Python 3.10, which has no notes, it is appended to ``error.__notes__``.
+    """Add a note, as ``error.add_note(note)`` does.
+
+    Also on Python 3.10, which has no notes but keeps them, and to an exception that forbids to set its attributes.
 
     Args:
         error: the exception.
@@ -13,7 +15,4 @@ def add_note(error: BaseException, note: str) -> None:
     >>> error.__notes__
     ['while reading batch 3']
     """
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    vars(error).setdefault("__notes__", []).append(note)
