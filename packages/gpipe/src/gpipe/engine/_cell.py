@@ -56,8 +56,10 @@ class Cell:
 
         ``gradients`` are those of the outputs. None stands where there is no gradient.
         """
-        outputs, seeds = self._outputs, tuple(gradients)
-        if len(outputs) != 1 or seeds[0] is None or not outputs[0].requires_grad:  # most cells have one output
+        outputs, seeds = self._outputs, tuple[Tensor, ...]()
+        if len(gradients) == 1 and (seed := gradients[0]) is not None and outputs[0].requires_grad:
+            seeds = (seed,)  # most cells have one output
+        else:
             outputs, seeds = self._flowing(gradients)
         inputs = self.inputs.tensors
         if outputs and sums is not None:
