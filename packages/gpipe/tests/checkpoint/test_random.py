@@ -46,10 +46,10 @@ def test_numbers_depend_on_layer_and_micro_batch_alone(
 def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
     run = RunRNG()
     cells = [CellRNG(run, i, k) for i in range(microbatches) for k in range(layers)]
-    seeds = {cell.generator.initial_seed() for cell in cells}
+    seeds = {cell.draw().initial_seed() for cell in cells}
     for cell in cells:
         cell.at = 0
-        seeds.add(cell.generator.initial_seed())
+        seeds.add(cell.draw().initial_seed())
     assert len(seeds) == 2 * len(cells)
 
 

@@ -118,7 +118,7 @@ class RunRNG:
         if self._in_backward:
             raise RuntimeError(_IN_BACKWARD)
         if self._around is not None:
-            return _number(self._around.generator)
+            return _number(self._around.draw())
         with process_lock:
             # By a copy: a layer of another thread may put back the state of before at any time, see settle().
             copy = torch.Generator().set_state(state_of(PROCESS))
@@ -128,13 +128,12 @@ class RunRNG:
         return seed
 
     def is_seeded_again(self) -> bool:
-        """Whether the process's generator has been seeded since the run began, be it with the same seed."""
+        """Whether the process's generator has been seeded since the run began, with the seed that it had before."""
         # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
         now = state_of(PROCESS)
         if any(torch.equal(now, state) for state in reversed(self._states)):
             return False
-        seed = PROCESS.initial_seed()
-        return seed not in self.seeds or torch.equal(now, torch.Generator().manual_seed(seed).get_state())
+        return torch.equal(now, torch.Generator().manual_seed(PROCESS.initial_seed()).get_state())
 
 
 class CellRNG:
@@ -170,13 +169,14 @@ class CellRNG:
         self.module = module
 
     @property
-    def generator(self) -> torch.Generator:
+    def _generator(self) -> torch.Generator:
         """The generator of the current layer, on the CPU."""
         if self._drawn != self.microbatch:
             self._drawn = self.microbatch
             self._generators.clear()
         if self.at not in self._generators:
-            # Asked once for each generator, since comparing states takes longer than a small draw.
+            # Asked once for each generator, since comparing states takes longer than a small draw; of another seed
+            # draw() has asked.
             if self._run.is_seeded_again():
                 raise self._seeds()
             self._generators[self.at] = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
@@ -190,10 +190,11 @@ class CellRNG:
         return self.microbatch << 16 | 2 * k + (self.at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
+        """The generator from which to draw now; RuntimeError if a layer has seeded that of the process."""
         # Asked for each draw, since it is cheap.
         if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
-        return self.generator
+        return self._generator
 
     def draw_on(self, device: torch.device) -> None:
         """Before an operation draws on another ``device`` than the CPU, whose state :meth:`repeated` restores."""
