@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass
@@ -194,46 +192,3 @@ class TestSeveral:
         pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
         with pytest.raises(KeyError, match="tick 2"):
             within(20, lambda: pipe(numbered(4)))
-
-
-EXITS = """
-import sys, threading, time, traceback
-import torch
-from torch import nn
-from gpipe import GPipe
-
-class Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-    def forward(self, x):
-        return self.function(x)
-
-def pipe_of(*layers):
-    return GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=4)
-
-x = torch.zeros(4, 3)
-idle, waiting = (pipe_of(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
-idle(x).sum().backward()
-output = waiting(x)
-failed = pipe_of(nn.Linear(3, 3), Call(lambda x: 1 / 0))
-try:
-    failed(x)
-except ZeroDivisionError:
-    traceback.print_exc(file=sys.stdout)
-busy = threading.Event()
-slow = pipe_of(Call(lambda x: (busy.set(), time.sleep(600))), nn.Identity())
-threading.Thread(target=slow, args=(x,), daemon=True).start()
-busy.wait()
-pipe_of(nn.Linear(3, 3), Call(lambda x: sys.exit(7)))(x)
-"""
-
-
-def test_the_interpreter_exits_at_once_with_its_own_status() -> None:
-    """Although pipes are idle, between forward and backward, failed, or computing; and one raises SystemExit."""
-    program = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n{EXITS}"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stderr) == (7, "")
-    assert "ZeroDivisionError: division by zero\n" in ended.stdout
-    if sys.version_info >= (3, 11):  # whose tracebacks show notes
-        assert "by zero\nin partition 1 (layers '1')" in ended.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -93,12 +92,9 @@ def by_safetensors(run: Run, again: Run) -> None:
         getattr(again, name).load_state_dict(copy.deepcopy(getattr(run, name).state_dict()))
 
 
-def by_checkpoint(run: Run, again: Run, save: Callable[..., Any] = dcp.save) -> None:
+def by_checkpoint(run: Run, again: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = _taken(run)
-        future = save(saved, checkpoint_id=folder)
-        if future is not None and hasattr(future, "result"):
-            future.result(300)
+        dcp.save(_taken(run), checkpoint_id=folder)
         found = _taken(again)
         dcp.load(found, checkpoint_id=folder)
     state_dict.set_state_dict(
@@ -150,26 +146,3 @@ def test_it_goes_on_with_any_balance_or_as_the_plain_model(
     again.train(more)
     found = {name.removeprefix("layers."): value for name, value in again.state.items()}
     torch.testing.assert_close(found, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)
-
-
-def test_asynchronously(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved is what was there, although training goes on meanwhile."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which init_process_group changes for good
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("torch.distributed has no gloo here")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        run, again = Run([2, 3]), Run([1, 1, 3])
-        run.train(2)
-
-        def save(saved: Any, checkpoint_id: str) -> Any:
-            future = dcp.async_save(saved, checkpoint_id=checkpoint_id)
-            run.train(1)
-            return future
-
-        by_checkpoint(run, again, save)
-    finally:
-        torch.distributed.destroy_process_group()
-    again.train(1)
-    torch.testing.assert_close(again.state, uninterrupted(3), rtol=1e-9, atol=1e-12)
