@@ -15,10 +15,5 @@ def test_examples_in_docstrings(name: str) -> None:
     assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
-def test_the_public_names_are_those_in_all() -> None:
-    public = {name for name in vars(microbatch) if not name.startswith("_")}
-    assert public == set(microbatch.__all__)
-
-
 def test_all_modules_are_private() -> None:
     assert all(name.startswith("microbatch._") for name in MODULES)

@@ -57,6 +57,7 @@ PIECES = {
     "dropout": lambda: [nn.Dropout(0.5)],
     "gelu": lambda: [nn.GELU()],
     "identity": lambda: [nn.Identity()],
+    "view": lambda: [nn.Flatten()],
     "tuple": lambda: [Call(twin), Call(join)],
     "dict": lambda: [Call(to_dict), Call(from_dict)],
     "detach": lambda: [Call(detached)],

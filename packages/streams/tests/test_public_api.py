@@ -1,7 +1,6 @@
 import doctest
 import importlib
 import pkgutil
-from types import ModuleType
 
 import pytest
 
@@ -15,11 +14,6 @@ MODULES = [f"streams.{module.name}" for module in pkgutil.iter_modules(streams._
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
-
-
-def test_the_public_names_are_those_in_all():
-    shown = {name for name, value in vars(streams).items() if name[0] != "_" and not isinstance(value, ModuleType)}
-    assert shown == set(streams.__all__)
 
 
 FRESH = """

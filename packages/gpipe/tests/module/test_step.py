@@ -281,21 +281,6 @@ def test_a_failed_step_says_how_many_gradients_of_before_may_have_changed(filled
 class TestBadInput:
     pipe = staticmethod(lambda **options: piped(linears(), [1, 2], **{"chunks": 3, **options}))
 
-    def test_placement_that_does_not_interleave(self) -> None:
-        pipe = GPipe(linears(), [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
-        with pytest.raises(ValueError, match="3 stages do not go evenly on 2 workers"):
-            pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="interleaved")
-        blocks = GPipe(linears(4), [1] * 4, devices=["cpu:0", "cpu:0", "cpu:1", "cpu:1"], chunks=3)
-        with pytest.raises(ValueError, match=r"in turn.*\[0, 0, 1, 1\]"):
-            blocks.step(rows(), rows(), loss_fn=F.mse_loss, schedule="interleaved")
-        for name in V_SHAPED:
-            with pytest.raises(
-                ValueError, match=rf"'{name}' goes down .* and up again.*'cpu:1', 'cpu:1', 'cpu:0'.*\[0, 0, 1, 1\]"
-            ):
-                blocks.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
-            with pytest.raises(ValueError, match=r"two stages on every worker.* got 3 stages"):
-                pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
-
     @pytest.mark.parametrize(
         ("text", "named"),
         [

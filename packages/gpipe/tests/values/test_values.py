@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packages.microbatch.tests.strategies import Encoding, Frozen, Lookup, Pair, Sample
 from torch import Tensor, nn
 
 from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, piped, rows
@@ -25,19 +24,6 @@ def number(x: Tensor) -> Tensor:
 PACKINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "integers first": (lambda x: (number(x), x), lambda v: v[1] * v[0][:, None]),
     "constant first": (lambda x: (x.detach() * 2, x), lambda v: v[0] + v[1]),
-    "None between": (lambda x: (None, x, None), lambda v: v[1] if v[0] is None is v[2] else v[0]),
-    "one-tuple": (lambda x: (x,), lambda v: v[0] if isinstance(v, tuple) else v.missing),
-    "list": (lambda x: [x, x * 2], lambda v: v[0] * v[1] if isinstance(v, list) else v.missing),
-    "dict": (lambda x: {"b": x, "a": number(x)}, lambda v: v["b"] + v["a"][:, None]),
-    "nested": (lambda x: {"p": [(x,), {"q": (None, x.exp())}]}, lambda v: v["p"][0][0] * v["p"][1]["q"][1]),
-    "named tuple": (lambda x: Pair(x, None), lambda v: v.left * (2 if v.right is None else 3)),
-    "dataclass": (lambda x: Sample(x * 2, number(x)), lambda v: v.image * v.label[:, None]),
-    "dataclass that nobody registered": (lambda x: Frozen(words=x, mask={"y": x * 2}), lambda v: v.words * v.mask["y"]),
-    "kind of dict": (
-        lambda x: Lookup(x=x, y=(x * 2,)),
-        lambda v: v["x"] * v["y"][0] if type(v) is Lookup else v.missing,
-    ),
-    "mapping": (lambda x: Encoding({"x": x, "y": x * 2}), lambda v: v.x * v.y),
     "same tensor twice": (lambda x: (x, x), lambda v: v[0] * v[1]),
     "a tensor and its view": (lambda x: (x, x[:, :1]), lambda v: v[0] * v[1]),
     "booleans": (lambda x: (x > 0, x), lambda v: v[1].masked_fill(v[0], 2.0)),
@@ -67,19 +53,6 @@ def test_out_of_a_pipe_and_into_it(name: str, mode: str):
     ends = [nn.Sequential(linear(), Call(pack)), nn.Sequential(Call(take), linear())]
     pipes = [piped(end, [1, 1], chunks=2, checkpoint=mode) for end in ends]
     assert_trains_like(nn.Sequential(*pipes), nn.Sequential(*ends))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        (lambda x: x.sum(), ValueError, "output"),
-        (lambda x: (x, 3), TypeError, r"output\[1\]"),
-        (lambda x: {"loss": x.mean()}, ValueError, r"output\['loss'\]"),
-    ],
-)
-def test_outputs_that_cannot_be_put_together_are_named(change: Any, error: type[Exception], text: str):
-    with pytest.raises(error, match=text):
-        piped(nn.Sequential(linear(), Call(change)), [1, 1], chunks=2)(rows())
 
 
 @each_mode
