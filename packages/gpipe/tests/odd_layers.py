@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 
-from .layers import DOUBLE, Blocks, Overwrites
+from .layers import DOUBLE, Overwrites, blocks
 
 WIDTH = 4
 
@@ -221,7 +221,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "skips_at_random": lambda s, x: s.linear(x) if s.training and float(torch.rand(())) < 0.5 else x,
     "checkpointed": lambda s, x: checkpoint(s.linear, x, use_reentrant=False),
     "detaches": lambda s, x: s.linear(x.detach()),
-    "blocks": lambda s, x: Blocks.apply(x) + s.linear(x),
+    "blocks": lambda s, x: blocks(x) + s.linear(x),
     "overwrites": lambda s, x: Overwrites.apply(s.linear(x)) + x,
     "sometimes": lambda s, x: s.linear(x) if float(x.detach().sum()) > 0 else x * s.spare,
     "not_contiguous": lambda s, x: s.linear(x).t().contiguous().t(),

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .layers import Layer
+from .layers import Layer, OnGradient
 
 WIDTH, ROWS = 16, 32
 
@@ -54,21 +53,12 @@ def function(forward: Callable[[Tensor], Tensor], *parts: nn.Module) -> Fault:
 
 def backward(change: Callable[[Tensor], Tensor], *, at: str = "input") -> Fault:
     """A layer that changes its gradient: that of its input, of its output, or the one that reaches its weight."""
-
-    class Changes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return change(gradient)
-
-    if at == "weight":
-        return planted(Layer(lambda s, x: F.linear(x, Changes.apply(s.m[0].weight)), linear()))
-    return planted(
-        Layer(lambda s, x: Changes.apply(s.m[0](x)) if at == "output" else s.m[0](Changes.apply(x)), linear())
-    )
+    changes = {
+        "input": lambda s, x: s.m[0](OnGradient.apply(x, change)),
+        "output": lambda s, x: OnGradient.apply(s.m[0](x), change),
+        "weight": lambda s, x: F.linear(x, OnGradient.apply(s.m[0].weight, change)),
+    }
+    return planted(Layer(changes[at], linear()))
 
 
 def hooked(change: Callable[[Tensor], Tensor]) -> Fault:
@@ -95,11 +85,6 @@ def cached(s: Layer, x: Tensor) -> Tensor:
     if not s.masks:
         s.masks.append((torch.rand_like(x) > 0.5).detach())
     return x * s.masks[0] if s.training else x
-
-
-def carried(s: Layer, x: Tensor) -> Tensor:
-    s.last = (x.detach().mean() if s.last is None else s.last) * 0.5 + 1
-    return x * s.last
 
 
 def first_differs(s: Layer, x: Tensor) -> Tensor:
@@ -132,17 +117,6 @@ def grouped(x: Tensor, size: int, *, strided: bool = False) -> Tensor:
 def mixup(x: Tensor) -> Tensor:
     share = torch.distributions.Beta(0.4, 0.4).sample()
     return share * x + (1 - share) * x[torch.randperm(len(x))]
-
-
-def cutmix(x: Tensor) -> Tensor:
-    width = int(torch.randint(4, 12, ()))
-    return torch.cat([x[torch.randperm(len(x)), :width], x[:, width:]], 1)
-
-
-def unpadded(s: Layer, x: Tensor) -> Tensor:
-    lengths = torch.arange(1, 1 + len(x)) % 7 + 1
-    packed = pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
-    return pad_packed_sequence(s.m[0](packed)[0], batch_first=True)[0]
 
 
 STORE: dict[str, Tensor] = {}
@@ -187,20 +161,6 @@ def contrast(one: Tensor, other: Tensor) -> Tensor:
     return F.cross_entropy(F.normalize(one) @ F.normalize(other).T, torch.arange(len(one)))
 
 
-def hardest(y: Tensor, labels: Tensor) -> Tensor:
-    apart, alike = torch.cdist(y, y), labels[:, None] % 4 == labels % 4
-    return ((apart * alike).amax(1) - (apart + 1e3 * alike).amin(1) + 1).relu().mean()
-
-
-def dice(y: Tensor, target: Tensor) -> Tensor:
-    y, truth = y.sigmoid(), (target > 0).to(y.dtype)
-    return 1 - 2 * (y * truth).sum() / (y.sum() + truth.sum())
-
-
-def discrepancy(y: Tensor, target: Tensor) -> Tensor:
-    return torch.exp(-torch.cdist(y, y)).mean() - 2 * torch.exp(-torch.cdist(y, target)).mean()
-
-
 def warms(s: Layer, y: Tensor, target: Tensor) -> Tensor:
     """A loss that weighs more at each call."""
     s.calls += 1
@@ -216,44 +176,31 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
     },
     "statistics of the batch": {
         "softmax over rows": lambda: planted(nn.Softmax(0)),
-        "centred": lambda: function(lambda x: x - x.mean(0)),
-        "normalised over rows": lambda: function(lambda x: F.normalize(x, dim=0)),
         "by the largest value": lambda: function(lambda x: x / x.abs().max()),
-        "clipped at a quantile": lambda: function(lambda x: x.clamp(max=x.quantile(0.9).item())),
         "own batch norm after dropout": lambda: function(lambda x: (x - x.mean(0)) / x.std(0), nn.Dropout()),
     },
     "rows that meet": {
         "attention across rows": lambda: function(lambda x: F.softmax(x @ x.T / 4, -1) @ x),
-        "attention with the wrong dimension": lambda: planted(
-            Layer(lambda s, x: s.m[0](x[:, None], x[:, None], x[:, None])[0][:, 0], nn.MultiheadAttention(WIDTH, 2))
-        ),
         "attention across rows with dropout": lambda: planted(
             Layer(lambda s, x: s.m[0](x, x, x)[0], nn.MultiheadAttention(WIDTH, 2, dropout=0.2))
         ),
-        "rows are time": lambda: planted(Layer(lambda s, x: s.m[0](x)[0], nn.LSTM(WIDTH, WIDTH))),
         "convolution over rows": lambda: function(lambda x: F.avg_pool1d(x.T, 3, 1, 1).T),
         "sums up to a row": lambda: function(lambda x: x.cumsum(0)),
     },
     "order of rows": {
         "shifted": lambda: function(lambda x: x.roll(1, 0)),
-        "sorted": lambda: function(lambda x: x.sort(0).values),
-        "flipped": lambda: function(lambda x: x.flip(0)),
         "shuffled": lambda: function(lambda x: x[torch.randperm(len(x))]),
     },
     "mixtures of rows": {
-        "mixup": lambda: function(mixup),
         "mixup in training alone": lambda: planted(Layer(lambda s, x: mixup(x) if s.training else x)),
-        "cutmix": lambda: function(cutmix),
     },
     "noise by the batch": {
         "by its deviation": lambda: function(lambda x: x + torch.randn_like(x) * x.std()),
         "by its mean, in training": lambda: planted(
             Layer(lambda s, x: x * (1 + torch.rand_like(x) * x.mean(0)) if s.training else x)
         ),
-        "masks by its median": lambda: function(lambda x: F.dropout(x) * (x > x.median())),
     },
     "groups of rows": {
-        "of eight, one after the other": lambda: function(lambda x: grouped(x, 8)),
         "of two": lambda: function(lambda x: grouped(x, 2)),
         "of four, far apart": lambda: function(lambda x: grouped(x, 4, strided=True)),
         "of four after dropout": lambda: function(lambda x: grouped(x, 4), nn.Dropout()),
@@ -264,31 +211,20 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "divided by it": lambda: function(lambda x: x / len(x)),
         "divided by it after dropout": lambda: function(lambda x: x / len(x), nn.Dropout()),
         "another way for large batches": lambda: function(lambda x: x.tanh() if len(x) > 16 else x.sin()),
-        "norm of everything": lambda: function(lambda x: F.layer_norm(x, x.shape)),
     },
     "place of a row": {
-        "an embedding of rows": lambda: planted(
-            Layer(lambda s, x: x + s.m[0].weight[: len(x)], nn.Embedding(64, WIDTH))
-        ),
         "counted": lambda: function(lambda x: x + torch.arange(len(x))[:, None]),
         "the first one is special": lambda: function(lambda x: torch.cat([2 * x[:1], x[1:]])),
     },
     "rows that are lost": {
         "summed up": lambda: function(lambda x: x.sum(0)),
-        "half of them": lambda: function(lambda x: x[: ROWS // 2]),
         "twice": lambda: function(lambda x: torch.cat([x, x])),
         "chosen by the batch": lambda: function(lambda x: x[x.sum(1) > x.sum(1).median()]),
-        "as long as the longest": lambda: Fault(
-            nn.Sequential(linear(), Layer(unpadded, nn.LSTM(1, 1, batch_first=True)), nn.Flatten(2)), rows(), "1"
-        ),
     },
     "a fixed number of rows": {
         "view of all": lambda: function(lambda x: x.view(ROWS, WIDTH)),
         "view of half": lambda: Fault(
             nn.Sequential(linear(), Layer(lambda s, x: x.view(16, -1)), nn.Linear(2 * WIDTH, WIDTH)), rows(), "1"
-        ),
-        "a state for all": lambda: planted(
-            Layer(lambda s, x: s.m[0](x, s.h), nn.GRUCell(WIDTH, WIDTH), h=torch.zeros(ROWS, WIDTH))
         ),
         "a bias for each": lambda: planted(Layer(lambda s, x: x + s.b, b=torch.randn(ROWS, 1))),
         "after dropout": lambda: function(lambda x: x.view(ROWS, WIDTH), nn.Dropout()),
@@ -305,7 +241,6 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "a counter in a buffer": lambda: planted(Layer(counted, calls=torch.zeros(()))),
         "spectral norm": lambda: planted(nn.utils.parametrizations.spectral_norm(linear())),
         "a mask for ever": lambda: planted(Layer(cached, masks=[])),
-        "carried on": lambda: planted(Layer(carried, last=None)),
         "another first call": lambda: planted(Layer(first_differs, first=True)),
         "own generator": lambda: planted(Layer(lambda s, x: x * torch.rand(WIDTH, generator=s.g), g=torch.Generator())),
     },
@@ -342,21 +277,14 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
     },
     "losses that are no mean over rows": {
         "padding": lambda: padded(F.cross_entropy),
-        "weights of classes": lambda: with_loss(nn.CrossEntropyLoss(torch.linspace(1, 3, WIDTH)), labels=True),
         "a sum": lambda: with_loss(nn.MSELoss(reduction="sum")),
         "the root of a mean": lambda: with_loss(lambda y, t: F.mse_loss(y, t).sqrt()),
         "by a fixed number of rows": lambda: with_loss(lambda y, t: (y - t).square().sum() / ROWS),
         "the largest": lambda: with_loss(lambda y, t: (y - t).square().max()),
-        "overlap": lambda: with_loss(dice),
         "a wrong count": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), len(y))),
     },
     "losses in which rows meet": {
         "in-batch negatives": lambda: with_loss(contrast),
-        "hardest triplets": lambda: with_loss(hardest, labels=True),
-        "correlation": lambda: with_loss(
-            lambda y, t: 1 - torch.corrcoef(torch.stack([y.flatten(), t.flatten()]))[0, 1]
-        ),
-        "discrepancy": lambda: with_loss(discrepancy),
         "decorrelated columns": lambda: with_loss(lambda y, t: F.mse_loss(y, t) + torch.cov(y.T).square().mean()),
         "pairs": lambda: with_loss(lambda y, t: (y - y.view(-1, 2, WIDTH).flip(1).view_as(y)).square().mean()),
     },

@@ -293,20 +293,6 @@ def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
         assert torch.equal(*of_ones(pipe))
 
 
-@each_mode
-@pytest.mark.parametrize("name", ["one GPU", "two GPUs"])
-def test_autocast(name: str, mode: str):
-    places = devices(name)
-    pipe = GPipe(model().float(), [2, 2, 2], devices=places, chunks=2, checkpoint=mode)
-    plain = model().float().to(gpu())
-    x = rows().float()
-    with torch.autocast("cuda", torch.bfloat16):
-        output, expected = pipe(x), plain(x.to(gpu()))
-    torch.testing.assert_close(output.float().cpu(), expected.float().cpu(), rtol=0.05, atol=0.05)
-    output.float().sum().backward()
-    assert all(p.grad is not None for p in pipe.parameters())
-
-
 def test_error_on_a_gpu_leaves_the_pipe_usable():
     plain = model()
     pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=devices("two GPUs"), chunks=3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .layers import DOUBLE, MODES, Blocks, Call, Layer, Overwrites, assert_same, piped, rows, running
+from .layers import DOUBLE, MODES, Call, Layer, Overwrites, assert_same, blocks, piped, rows, running
 from .schedules import ALONE, balances
 
 
@@ -45,7 +45,7 @@ def ones(*shape: int) -> nn.Parameter:
 LAYERS = {
     "linear": linear,
     "shifted": lambda: Layer(shifted, shift=ones(3), same=ones(2, 3)),
-    "blocks": lambda: Call(Blocks.apply),
+    "blocks": lambda: Call(blocks),
     "overwrites": lambda: Call(Overwrites.apply),
     "in place": lambda: Call(lambda x: x.add_(1)),
     "hooked": lambda: Layer(hooked, linear(), inside=False),

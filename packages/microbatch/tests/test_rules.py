@@ -70,30 +70,20 @@ def test_an_input_is_not_reduced(rule: Any) -> None:
 
 
 def test_text_and_copies() -> None:
-    everything = [
-        Split(),
-        Split(-1),
-        Split("text", dim=1),
-        Split(counts=torch.tensor([2, 0])),
-        Replicate(),
-        Replicate(3),
-        Mean(),
-        Sum(),
-    ]
-    texts = [
-        "Split(0)",
-        "Split(-1)",
-        "Split('text', dim=1)",
-        "Split(0, counts=(2, 0))",
-        "Replicate()",
-        "Replicate(3)",
-        "Mean()",
-        "Sum()",
-    ]
-    assert [repr(rule) for rule in everything] == texts
-    again = pickle.loads(pickle.dumps(everything))
-    assert [repr(rule) for rule in again] == texts
-    assert again == everything
+    written = {
+        "Split(0)": Split(),
+        "Split(-1)": Split(-1),
+        "Split('text', dim=1)": Split("text", dim=1),
+        "Split(0, counts=(2, 0))": Split(counts=torch.tensor([2, 0])),
+        "Replicate()": Replicate(),
+        "Replicate(3)": Replicate(3),
+        "Mean()": Mean(),
+        "Sum()": Sum(),
+    }
+    again = pickle.loads(pickle.dumps(written))
+    assert again == written
+    for text, rule in written.items():
+        assert repr(rule) == repr(again[text]) == text
 
 
 def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default_also_where_a_mapping_leaves_out() -> None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler import AllocationTracker, profile, profile_sizes, profile_times
 
-from .strategies import Call, fewer, models, samples
+from .strategies import Call, OnGradient, fewer, models, samples
 
 
 class Fails(nn.Module):
@@ -22,23 +22,13 @@ class Fails(nn.Module):
 
     def forward(self, x):
         torch.rand(1)
-        if not self.backward:
-            raise self.error
-        return FailsBackward.apply(x, self.error)
+        return OnGradient.apply(x, self.fail) if self.backward else self.fail()
+
+    def fail(self, *_):
+        raise self.error
 
     def __deepcopy__(self, memo):
         return Fails(self.error, self.backward)
-
-
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ctx.error
 
 
 WAYS = {

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import Report, check, flatten
+from gpipe import Report, check
 
-from ..clean_models import CLEAN, Clean, Noted, tokens
+from ..clean_models import CLEAN, Clean
 from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
 
 each_fault = pytest.mark.parametrize(
@@ -98,13 +98,6 @@ def test_notes_and_rounding_are_no_faults() -> None:
     report = check(model.append(layer), rows())
     assert [(finding.layer, finding.code) for finding in report.findings] == [("2", "random")]
     assert report.ok
-
-
-def test_a_flattened_model_that_returns_its_loss() -> None:
-    batch = {"tokens": tokens(), "labels": tokens()}
-    report = check(flatten(Noted(), batch), batch)
-    assert accused(report) == set()
-    assert report.compared
 
 
 def test_the_model_and_all_generators_stay_as_they_are() -> None:

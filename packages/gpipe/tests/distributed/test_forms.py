@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, deque
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from packages.microbatch.tests.strategies import Frozen, Output, Pair
 from torch import Tensor
-from torch.utils import _pytree
 
 from gpipe.distributed._messages import ROOM, SMALL, RemoteLink
 from gpipe.values._leaves import Activation
@@ -23,23 +23,6 @@ from microbatch import Arguments, flatten
 
 from .test_messages import Direct, ends
 
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@dataclass
-class Sample:
-    image: Any
-    label: Any = None
-
-
-class Output(OrderedDict):  # type: ignore[type-arg]
-    """Registered as Hugging Face's outputs are."""
-
-
-_pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True)))
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.complex64, torch.int64, torch.int16, torch.uint8, torch.bool),
@@ -78,7 +61,10 @@ def _trees(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     items = st.dictionaries(st.sampled_from(["a", 0, None]), children, max_size=3)
     return st.one_of(
         *(some, some.map(tuple), items, items.map(Output), two.map(lambda each: Pair(*each))),
-        *(two.map(lambda each: Sample(*each)), two.map(lambda each: Arguments(each[:1], {"x": each[1]}))),
+        *(
+            two.map(lambda each: Frozen(words=each[0], mask=each[1])),
+            two.map(lambda each: Arguments(each[:1], {"x": each[1]})),
+        ),
     )
 
 
@@ -181,7 +167,7 @@ def _exchanged(messages: list[tuple[Any, bool]], sender: RemoteLink, receiver: R
 
 
 REFUSED = [
-    (lambda: Sample([_local_class()(1)]), r"Sample cannot be .* pickle.*<locals>.*top of a module"),
+    (lambda: Frozen(words=[_local_class()(1)], mask=None), r"Frozen cannot be .* pickle.*<locals>.*top of a module"),
     (lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)], r"a Tensor .* torch.qint8 is not sent"),
     (lambda: torch.ones(2, device="meta"), r"a Tensor on meta"),
     (lambda: {"a": _Subclass(torch.ones(2))}, r"a _Subclass"),
