@@ -99,9 +99,7 @@ LABELS = torch.arange(ROWS) % WIDTH
 
 CLEAN: dict[str, Callable[[], Clean]] = {
     "perceptron": lambda: one(nn.ReLU()),
-    "one layer": lambda: chain(linear()),
     "in place": lambda: one(nn.ReLU(inplace=True)),
-    "in place at first": lambda: chain(nn.SiLU(inplace=True), linear()),
     "in place of a view": lambda: of(lambda s, x: (x[:, :3].mul_(2), x)[1]),
     "two inputs": lambda: chain(nn.Bilinear(WIDTH, WIDTH, WIDTH), linear(), sample=Arguments((rows(), rows()), {})),
     "two inputs as arguments": lambda: chain(
@@ -118,23 +116,13 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     ),
     "dropout": lambda: one(nn.Dropout()),
     "dropout that never ends": lambda: of(lambda s, x: F.dropout(x, 0.3)),
-    "dropout in place": lambda: one(nn.Dropout(inplace=True)),
     "noise": lambda: of(lambda s, x: x + torch.randn_like(x)),
     "noise of counts": lambda: of(lambda s, x: x + torch.poisson(x.detach().abs() * 20) if s.training else x),
     "stochastic depth": lambda: of(lambda s, x: x + s.m[0](x) * (torch.rand(len(x), 1) > 0.5), linear()),
-    "layer norm": lambda: one(nn.LayerNorm(WIDTH)),
-    "root mean square norm": lambda: one(nn.RMSNorm(WIDTH)),
     "group norm": lambda: one(nn.GroupNorm(4, WIDTH)),
     "instance norm": lambda: chain(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), sample=images()),
     "batch norm in evaluation": lambda: one(nn.BatchNorm1d(WIDTH).eval()),
     "weight norm": lambda: one(nn.utils.parametrizations.weight_norm(linear())),
-    "orthogonal weights": lambda: one(nn.utils.parametrizations.orthogonal(linear())),
-    "convolutions": lambda: chain(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(), nn.Flatten(), nn.Linear(36, 4), sample=images()
-    ),
-    "attention": lambda: chain(
-        nn.Embedding(11, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True), sample=tokens()
-    ),
     "attention with dropout": lambda: chain(
         nn.Embedding(11, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), sample=tokens()
     ),
@@ -148,9 +136,6 @@ CLEAN: dict[str, Callable[[], Clean]] = {
         Layer(lambda s, x: (x.view(-1, 4, 4), torch.full((4, 4), torch.finfo(x.dtype).min).triu(1))),
         Layer(lambda s, p: ((p[0] @ p[0].mT + p[1]).softmax(-1) @ p[0]).flatten(1)),
         linear(),
-    ),
-    "recurrent": lambda: of(
-        lambda s, x: s.m[0](x[:, :, None])[0].flatten(1)[:, :WIDTH], nn.LSTM(1, 2, batch_first=True)
     ),
     "tokens as rows": lambda: chain(
         nn.Embedding(11, WIDTH), nn.Flatten(0, 1), linear(), nn.Unflatten(0, (-1, 6)), sample=tokens()
@@ -185,13 +170,11 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     "one with arguments by name": lambda: Clean(Noted(), {"tokens": tokens(), "mask": tokens() > 7}),
     "one with its loss": lambda: Clean(Noted(), {"tokens": tokens(), "labels": tokens()}),
     "cross entropy": lambda: with_loss(F.cross_entropy, LABELS),
-    "label smoothing": lambda: with_loss(nn.CrossEntropyLoss(label_smoothing=0.1), LABELS),
     "a sum and a count": lambda: with_loss(counted, torch.where(LABELS % 5 == 0, -100, LABELS)),
     "a loss for each element": lambda: with_loss(nn.BCEWithLogitsLoss(), torch.rand(ROWS, WIDTH)),
     "a loss in single precision": lambda: with_loss(lambda y, t: F.mse_loss(y.float(), t.float()), rows()),
     "a loss that draws": lambda: with_loss(lambda y, t: F.mse_loss(F.dropout(y), t), rows()),
     "a loss of the output alone": lambda: with_loss(lambda y: y.square().mean(), None),
-    "a loss of no target": lambda: with_loss(lambda y, t: y.square().mean(), None),
     "a loss with metrics": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), {"largest": y.max()}), rows()),
     "a sum, a count and metrics": lambda: with_loss(
         lambda y, t: ((y - t).square().sum(), y.numel(), {"largest": y.max()}), rows()

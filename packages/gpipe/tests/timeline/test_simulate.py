@@ -115,8 +115,6 @@ class TestRefused:
     def test_one_for_each_stage(self) -> None:
         with pytest.raises(ValueError, match="costs: expected one for each of the schedule's 3 stages, got 2"):
             simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
-        with pytest.raises(ValueError, match="placement: expected one for each of the schedule's 3 stages, got 1"):
-            simulate(fill_drain(2, 3), [StageCost(1, 1)] * 3, placement=[0])
 
 
 def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profile:
