@@ -261,6 +261,15 @@ def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
 
 
 @each_mode
+def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str):
+    pipe = GPipe(nn.Sequential(nn.Dropout()), [1], devices=[gpu()], chunks=2, checkpoint=mode)
+    output = pipe(torch.ones(8, 64, device=gpu(), requires_grad=True))
+    before = torch.cuda.get_rng_state(gpu())
+    output.sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(gpu()), before)
+
+
+@each_mode
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_generator_of_a_layer_that_starts_to_draw(mode: str, place: str):
     class Noise(nn.Module):
@@ -291,6 +300,20 @@ def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
     pipe = GPipe(nn.Sequential(Call(drop)), [1], devices=[gpu()], chunks=4, checkpoint=mode)
     for runs["begun"] in (False, False, True, True):
         assert torch.equal(*of_ones(pipe))
+
+
+@each_mode
+@pytest.mark.parametrize("name", ["one GPU", "two GPUs"])
+def test_autocast(name: str, mode: str):
+    places = devices(name)
+    pipe = GPipe(model().float(), [2, 2, 2], devices=places, chunks=2, checkpoint=mode)
+    plain = model().float().to(gpu())
+    x = rows().float()
+    with torch.autocast("cuda", torch.bfloat16):
+        output, expected = pipe(x), plain(x.to(gpu()))
+    torch.testing.assert_close(output.float().cpu(), expected.float().cpu(), rtol=0.05, atol=0.05)
+    output.float().sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())
 
 
 def test_error_on_a_gpu_leaves_the_pipe_usable():

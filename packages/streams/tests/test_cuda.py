@@ -5,13 +5,18 @@ import torch
 
 from streams import (
     CPUStream,
+    Task,
+    current_stream,
     new_stream,
     record_event,
     record_stream,
+    spawn_workers,
     use_stream,
     wait_event,
     wait_stream,
 )
+
+from .fakes import take
 
 pytestmark = pytest.mark.cuda
 
@@ -129,3 +134,25 @@ def test_the_block_of_a_recorded_view_is_not_handed_out_while_it_is_read(view):
     warm_up()
     assert reused(view, recorded=False), "the allocator did not reuse the block anyway: this proves nothing"
     assert not reused(view, recorded=True)
+
+
+def test_results_of_two_workers_streams_meet_after_a_wait():
+    warm_up()
+    here = current_stream(DEVICE)
+    streams = [new_stream(DEVICE) for _ in range(2)]
+    xs = [torch.zeros(1000, device=DEVICE) for _ in streams]
+    torch.cuda.synchronize()
+    with spawn_workers([DEVICE, DEVICE], shared=False) as (in_queues, out_queues):
+        for stream, queue, x in zip(streams, in_queues, xs, strict=True):
+            queue.put(
+                Task(
+                    stream,
+                    compute=lambda x=x: (sleep(), x.fill_(1))[1],
+                    finalize=lambda _, stream=stream: wait_stream(here, stream),
+                )
+            )
+        for queue in out_queues:
+            ok, (done, result) = take(queue)
+            assert ok
+            done.finalize(result)
+    assert sum(x.sum() for x in xs).item() == 2000
