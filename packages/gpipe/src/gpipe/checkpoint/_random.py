@@ -198,7 +198,7 @@ class CellRNG:
 
     def draw_on(self, device: torch.device) -> None:
         """Before an operation draws on another ``device`` than the CPU, whose state :meth:`repeated` restores."""
-        if self._device is not None and current.checkpointing:
+        if self._device is not None:
             self._device.expect_repeats(device)
 
     def saw(self, generator: torch.Generator) -> None:
