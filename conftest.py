@@ -82,10 +82,11 @@ class _Search:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         test = getattr(item.obj, "__func__", item.obj)
-        given = getattr(test, "hypothesis", None)
-        if given is None:  # a state machine draws all of its examples
-            return (yield)
-        body, shared = given.inner_test, test._hypothesis_internal_use_settings
+        machine = getattr(test, "_hypothesis_state_machine_class", None)
+        # What is called for each example, and what says how many there are: of a function, or of a state machine.
+        caller, called = (test.hypothesis, "inner_test") if machine is None else (machine, "__init__")
+        asked, kept = (test, "_hypothesis_internal_use_settings") if machine is None else (item.cls, "settings")
+        body, shared = getattr(caller, called), getattr(asked, kept)
         own, end, drawn = settings(shared), time.monotonic() + self._seconds, 0
 
         @functools.wraps(body)
@@ -96,11 +97,13 @@ class _Search:
                 own._max_examples = 1  # asked after each example: Hypothesis itself has no limit of time
             body(*arguments, **keywords)
 
-        given.inner_test, test._hypothesis_internal_use_settings = limited, own
+        setattr(caller, called, limited)
+        setattr(asked, kept, own)
         try:
             return (yield)
         finally:
-            given.inner_test, test._hypothesis_internal_use_settings = body, shared
+            setattr(caller, called, body)
+            setattr(asked, kept, shared)
             item.user_properties.append(("examples", drawn))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

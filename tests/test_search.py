@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TESTS = """
 from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 @given(st.integers())
 def test_holds(number):
@@ -22,6 +23,14 @@ class TestHalf:
     @settings(max_examples=settings.default.max_examples // 2)
     def test_half(self, number):
         pass
+
+class Machine(RuleBasedStateMachine):
+    @rule(number=st.integers())
+    def goes_on(self, number):
+        pass
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=settings.default.max_examples // 3, stateful_step_count=2)
 
 @given(st.lists(st.integers(), min_size=3))
 def test_fails(numbers):
@@ -49,13 +58,14 @@ def test_each_property_has_its_examples_and_other_tests_do_not_run(folder: Path)
     output = _search(folder, "--examples=300", "--hypothesis-seed=1", "-k", "not fails")
     assert re.search(r" 300  test_numbers.py::test_holds", output), output
     assert re.search(r" 150  test_numbers.py::TestHalf::test_half", output), output
-    assert "2 properties, 450 examples" in output
-    assert "2 passed" in output, output
+    assert re.search(r" 100  test_numbers.py::TestMachine::runTest", output), output
+    assert "3 properties, 550 examples" in output
+    assert "3 passed" in output, output
 
 
 def test_no_example_starts_when_the_time_is_over(folder: Path) -> None:
     output = _search(folder, "--examples=300", "--seconds=0", "--hypothesis-seed=1", "-k", "not fails")
-    assert "2 properties, 2 examples" in output, output
+    assert "3 properties, 3 examples" in output, output
 
 
 def test_the_command_that_is_printed_repeats_the_failure(folder: Path) -> None:
