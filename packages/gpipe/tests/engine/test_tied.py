@@ -183,14 +183,14 @@ def test_a_table_for_words_and_for_logits(place: Any, way: Any, how: str | None)
             assert_same(pipe, plain)
 
 
-def counting(change: Callable[[Any], Any], total: float = 0.0) -> nn.Module:
+def counting(change: Callable[[Any], Any], total: float = 0.0, dtype: torch.dtype = DOUBLE) -> nn.Module:
     """Has a buffer that it may change."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         change(s)
         return x + s.total
 
-    layer = Layer(forward, total=torch.full((1,), total, dtype=DOUBLE), scale=1.0)
+    layer = Layer(forward, total=torch.full((1,), total, dtype=dtype), scale=1.0)
     layer.seen = torch.zeros(1)
     return layer
 
@@ -226,10 +226,11 @@ def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str | None, ch
 
 
 @places
-def test_a_buffer_that_nobody_changes(place: Any) -> None:
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.int64])
+def test_a_buffer_that_nobody_changes(place: Any, dtype: torch.dtype) -> None:
     with place():
-        pipe, plain = pipe_of(shared(counting(lambda layer: None, 3.0))), shared(counting(lambda layer: None, 3.0))
-        assert_trains_like(pipe, plain)
+        pipe, plain = (shared(counting(lambda layer: None, 3, dtype)) for _ in range(2))
+        assert_trains_like(pipe_of(pipe), plain)
 
 
 @hows
