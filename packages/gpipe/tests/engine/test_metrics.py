@@ -67,5 +67,6 @@ def test_metrics_are_those_of_the_whole_mini_batch(
         assert isinstance(each, tuple)
         assert list(each[1]) == list(expected[1])
         torch.testing.assert_close(each, expected, check_dtype=False)
+        assert each[1]["mean"].dtype == expected[1]["mean"].dtype
         assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(each) if isinstance(t, Tensor))
     assert_same(pipe, plain)
