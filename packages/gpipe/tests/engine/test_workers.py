@@ -14,6 +14,8 @@ from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
+from gpipe.engine import _workers
+from streams import CPUStream
 
 from ..layers import DOUBLE, Call, OnBackward, assert_trains_like, linears, piped, rows, within
 
@@ -177,3 +179,16 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
 
     assert in_child(train_again) == "True"
     assert_trains_like(pipe, linears())
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_helpers_of_the_caller_leave_the_cores_before_workers_compute(
+    pauses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(_workers, "pauses_callers_helpers", lambda: pauses)
+    monkeypatch.setattr(_workers, "pause_helpers", lambda: seen.append("paused"))
+    workers = _workers.Workers([torch.device("cpu")])
+    workers.run([(CPUStream, lambda: seen.append("computed"))], lambda: None)
+    workers.close()
+    assert seen == ["paused"] * pauses + ["computed"]
