@@ -4,8 +4,10 @@ import functools
 import gc
 import importlib.util
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -35,6 +37,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="run properties only, with this many random examples of each")
     parser.addoption("--seconds", type=float, default=float("inf"), help="and start no further example after so long")
+    parser.addoption("--uneven-clock", action="store_true", help="measure times as on a machine that is busy at times")
 
 
 @pytest.hookimpl(trylast=True)
@@ -42,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):  # processes of pytest-xdist print nothing
         config.pluginmanager.register(_Failures(reporter))
+    if config.getoption("--uneven-clock"):
+        time.perf_counter = _UnevenClock()
     examples = config.getoption("--examples")
     if examples is not None:
         # Before test files are imported: some take a share of the number.
@@ -50,6 +55,26 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("search", max_examples=examples, **_SHARED)
         settings.load_profile("search")
         config.pluginmanager.register(_Search(examples, config.getoption("--seconds")))
+
+
+class _UnevenClock:
+    """``time.perf_counter``, which runs up to 30 times as fast as the real one for a moment."""
+
+    def __init__(self) -> None:
+        self._real = time.perf_counter
+        self._lock = threading.Lock()
+        self._seen = self._change = self._now = self._real()
+        self._speed = 1
+        self._draw = random.Random().choice  # not that of hypothesis
+
+    def __call__(self) -> float:
+        with self._lock:
+            seen = self._real()
+            self._now += self._speed * (seen - self._seen)
+            self._seen = seen
+            if seen > self._change:
+                self._speed, self._change = self._draw((1, 1, 3, 10, 30)), seen + self._draw((0.05, 0.3, 1.0))
+            return self._now
 
 
 class _Failures:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Plan, inline, plan
+from gpipe import Infeasible, Plan, inline, plan
 from profiler import profile
 
 from ..flatten.test_answers import Model
@@ -92,7 +92,7 @@ def test_two_stages_on_each_device_are_planned_where_they_are_faster():
 
 def test_what_was_measured_is_shown_beside_what_was_predicted():
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64)), rows(8), rows(8)
-    found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], calibrate=False)
+    found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], schedule="1f1b", calibrate=False)
     with pytest.raises(ValueError, match=r"pipe: the plan has not been built; call plan.build\(model\) first"):
         found.verify(x, y)
     pipe = found.build(plain)
@@ -182,6 +182,8 @@ class TestSearch:
         assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
         with pytest.raises(ValueError, match="this profile knows 2 rows only"):
             plan(plain, x, CPUS, profile=known, calibrate=False)
+        with pytest.raises(Infeasible, match="what would fit: (?!.*chunks)"):
+            plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
 
 
 class TestModels:

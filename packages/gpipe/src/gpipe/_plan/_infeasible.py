@@ -74,7 +74,8 @@ def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
     """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
     measured, stages = space.measured, space.measured.stages
     plain = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else ()
-    more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]
+    # A profile of one number of rows tells of no other micro-batch.
+    more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
     found: dict[str, Callable[[Space], Space]] = {}
     if space.modes != MODES:
         found["checkpoint=None, so that the plan may choose"] = lambda own: replace(own, modes=MODES)
