@@ -182,7 +182,7 @@ class TestSearch:
         assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
         with pytest.raises(ValueError, match="this profile knows 2 rows only"):
             plan(plain, x, CPUS, profile=known, calibrate=False)
-        with pytest.raises(Infeasible, match="what would fit: (?!.*chunks)"):
+        with pytest.raises(Infeasible, match=r"what would fit: (?!.*chunks)"):
             plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
 
 
