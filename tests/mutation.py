@@ -171,14 +171,13 @@ def sources(part: str) -> list[Path]:
 
 
 def nearest_tests(file: Path) -> tuple[str, ...]:
-    """The tests that should find a fault in ``file``: of its folder, then those of the package that are in none."""
+    """Tests that should find a fault in ``file``, the likeliest first: of its name, of its folder, and of no folder."""
     _, package, _, _, *inside = file.parts
-    folder = Path("packages", package, "tests")
-    own = folder / inside[0].lstrip("_") if len(inside) > 1 else folder
-    if own == folder and package != "gpipe":
-        return (str(folder),)
-    others = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py"))
-    return (str(own), *others) if own != folder and (ROOT / own).is_dir() else tuple(others)
+    folder = ROOT / "packages" / package / "tests"
+    own = folder / (inside[0].lstrip("_") if len(inside) > 1 else "")
+    others = [*sorted(own.rglob("test_*.py") if own != folder else ()), *sorted(folder.glob("test_*.py"))]
+    others.sort(key=lambda path: path.stem != f"test_{file.stem.lstrip('_')}")
+    return tuple(str(path.relative_to(ROOT)) for path in others)
 
 
 class Laboratory:
@@ -187,7 +186,7 @@ class Laboratory:
     def __init__(self, folder: Path, tests: tuple[str, ...]) -> None:
         self._folder = folder
         self._tests = tests
-        self._seconds: dict[tuple[str, ...], float] = {}
+        self._seconds: dict[frozenset[str], float] = {}
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ("packages", "tests", "docs", "conftest.py", "pyproject.toml", "README.md"):
             (shutil.copy if (ROOT / name).is_file() else _copy(ignored))(ROOT / name, folder / name)
@@ -195,16 +194,17 @@ class Laboratory:
     def finds(self, mutant: Mutant) -> bool:
         """Whether a test fails, or takes much longer than without the fault."""
         tests = self._tests or nearest_tests(mutant.file)
-        if tests not in self._seconds:
+        group = frozenset(tests)
+        if group not in self._seconds:
             begin = time.monotonic()
             if self._fail(tests, 3600, quiet=False):
                 sys.exit(f"the tests in {tests[0]} fail without any fault")
-            self._seconds[tests] = time.monotonic() - begin
+            self._seconds[group] = time.monotonic() - begin
         file = self._folder / mutant.file
         original = file.read_text()
         file.write_text(mutant.source)
         try:
-            return self._fail(tests, 3 * self._seconds[tests] + 5, quiet=True)
+            return self._fail(tests, 3 * self._seconds[group] + 5, quiet=True)
         finally:
             file.write_text(original)
 

@@ -37,7 +37,7 @@ def processes(page: Path) -> int:
 
 
 def _pages() -> list[Path]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if blocks(page)]
 
 
@@ -56,7 +56,8 @@ def blocks(page: Path) -> list[str]:
 def run(page: Path) -> None:
     """Run the blocks of a page one after the other, as a reader would who pastes them into one session.
 
-    The comment below a ``print`` is what it has to print, unless it begins with "such as".
+    The comment below a statement that prints is what it has to print, but for line breaks, unless it begins with "such
+    as".
     """
     names: dict[str, object] = {"__name__": "__page__"}
     for block in blocks(page):
@@ -64,12 +65,12 @@ def run(page: Path) -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(block, str(page), "exec"), names)
         for promise in promises(block):
-            assert promise in printed.getvalue()
+            assert " ".join(promise.split()) in " ".join(printed.getvalue().split())
 
 
 def promises(block: str) -> list[str]:
     lines = block.splitlines()
-    prints = [node for node in ast.parse(block).body if ast.unparse(node).startswith("print(")]
+    prints = [node for node in ast.parse(block).body if "print(" in ast.unparse(node)]
     below = [takewhile(lambda line: line.startswith("#"), lines[node.end_lineno :]) for node in prints]
     comments = ["\n".join(line.removeprefix("# ") for line in found) for found in below]
     return [comment for comment in comments if not comment.startswith("such as")]

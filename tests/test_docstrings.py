@@ -1,8 +1,9 @@
-"""What users call says what it takes, what it gives, and what it raises, in sections as Google writes them."""
+"""What users call says what it takes, what it gives, and what it raises, in sections as Google writes them; examples run."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import importlib
 import inspect
@@ -17,6 +18,14 @@ import pytest
 from .pages import PACKAGES
 
 Function = Callable[..., Any]
+PATHS = {package: importlib.import_module(package).__path__ for package in PACKAGES}
+MODULES = [each.name for package in PACKAGES for each in pkgutil.walk_packages(PATHS[package], f"{package}.")]
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, *MODULES])
+def test_examples_in_docstrings(name: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(name), optionflags=flags).failed == 0
 
 
 def modules(package: str) -> Iterator[Any]:

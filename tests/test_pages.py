@@ -1,7 +1,6 @@
 """Every page of the documentation runs as it is printed, from top to bottom.
 
-The READMEs of the packages run with the tests of the packages, and the pages about frameworks with those of the
-frameworks.
+The pages about frameworks run with the tests of the frameworks.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from blockpartition.__main__ import main
+
 from .pages import ROOT, pages, pages_of_processes, processes, run
 
 
@@ -20,6 +21,11 @@ from .pages import ROOT, pages, pages_of_processes, processes, run
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["3", "--costs", "4", "8", "15", "16", "23", "42"])
+    assert capsys.readouterr().out in (ROOT / "packages" / "blockpartition" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long

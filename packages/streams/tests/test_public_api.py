@@ -1,20 +1,4 @@
-import doctest
-import importlib
-import pkgutil
-
-import pytest
-
-import streams
-
 from .fakes import in_fresh_process
-
-MODULES = [f"streams.{module.name}" for module in pkgutil.iter_modules(streams.__path__)]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name):
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
-
 
 FRESH = """
 import sys, torch

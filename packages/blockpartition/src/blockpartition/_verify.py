@@ -47,6 +47,7 @@ def verify(
         TypeError: an argument, or a field of the partition, has a wrong type.
         ValueError: the partition is invalid, not proven optimal, or a field is wrong.
 
+    >>> from blockpartition import partition
     >>> verify(partition([1, 2, 3], 2), [1, 2, 3])
     """
     if not isinstance(partition, Partition):
