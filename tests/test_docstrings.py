@@ -1,4 +1,4 @@
-"""What users call says what it takes, what it gives, and what it raises, in sections as Google writes them; examples run."""
+"""What users call says what it takes, gives and raises, in sections as Google writes them, and its examples run."""
 
 from __future__ import annotations
 
