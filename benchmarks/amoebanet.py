@@ -101,9 +101,7 @@ def _convolution(
 ) -> nn.Sequential:
     padding = tuple(size // 2 for size in kernel) if isinstance(kernel, tuple) else kernel // 2
     return nn.Sequential(
-        nn.ReLU(),
-        nn.Conv2d(inside, outside, kernel, stride, padding, bias=False),
-        nn.BatchNorm2d(outside),
+        nn.ReLU(), nn.Conv2d(inside, outside, kernel, stride, padding, bias=False), nn.BatchNorm2d(outside)
     )
 
 

@@ -233,10 +233,7 @@ WORKLOADS = {
     "W 256": w(256),
     "W 1024": w(1024),
     "U-Net": Workload(
-        partial(unet, 16, 3),
-        lambda: torch.rand(32, 3, 48, 48, requires_grad=True),
-        half_of_squares,
-        balance=(4, 4),
+        partial(unet, 16, 3), lambda: torch.rand(32, 3, 48, 48, requires_grad=True), half_of_squares, balance=(4, 4)
     ),
     "ResNet": Workload(
         partial(resnet, 16),

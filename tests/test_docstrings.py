@@ -62,8 +62,7 @@ def is_told_by_a_base(cls: type, name: str, function: Function) -> bool:
 
 
 each_function = pytest.mark.parametrize(
-    "function",
-    [pytest.param(each, id=name) for package in PACKAGES for name, each in functions(package).items()],
+    "function", [pytest.param(each, id=name) for package in PACKAGES for name, each in functions(package).items()]
 )
 
 

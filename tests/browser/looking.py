@@ -9,9 +9,7 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
-in_a_browser = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: there is no chromium on the path"),
-]
+in_a_browser = [pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: there is no chromium on the path")]
 
 # Nothing here needs the network, and a browser that looks for it takes longer to start.
 QUIET = [

@@ -100,8 +100,7 @@ MORE = {
         tolerance=1e-5,
     ),
     "DistilBERT": classifier(
-        "DistilBert",
-        {"vocab_size": WORDS, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 64, "num_labels": 5},
+        "DistilBert", {"vocab_size": WORDS, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 64, "num_labels": 5}
     ),
     "RoBERTa": classifier("Roberta", CLASSES),
     "ELECTRA": classifier("Electra", {**CLASSES, "embedding_size": 32}),
@@ -147,26 +146,18 @@ MORE = {
     "BEiT": image_classifier("Beit", VIT),
     "DINOv2": image_classifier("Dinov2", VIT),
     "Swin": image_classifier(
-        "Swin",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "num_heads": [2, 4], "window_size": 4, **PAIRS},
+        "Swin", {"image_size": 32, "patch_size": 4, "embed_dim": 16, "num_heads": [2, 4], "window_size": 4, **PAIRS}
     ),
     "SegFormer": image_classifier("Segformer", SEGMENTS),
     "SegFormer, pixels": Family(
-        "SegformerForSemanticSegmentation",
-        {**SEGMENTS, "decoder_hidden_size": 16},
-        pictures,
-        by_micro_batch=True,
+        "SegformerForSemanticSegmentation", {**SEGMENTS, "decoder_hidden_size": 16}, pictures, by_micro_batch=True
     ),
     "RegNet": image_classifier(
-        "RegNet",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "groups_width": 4, **PAIRS},
-        by_micro_batch=True,
+        "RegNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "groups_width": 4, **PAIRS}, by_micro_batch=True
     ),
     "ConvNeXt": image_classifier("ConvNext", {"hidden_sizes": [8, 16], "num_stages": 2, **PAIRS}),
     "ResNet": image_classifier(
-        "ResNet",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "layer_type": "basic", **PAIRS},
-        by_micro_batch=True,
+        "ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "layer_type": "basic", **PAIRS}, by_micro_batch=True
     ),
 }
 EVERY = FAMILIES | MORE

@@ -18,11 +18,7 @@ from .more_families import EVERY
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "beams": {"num_beams": 3},
-}
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "top_k": 20}, "beams": {"num_beams": 3}}
 
 
 def prompts(name: str, side: str = "left", rows: int = 4) -> dict[str, Tensor]:

@@ -13,9 +13,7 @@ from gpipe import Arguments, GPipe
 
 from .families import FAMILIES, ROWS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning")]
 # Torch knows what its grouped products give on meta in bfloat16 only.
 HALF = ("Mixtral",)
 

@@ -20,9 +20,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s f
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")]
 
 
 def data(name: str, rows: int = 24) -> list[dict[str, Any]]:

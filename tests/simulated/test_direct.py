@@ -80,8 +80,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("placement", "schedule", "checkpoint"),
-    some_of(PLACEMENTS, ["fill_drain", "1f1b", "zero_bubble"], MODES, every=8),
+    ("placement", "schedule", "checkpoint"), some_of(PLACEMENTS, ["fill_drain", "1f1b", "zero_bubble"], MODES, every=8)
 )
 def test_ranks_train_as_one_process(worlds, placement: str, schedule: str, checkpoint: str):
     ranks = PLACEMENTS[placement]

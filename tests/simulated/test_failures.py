@@ -13,7 +13,7 @@ from .placements import backward_streams, forward_streams
 
 pytestmark = [
     # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 ]
 
 

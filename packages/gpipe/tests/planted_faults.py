@@ -191,9 +191,7 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
         "shifted": lambda: function(lambda x: x.roll(1, 0)),
         "shuffled": lambda: function(lambda x: x[torch.randperm(len(x))]),
     },
-    "mixtures of rows": {
-        "mixup in training alone": lambda: planted(Layer(lambda s, x: mixup(x) if s.training else x)),
-    },
+    "mixtures of rows": {"mixup in training alone": lambda: planted(Layer(lambda s, x: mixup(x) if s.training else x))},
     "noise by the batch": {
         "by its deviation": lambda: function(lambda x: x + torch.randn_like(x) * x.std()),
         "by its mean, in training": lambda: planted(

@@ -48,12 +48,7 @@ Needs = dict[Step, set[Step]]
 
 
 def some_schedule(
-    choices: Sequence[int],
-    microbatches: int,
-    placement: Sequence[int],
-    checkpoint_stop: int,
-    *,
-    in_order: bool = False,
+    choices: Sequence[int], microbatches: int, placement: Sequence[int], checkpoint_stop: int, *, in_order: bool = False
 ) -> Schedule:
     """A valid schedule for stages on the workers of ``placement``.
 

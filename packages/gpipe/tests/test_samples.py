@@ -48,15 +48,11 @@ def sample(mask: Any = None, whole: Callable[[Any], Any] = lambda value: value) 
     return {"x": rows(6).float(), "scale": whole(2.0), "flag": whole(False), "mask": mask}
 
 
-SAMPLES = {
-    "constants": sample,
-    "rules": lambda: sample(mask=Replicate(torch.ones(3)), whole=Replicate),
-}
+SAMPLES = {"constants": sample, "rules": lambda: sample(mask=Replicate(torch.ones(3)), whole=Replicate)}
 
 each_sample = pytest.mark.parametrize("name", list(SAMPLES))
 each_model = pytest.mark.parametrize(
-    ("make", "name"),
-    [(sequential, "constants"), (sequential, "rules"), (Blocks, "rules")],
+    ("make", "name"), [(sequential, "constants"), (sequential, "rules"), (Blocks, "rules")]
 )
 
 

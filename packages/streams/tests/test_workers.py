@@ -329,10 +329,7 @@ def test_while_it_waits_it_holds_nothing_of_its_last_task(fails):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"compute": 3}, "compute must be callable"),
-        ({"compute": int, "finalize": 3}, "finalize must take the result"),
-    ],
+    [({"compute": 3}, "compute must be callable"), ({"compute": int, "finalize": 3}, "finalize must take the result")],
 )
 def test_what_cannot_be_done_is_refused_before_it_is_queued(arguments, message):
     with pytest.raises(TypeError, match=message):

@@ -28,13 +28,7 @@ from .engine._workers import Workers
 from .module._arguments import Device, checked_chunks, checked_devices, checked_flag, checked_places
 from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
-from .module._devices import (
-    device_map,
-    expect_same_device,
-    identities_kept,
-    moving_denied,
-    replicating_denied,
-)
+from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._init import initializer_of
 from .module._keywords import as_value
 from .module._partition import BalanceError, checked_balance, divide, recommend_auto_balance

@@ -239,8 +239,7 @@ class TestChangesBeforeTheRecomputation:
         pipe.close()
 
     @pytest.mark.parametrize(
-        "change",
-        [lambda pipe: pipe[2].scale.mul_(2), lambda pipe: setattr(pipe[2], "scale", 2 * pipe[2].scale)],
+        "change", [lambda pipe: pipe[2].scale.mul_(2), lambda pipe: setattr(pipe[2], "scale", 2 * pipe[2].scale)]
     )
     def test_buffers_are_put_back(self, change: Change) -> None:
         model = with_buffer()

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.long]
 
 PROGRAM = """
 import json, os, signal, sys

@@ -50,10 +50,7 @@ def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase
     plain = nn.Sequential(*linears(3), nn.Identity(), *linears(1))
     layers = copy.deepcopy(plain)
     layers[3] = limited(2, phase)
-    with (
-        closing(GPipe(layers, [1, 1, 2, 1], devices=devices, chunks=2, checkpoint=mode)) as pipe,
-        running(inline),
-    ):
+    with closing(GPipe(layers, [1, 1, 2, 1], devices=devices, chunks=2, checkpoint=mode)) as pipe, running(inline):
         with pytest.raises(torch.OutOfMemoryError) as caught:
             pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
         assert len(advice(caught.value)) == 1

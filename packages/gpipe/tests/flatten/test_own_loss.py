@@ -49,11 +49,7 @@ class Model(nn.Module):
         self.loss = loss
 
     def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        ends: Tensor | None = None,
-        num_items_in_batch: Any = None,
+        self, tokens: Tensor, labels: Tensor | None = None, ends: Tensor | None = None, num_items_in_batch: Any = None
     ) -> dict[str, Tensor]:
         logits = self.logits(tokens)
         if labels is None:

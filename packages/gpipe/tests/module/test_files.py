@@ -51,13 +51,7 @@ def index_file(state: dict[str, Tensor], folder: Path) -> Path:
     return indexed_folder(state, folder) / "model.safetensors.index.json"
 
 
-KINDS: list[Save] = [
-    torch_file,
-    safetensors_file,
-    whole_folder,
-    indexed_folder,
-    index_file,
-]
+KINDS: list[Save] = [torch_file, safetensors_file, whole_folder, indexed_folder, index_file]
 
 
 def piped(init: Any) -> GPipe:

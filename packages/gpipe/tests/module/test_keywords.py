@@ -47,8 +47,7 @@ def loss_fn(output: Tensor) -> Tensor:
 
 masks = st.sampled_from([rows().abs(), rows()[:, :1].abs()])
 keywords = st.fixed_dictionaries(
-    {"x": st.just(rows())},
-    optional={"mask": masks, "scale": st.sampled_from([2, 0.5]), "shift": masks},
+    {"x": st.just(rows())}, optional={"mask": masks, "scale": st.sampled_from([2, 0.5]), "shift": masks}
 )
 
 

@@ -95,8 +95,7 @@ class Pair(NamedTuple):
 
 class TestWhatHasRows:
     @pytest.mark.parametrize(
-        "value",
-        [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]],
+        "value", [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]]
     )
     def test_as_many_entries_as_rows(self, value: Any) -> None:
         way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"

@@ -75,12 +75,7 @@ CHANGES = {
 }
 
 # What puts another one in its place.
-MAPS = {
-    "fresh": lambda t: t * 1.5,
-    "square": lambda t: t * t,
-    "identity": lambda t: t,
-    "flat": lambda t: t.flatten(1),
-}
+MAPS = {"fresh": lambda t: t * 1.5, "square": lambda t: t * t, "identity": lambda t: t, "flat": lambda t: t.flatten(1)}
 
 
 class Walk(nn.Module):

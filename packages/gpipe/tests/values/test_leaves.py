@@ -7,10 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.values._leaves import (
-    like_accumulated,
-    own_memory,
-)
+from gpipe.values._leaves import like_accumulated, own_memory
 from gpipe.values._memory import storage_id
 
 

@@ -61,11 +61,7 @@ class Split:
     counts: tuple[int, ...] | Callable[[Any], Counts] | None
 
     def __init__(
-        self,
-        value: Any = NoValue,
-        dim: int | None = None,
-        *,
-        counts: Counts | Callable[[Any], Counts] | None = None,
+        self, value: Any = NoValue, dim: int | None = None, *, counts: Counts | Callable[[Any], Counts] | None = None
     ) -> None:
         if dim is None:
             value, dim = (NoValue, value) if _is_constant(value) else (value, 0)

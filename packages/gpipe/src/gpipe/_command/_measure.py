@@ -25,13 +25,7 @@ from ._target import model_of, sample_of
 
 
 def profile(
-    target: Target,
-    *,
-    sample: Sample,
-    device: str = "cpu",
-    chunks: int = 1,
-    timeout: float = 1.0,
-    json: Json = False,
+    target: Target, *, sample: Sample, device: str = "cpu", chunks: int = 1, timeout: float = 1.0, json: Json = False
 ) -> None:
     """Measure what each layer costs.
 

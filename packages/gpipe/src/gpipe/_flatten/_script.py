@@ -47,10 +47,7 @@ Recipe = tuple[BlockRecipe, ...]
 
 
 def recipe_of(
-    arguments: Sequence[tuple[list[Any], Tree]],
-    fakes: dict[int, tuple[int, int]],
-    names: Sequence[str],
-    first: int,
+    arguments: Sequence[tuple[list[Any], Tree]], fakes: dict[int, tuple[int, int]], names: Sequence[str], first: int
 ) -> tuple[Recipe, dict[str, Tensor]]:
     """How to call blocks with these arguments, and the values that this takes beside what blocks return.
 

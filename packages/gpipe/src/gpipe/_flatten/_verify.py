@@ -81,14 +81,7 @@ def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
 
 
 def add_own_loss(
-    name: str,
-    expected: Any,
-    layers: nn.Sequential,
-    inputs: Inputs,
-    pick: Pick,
-    shapes: Shapes | None,
-    *,
-    whole: bool,
+    name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None, *, whole: bool
 ) -> None:
     """Give the last layer what combines the losses of micro-batches, tried on the sample.
 

@@ -105,12 +105,7 @@ def timed(
 
 
 def peak_bytes(
-    pipe: GPipe,
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any],
-    schedule: str | Schedule,
-    placement: Sequence[int],
+    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, placement: Sequence[int]
 ) -> list[int]:
     """The peak of each device in a step, in bytes, without the state of an optimizer.
 

@@ -11,11 +11,4 @@ from ._balance import balance_by_time as balance_by_time
 from ._balance import balance_cost as balance_cost
 from ._balance import uniform as uniform
 
-__all__ = [
-    "balance_by_flops",
-    "balance_by_parameters",
-    "balance_by_size",
-    "balance_by_time",
-    "balance_cost",
-    "uniform",
-]
+__all__ = ["balance_by_flops", "balance_by_parameters", "balance_by_size", "balance_by_time", "balance_cost", "uniform"]

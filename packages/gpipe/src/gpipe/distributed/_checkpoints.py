@@ -17,11 +17,7 @@ from ._stored import Stored, write
 
 
 def save(
-    path: str | PathLike[str],
-    rank: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    group: Group | None = None,
+    path: str | PathLike[str], rank: nn.Module, optimizer: Optimizer | None = None, *, group: Group | None = None
 ) -> None:
     """Write a checkpoint of a model in several processes. Any number of processes can load it.
 
@@ -60,11 +56,7 @@ def save(
 
 
 def load(
-    path: str | PathLike[str],
-    rank: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    group: Group | None = None,
+    path: str | PathLike[str], rank: nn.Module, optimizer: Optimizer | None = None, *, group: Group | None = None
 ) -> None:
     """Load a checkpoint that :func:`save` has written, on the same or another number of processes.
 

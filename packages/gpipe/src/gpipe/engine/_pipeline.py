@@ -165,11 +165,7 @@ class Pipeline:
         return Transport(own, self.count, self._layout, link, failures.forestall_current, remote)
 
     def _attached(
-        self,
-        run: Run,
-        versions: Versions,
-        inputs: Sequence[Batch],
-        outputs: Sequence[Activation],
+        self, run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Activation]
     ) -> list[Activation]:
         counts = [len(output.tensors) for output in outputs]
 
