@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import shutil
 import threading
 from collections.abc import Callable
@@ -44,22 +45,38 @@ class Layer(nn.Module):
         return self.function(self, *values)
 
 
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stashes twice what it gets, and returns three times that."""
+    """Stashes what one function gives, and returns what another one does."""
 
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x * 3
+    def __init__(self, skip: Callable[[Any], Any] = double, onward: Callable[[Any], Any] = triple) -> None:
+        super().__init__()
+        self.skip, self.onward = skip, onward
+
+    def forward(self, value: Any) -> Any:
+        yield stash("skip", self.skip(value))
+        return self.onward(value)
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Adds what :class:`Stash` has stashed."""
+    """Returns what a function makes of its input and the skip, by default the sum."""
 
-    def forward(self, x: Tensor) -> Any:
+    def __init__(self, join: Callable[[Any, Any], Any] = operator.add) -> None:
+        super().__init__()
+        self.join = join
+
+    def forward(self, value: Any) -> Any:
         skip = yield pop("skip")
-        return x + skip
+        return self.join(value, skip)
 
 
 class Tied(nn.Module):

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from gpipe import GPipe, is_recomputing
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace
 from microbatch import Batch, gather
 
-from .layers import Call, Layer, Raise
+from .layers import Call, Layer, Pop, Raise, Stash
 from .schedules import balance_by
 
 CHANNELS, WIDTH = 4, 6
@@ -134,30 +135,19 @@ class Counts(nn.Module):
         return x * self.scale + self.calls
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
+def stashed(what: str, value: Any) -> Tensor | None:
+    x = main_of(value)
+    return {"none": None, "constant": x.detach().clone(), "copy": x * 1.5}[what]
 
-    def forward(self, value: Any) -> Any:
-        x = main_of(value)
-        yield stash("skip", {"none": None, "constant": x.detach().clone(), "copy": x * 1.5}[self.what])
+
+def joined(in_place: bool, value: Any, skip: Tensor | None) -> Any:
+    if skip is None:
         return value
+    return with_main(value, main_of(value) + (skip.tanh_() if in_place else skip))
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def forward(self, value: Any) -> Any:
-        skip = yield pop("skip")
-        x = main_of(value)
-        if skip is None:
-            return value
-        return with_main(value, x.add(skip.tanh_()) if self.in_place else x + skip)
+def same(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -328,8 +318,8 @@ def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.
     order: list[nn.Module] = []
     for k, ((wanted, name), own) in enumerate(zip(recipe.layers, layers, strict=True)):
         for ns, (start, stop, what, in_place) in zip(spaces, recipe.skips, strict=True):
-            order += [Stash(what).isolate(ns)] if start == k else []
-            order += [Pop(in_place).isolate(ns)] if stop == k else []
+            order += [Stash(partial(stashed, what), same).isolate(ns)] if start == k else []
+            order += [Pop(partial(joined, in_place)).isolate(ns)] if stop == k else []
         if wanted != kind:
             order.append(Call({"tensor": main_of, "tuple": to_tuple, "dict": to_dict}[wanted]))
             kind = wanted

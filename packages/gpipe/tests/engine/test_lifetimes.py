@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe.schedule import Schedule
-from gpipe.skip import skippable, stash
 
-from ..layers import Call, OnBackward, Pop, each_mode, each_way, linears, rows
+from ..layers import Call, OnBackward, Pop, Stash, each_mode, each_way, linears, rows
 from ..schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
@@ -66,23 +65,11 @@ class Memory:
         return Call(act)
 
 
-@skippable(stash=["skip"])
-class Stashes(nn.Module):
-    """Stashes what is watched."""
-
-    def __init__(self, memory: Memory) -> None:
-        super().__init__()
-        self.memory = memory
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", self.memory.watch(x * 2))
-        return x * 3
-
-
 def watched(stages: int, mode: str, microbatches: int, *, splits: bool = False) -> tuple[GPipe, Memory]:
     """A pipe of layers that are watched, with a skip past all of them."""
     memory = Memory()
-    model = nn.Sequential(*linears(1), Stashes(memory), *(memory.layer(splits) for _ in range(3)), Pop(), *linears(1))
+    stashes = Stash(lambda x: memory.watch(x * 2))
+    model = nn.Sequential(*linears(1), stashes, *(memory.layer(splits) for _ in range(3)), Pop(), *linears(1))
     balance = {1: [7], 2: [4, 3], 3: [3, 1, 3]}[stages]
     return GPipe(model, balance, devices=["cpu"] * stages, chunks=microbatches, checkpoint=mode), memory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 from gpipe.skip._store import current_store
 
-from ..layers import DOUBLE, MODES, Call, assert_same, assert_trains_like, piped, rows
-from ..models import Pop, Recipe, Stash, recipes
+from ..layers import DOUBLE, MODES, Call, Pop, Stash, assert_same, assert_trains_like, piped, rows
+from ..models import Recipe, joined, recipes
 
 
 def linear() -> nn.Linear:
@@ -44,13 +45,8 @@ def test_layout_has_the_skips_that_cross_a_cut(recipe: Recipe):
 
 
 def test_none_may_be_stashed_now_and_a_tensor_then():
-    @skippable(stash=["skip"])
-    class Sometimes(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x * 2 if float(x[0, 0].detach()) > 0 else None)
-            return x * 1
-
-    model = nn.Sequential(linear(), Sometimes(), linear(), Pop(False), linear())
+    sometimes = Stash(lambda x: x * 2 if float(x[0, 0].detach()) > 0 else None)
+    model = nn.Sequential(linear(), sometimes, linear(), Pop(partial(joined, False)), linear())
     for mode in MODES:
         pipe = piped(model, [2, 1, 2], chunks=6, checkpoint=mode)
         model.zero_grad()
@@ -93,25 +89,25 @@ def test_after_a_failure_nobody_finds_the_skips_of_the_run():
     def fail(x: Tensor) -> Tensor:
         raise KeyError("no more")
 
-    pipe = GPipe(nn.Sequential(Stash("copy"), Call(fail), Pop(False)), [1, 2], devices=["cpu"] * 2)
+    pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
     before = current_store()
     with inline(), pytest.raises(KeyError, match="no more"):
         pipe(rows())
     assert current_store() is before
     with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
-        Pop(False)(rows())
+        Pop()(rows())
 
 
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [
-        ([Stash("copy")], "no module declared 'skip' as poppable"),
-        ([Pop(False)], "declared 'skip' as poppable but it was not stashed"),
-        ([Pop(False), Stash("copy")], "declared 'skip' as poppable but it was not stashed"),
-        ([Stash("copy"), Stash("copy"), Pop(False)], "redeclared 'skip' as stashable"),
-        ([Stash("copy"), Pop(False), Pop(False)], "redeclared 'skip' as poppable"),
-        ([Stash("copy").isolate(Namespace()), Pop(False)], "not stashed"),
-        ([Stash("copy"), nn.Sequential(nn.Sequential(Pop(False), Pop(False)))], "'1.0.1' redeclared"),
+        ([Stash()], "no module declared 'skip' as poppable"),
+        ([Pop()], "declared 'skip' as poppable but it was not stashed"),
+        ([Pop(), Stash()], "declared 'skip' as poppable but it was not stashed"),
+        ([Stash(), Stash(), Pop()], "redeclared 'skip' as stashable"),
+        ([Stash(), Pop(), Pop()], "redeclared 'skip' as poppable"),
+        ([Stash().isolate(Namespace()), Pop()], "not stashed"),
+        ([Stash(), nn.Sequential(nn.Sequential(Pop(), Pop()))], "'1.0.1' redeclared"),
     ],
 )
 def test_what_does_not_match_is_refused(layers: list[nn.Module], problem: str):
@@ -133,7 +129,7 @@ def test_a_name_is_not_a_list_of_names():
         (Namespace(), ["other"], ValueError),
     ):
         with pytest.raises(error, match=r"only must be a list|must be a Namespace|declares"):
-            Stash("copy").isolate(ns, only=only)
+            Stash().isolate(ns, only=only)
 
 
 def commands(*given: Any) -> nn.Module:
@@ -170,10 +166,10 @@ def test_skip_inside_a_nested_module_crosses_stages():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Sequential(linear(), Stash("copy"))
+            self.inner = nn.Sequential(linear(), Stash())
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop(False)))
+    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)

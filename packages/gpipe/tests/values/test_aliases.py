@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace
 
-from ..layers import DOUBLE, MODES, Call, Layer, assert_same, each_mode, linears, piped, rows, squares
+from ..layers import DOUBLE, MODES, Call, Layer, Pop, Stash, assert_same, each_mode, linears, piped, rows, squares
 
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
 WIDTH = 4
@@ -101,22 +101,13 @@ class Walk(nn.Module):
         return {"drop": value[:k] + value[k + 1 :] or value, "turn": value[1:] + value[:1]}[self.name]
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-
-    def forward(self, value: Any) -> Any:
-        yield stash("skip", value[self.index % len(value)])
-        return value
+def stash(index: int) -> nn.Module:
+    """Stashes one of the tensors on the way."""
+    return Stash(lambda value: value[index % len(value)], lambda value: value)
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, value: Any) -> Any:
-        skip = yield pop("skip")
-        return (*value, skip)
+def pop() -> nn.Module:
+    return Pop(lambda value, skip: (*value, skip))
 
 
 @dataclass(frozen=True)
@@ -143,8 +134,8 @@ class Recipe:
             a = start % len(partitions)
             b = min(len(partitions) - 1, a + length)
             space = Namespace()
-            partitions[a].append(Stash(index).isolate(space))
-            partitions[b].insert(0 if b > a else len(partitions[b]), Pop().isolate(space))
+            partitions[a].append(stash(index).isolate(space))
+            partitions[b].insert(0 if b > a else len(partitions[b]), pop().isolate(space))
         return partitions
 
     def plain(self) -> nn.Sequential:
@@ -345,8 +336,8 @@ def test_what_a_recomputation_needs_is_not_overwritten_by_a_later_stage(mode: st
 def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str):
     """A change is refused; without one nothing is."""
     for change, refused in ((CHANGES["scale"], True), (nn.Identity(), False)):
-        layers = [*linears(1, WIDTH), Call(lambda x: (x,)), Stash(0), Call(lambda v: v[0].view_as(v[0]))]
-        layers += [Call(change), Call(lambda x: (x,)), Pop(), Call(sum)]
+        layers = [*linears(1, WIDTH), Call(lambda x: (x,)), stash(0), Call(lambda v: v[0].view_as(v[0]))]
+        layers += [Call(change), Call(lambda x: (x,)), pop(), Call(sum)]
         pipe = GPipe(nn.Sequential(*layers), [4, 1, 3], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
         with inline(), pytest.raises(RuntimeError, match="shares its memory") if refused else nullcontext():
             pipe(rows(4, WIDTH)).sum().backward()
