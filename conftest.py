@@ -160,6 +160,15 @@ def _frozen_modules() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What waits for the garbage collector is kept too long already."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 _HOOK = sys.excepthook
 
 

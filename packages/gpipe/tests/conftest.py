@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from .worlds import of_each_size
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What waits for the garbage collector is kept too long already."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture

@@ -136,6 +136,10 @@ class Overwrites(torch.autograd.Function):
         return None if gradient is None else gradient.mul_(2)
 
 
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3, dtype=DOUBLE)
+
+
 def linears(layers: int = 3, width: int = 3) -> nn.Sequential:
     """Linear layers in double precision, the same in every call."""
     with torch.random.fork_rng(devices=[]):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .layers import DOUBLE, MODES, Call, Layer, Overwrites, assert_same, blocks, piped, rows, running
+from .layers import DOUBLE, MODES, Call, Layer, Overwrites, assert_same, blocks, linear, piped, rows, running
 from .schedules import ALONE, balances
 
 
@@ -32,10 +32,6 @@ def residual(before: nn.Module, after: nn.Module) -> nn.Module:
         return s.m[1](x) + first
 
     return Layer(forward, before, after)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(3, 3, dtype=DOUBLE)
 
 
 def ones(*shape: int) -> nn.Parameter:

@@ -1,6 +1,5 @@
 """Workers answer every task once, in order, and none is left behind, whatever happens."""
 
-import gc
 import os
 import threading
 import traceback
@@ -294,14 +293,6 @@ class Thing:
 
 class BoomError(Exception):
     pass
-
-
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collector")

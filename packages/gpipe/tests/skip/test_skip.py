@@ -17,12 +17,8 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 from gpipe.skip._store import current_store
 
-from ..layers import DOUBLE, MODES, Call, Pop, Stash, assert_same, assert_trains_like, piped, rows
+from ..layers import MODES, Call, Pop, Stash, assert_same, assert_trains_like, linear, piped, rows
 from ..models import Recipe, joined, recipes
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(3, 3, dtype=DOUBLE)
 
 
 @given(recipes())

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, piped, rows
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(3, 3, dtype=DOUBLE)
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, each_mode, linear, piped, rows
 
 
 def number(x: Tensor) -> Tensor:
