@@ -6,7 +6,7 @@
     python -m tests.mutation --lines 'wait_|record_' --tests 'tests/simulated -k "not fault"' gpipe streams
 
 All faults there are would take days, for an engine with tests of minutes. A fork of a process that has imported torch
-runs the tests nearest to the fault, in a copy of the repository, until one fails.
+runs the tests nearest to the fault, in a copy of the repository, until one fails; that one has to pass without it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FORKS = multiprocessing.get_context("fork")
+HANGS = 120
+"""Seconds of a test that is taken to hang."""
 
 
 class Mutant(NamedTuple):
@@ -186,55 +188,66 @@ class Laboratory:
     def __init__(self, folder: Path, tests: tuple[str, ...]) -> None:
         self._folder = folder
         self._tests = tests
-        self._seconds: dict[frozenset[str], float] = {}
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ("packages", "tests", "docs", "conftest.py", "pyproject.toml", "README.md"):
             (shutil.copy if (ROOT / name).is_file() else _copy(ignored))(ROOT / name, folder / name)
 
-    def finds(self, mutant: Mutant) -> bool:
-        """Whether a test fails, or takes much longer than without the fault."""
-        tests = self._tests or nearest_tests(mutant.file)
-        group = frozenset(tests)
-        if group not in self._seconds:
-            begin = time.monotonic()
-            if self._fail(tests, 3600, quiet=False):
-                sys.exit(f"the tests in {tests[0]} fail without any fault")
-            self._seconds[group] = time.monotonic() - begin
+    def finds(self, mutant: Mutant) -> str | None:
+        """The test that fails, or hangs, with the fault and passes without it."""
         file = self._folder / mutant.file
         original = file.read_text()
         file.write_text(mutant.source)
         try:
-            return self._fail(tests, 3 * self._seconds[group] + 5, quiet=True)
+            found = self._failing(self._tests or nearest_tests(mutant.file))
         finally:
             file.write_text(original)
+        if found and self._failing((found,)):
+            sys.exit(f"{found} fails without any fault")
+        return found
 
-    def _fail(self, tests: tuple[str, ...], seconds: float, *, quiet: bool) -> bool:
-        child = FORKS.Process(target=self._work, args=(tests, quiet))
+    def _failing(self, tests: tuple[str, ...]) -> str | None:
+        """The first test that fails; that which ran last, if the process ends."""
+        hear, tell = FORKS.Pipe(duplex=False)
+        child = FORKS.Process(target=self._work, args=(tests, tell))
         child.start()
-        child.join(seconds)
-        if child.is_alive():
-            os.killpg(child.pid, signal.SIGKILL)
-            child.join()
-        return child.exitcode != 0
+        tell.close()
+        test = tests[0]
+        with suppress(EOFError):
+            while True:
+                test = hear.recv()
+        child.join()
+        return test if child.exitcode else None
 
-    def _work(self, tests: tuple[str, ...], quiet: bool) -> None:
+    def _work(self, tests: tuple[str, ...], tell: Connection) -> None:
         """The life of a child: a group of its own, with what the tests start; it waits for none of their threads."""
         os.setsid()
-        os._exit(self._run(tests, quiet))
+        failed = self._run(tests, tell)
+        tell.close()
+        os._exit(failed)
 
-    def _run(self, tests: tuple[str, ...], quiet: bool) -> int:
+    def _run(self, tests: tuple[str, ...], tell: Connection) -> int:
         import pytest
 
         os.chdir(self._folder)
-        if quiet:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, 1)
-            os.dup2(nothing, 2)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
         paths = [str(self._folder), *[str(self._folder / "packages" / name / "src") for name in PACKAGES]]
         sys.path[:0] = paths
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
         del sys.modules["tests"]  # the one of the repository
-        return int(pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *tests]))
+        options = ["-x", "-q", "--tb=line", "--assert=plain", f"--timeout={HANGS}", "-p", "no:cacheprovider"]
+        return int(pytest.main([*options, *tests], plugins=[Teller(tell)]))
+
+
+class Teller:
+    """A plugin of pytest that tells which test begins."""
+
+    def __init__(self, tell: Connection) -> None:
+        self._tell = tell
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tell.send(nodeid)
 
 
 def _copy(ignored: Any) -> Any:
@@ -261,9 +274,9 @@ def main() -> None:
     sys.exit(score < options.least)
 
 
-def _told(mutant: Mutant, found: bool) -> bool:
-    print(f"{'found    ' if found else 'NOT FOUND'} {mutant}", flush=True)
-    return found
+def _told(mutant: Mutant, test: str | None) -> bool:
+    print(f"{mutant}\n    {f'found by {test}' if test else 'NOT FOUND'}", flush=True)
+    return test is not None
 
 
 if __name__ == "__main__":
