@@ -187,12 +187,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what needs a GPU or much time, unless it is asked for."""
     asked = config.getoption("-m")
     left_out = set() if "long" in asked else {"long"}
-    if not _cuda_is_available():
+    on_gpus = [item for item in items if "cuda" in item.keywords]
+    if on_gpus and not _cuda_is_available():
         if "cuda" not in asked:
             left_out.add("cuda")
-        for item in items:
-            if "cuda" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+        for item in on_gpus:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     others = [item for item in items if left_out & item.keywords.keys()]
     if others:
         config.hook.pytest_deselected(items=others)

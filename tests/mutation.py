@@ -22,8 +22,9 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FORKS = multiprocessing.get_context("fork")
 HANGS = 120
 """Seconds of a test that is taken to hang."""
+
+
+Place = tuple[ast.AST, str, int | None, Any]
+"""A node, with its parent, the field, and the index there if that is a list."""
 
 
 class Mutant(NamedTuple):
@@ -97,21 +102,24 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield _with(node, attr=STREAMS[name])
 
 
-def mutants(file: Path, lines: str = "") -> list[Mutant]:
-    """All faults for a file, in order, on lines in which the pattern ``lines`` is found."""
+def mutants(file: Path, lines: str = "") -> list[Callable[[], Mutant]]:
+    """What makes each fault of a file, in order, on lines in which the pattern ``lines`` is found."""
     source = (ROOT / file).read_text()
     tree = ast.parse(source)
     wanted = {number for number, line in enumerate(source.splitlines(), start=1) if re.search(lines, line)}
-    found = []
-    for parent, field, index, node in [place for place in _places(tree) if place[-1].lineno in wanted]:
-        for variant in variants(node):
-            _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(copy.deepcopy(variant), node)))
-            found.append(Mutant(file, node.lineno, _line(node), _line(variant), ast.unparse(tree)))
-            _put(parent, field, index, node)
-    return found
+    places = [place for place in _places(tree) if place[-1].lineno in wanted]
+    return [partial(_made, file, tree, place, variant) for place in places for variant in variants(place[-1])]
 
 
-def _places(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, Any]]:
+def _made(file: Path, tree: ast.AST, place: Place, variant: ast.AST) -> Mutant:
+    parent, field, index, node = place
+    _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(copy.deepcopy(variant), node)))
+    source = ast.unparse(tree)
+    _put(parent, field, index, node)
+    return Mutant(file, node.lineno, _line(node), _line(variant), source)
+
+
+def _places(parent: ast.AST) -> Iterator[Place]:
     """Every statement and expression that does something, and where it stands."""
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
@@ -263,8 +271,8 @@ def main() -> None:
     parser.add_argument("--tests", default="", help="arguments of pytest, instead of the nearest tests")
     parser.add_argument("--least", type=float, default=0.0, help="exit with 1 if fewer per cent are found")
     options = parser.parse_args()
-    every = [mutant for part in options.parts for file in sources(part) for mutant in mutants(file, options.lines)]
-    sample = sorted(random.Random(options.seed).sample(every, min(options.sample, len(every))))
+    every = [make for part in options.parts for file in sources(part) for make in mutants(file, options.lines)]
+    sample = sorted(make() for make in random.Random(options.seed).sample(every, min(options.sample, len(every))))
     print(f"{len(sample)} of {len(every)} faults", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         laboratory = Laboratory(Path(folder), tuple(shlex.split(options.tests)))
