@@ -38,5 +38,4 @@ def test_a_page_for_several_processes_runs_as_printed(page: Path, tmp_path: Path
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=280,
     )

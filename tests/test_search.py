@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _search(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False).stdout
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
 def test_each_property_has_its_examples_and_other_tests_do_not_run(folder: Path) -> None:

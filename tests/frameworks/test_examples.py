@@ -43,7 +43,6 @@ def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
             capture_output=True,
             check=True,
             text=True,
-            timeout=280,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         ).stdout
         for command, options in (([sys.executable], ["--plain"]), ([sys.executable], []), (start, []))

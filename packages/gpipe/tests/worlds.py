@@ -18,7 +18,7 @@ import torch.distributed as dist
 RUNS = 30
 """Functions after which other processes take over: groups of meshes last, and listen, as long as their process."""
 
-LIMIT = 180.0
+LIMIT = 900.0
 """Seconds after which a world counts as hanging."""
 
 

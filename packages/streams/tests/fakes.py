@@ -80,7 +80,7 @@ def in_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
     """What a Python of its own says that runs ``program`` and can import what this one can."""
     path = os.pathsep.join(filter(None, sys.path))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
 
 
 def awake(in_queue: Any) -> None:
