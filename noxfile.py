@@ -49,7 +49,7 @@ THREE = ("--numprocesses", "3", "--dist", "worksteal")
 SEARCH = {"--examples": 2_000, "--seconds": 60}
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("lint", "types", "docs", "typing", "tests", "frameworks", "search", "accelerator", "distributed")
-EVERYTHING += ("standalone", "examples", "browser")
+EVERYTHING += ("examples", "browser", "standalone")
 SHORTER = {"search": ("--", "--seconds=5")}
 """What makes a session of ``everything`` end within an hour."""
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
