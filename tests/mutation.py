@@ -231,9 +231,7 @@ class Laboratory:
     def _work(self, tests: tuple[str, ...], tell: Connection) -> None:
         """The life of a child: a group of its own, with what the tests start; it waits for none of their threads."""
         os.setsid()
-        failed = self._run(tests, tell)
-        tell.close()
-        os._exit(failed)
+        os._exit(self._run(tests, tell))
 
     def _run(self, tests: tuple[str, ...], tell: Connection) -> int:
         import pytest
@@ -242,8 +240,7 @@ class Laboratory:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
-        paths = [str(self._folder), *[str(self._folder / "packages" / name / "src") for name in PACKAGES]]
-        sys.path[:0] = paths
+        sys.path[:0] = paths = [str(self._folder), *[f"{self._folder}/packages/{name}/src" for name in PACKAGES]]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
         del sys.modules["tests"]  # the one of the repository
         options = ["-x", "-q", "--tb=line", "--assert=plain", f"--timeout={HANGS}", "-p", "no:cacheprovider"]

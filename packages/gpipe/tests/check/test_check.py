@@ -122,6 +122,11 @@ def test_the_text_names_layer_evidence_and_advice() -> None:
     assert text.splitlines()[-2].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
 
 
+def test_norms_are_named_by_where_they_are_in_their_layer() -> None:
+    found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))), rows()).findings
+    assert [each.evidence for each in found if each.code == "batchnorm"] == ["BatchNorm1d", "1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

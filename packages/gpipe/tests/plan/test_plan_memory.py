@@ -214,8 +214,7 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
     x, devices = torch.randn(ROWS, WIDTH), ["cpu:0", "cpu:1"]
     # One profile for all plans: what is split depends on its seconds.
     known = profile(model, x, device="cpu", chunks=4, timeout=0.01, split_backward=True)
-    given = {"chunks": 4, "schedule": "zbv", "calibrate": False, "profile": known}
-    given["loss_fn"] = lambda output: squares(output, None)
+    given = {"chunks": 4, "schedule": "zbv", "calibrate": False, "profile": known, "loss_fn": lambda o: squares(o, 0)}
     need = plan(model, x, devices, checkpoint="always", **given).predicted.bytes
     room = [each.total for each in need]
     assert plan(model, x, devices, checkpoint="always", memory=room, **given).predicted.bytes == need
