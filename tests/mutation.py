@@ -28,6 +28,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(value + 1)
         case ast.IfExp(test=test) | ast.If(test=test):
             yield _with(node, test=ast.UnaryOp(ast.Not(), test))
-        case ast.Return(value=value) if value is not None and not _is_none(value):
+        case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
             yield ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()) | ast.AugAssign() | ast.Delete():
             yield ast.Pass()
@@ -164,10 +165,6 @@ def _with(node: ast.AST, **fields: Any) -> ast.AST:
     return other
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
 def _line(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0].strip()
 
@@ -197,9 +194,9 @@ class Laboratory:
     def __init__(self, folder: Path, tests: tuple[str, ...]) -> None:
         self._folder = folder
         self._tests = tests
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+        copied = partial(shutil.copytree, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         for name in ("packages", "tests", "docs", "conftest.py", "pyproject.toml", "README.md"):
-            (shutil.copy if (ROOT / name).is_file() else _copy(ignored))(ROOT / name, folder / name)
+            (shutil.copy if (ROOT / name).is_file() else copied)(ROOT / name, folder / name)
 
     def finds(self, mutant: Mutant) -> str | None:
         """The test that fails, or hangs, with the fault and passes without it."""
@@ -244,21 +241,8 @@ class Laboratory:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
         del sys.modules["tests"]  # the one of the repository
         options = ["-x", "-q", "--tb=line", "--assert=plain", f"--timeout={HANGS}", "-p", "no:cacheprovider"]
-        return int(pytest.main([*options, *tests], plugins=[Teller(tell)]))
-
-
-class Teller:
-    """A plugin of pytest that tells which test begins."""
-
-    def __init__(self, tell: Connection) -> None:
-        self._tell = tell
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._tell.send(nodeid)
-
-
-def _copy(ignored: Any) -> Any:
-    return lambda source, target: shutil.copytree(source, target, ignore=ignored)
+        teller = SimpleNamespace(pytest_runtest_logstart=lambda nodeid: tell.send(nodeid))
+        return int(pytest.main([*options, *tests], plugins=[teller]))
 
 
 def main() -> None:

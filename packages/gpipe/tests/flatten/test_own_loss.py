@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,6 +72,17 @@ class InTheList(Model):
     def logits(self, tokens: Tensor) -> Tensor:
         found: Tensor = self.head(self.trunk(tokens).flatten(0, 1)).unflatten(0, tokens.shape)
         return found
+
+
+class TwoParts(Model):
+    """A part that is called before the blocks has a share in the logits."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(loss, dtype)
+        self.first = nn.Embedding(CLASSES, CLASSES, dtype=dtype)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.first(tokens) + super().logits(tokens)
 
 
 def tokens(logits: Tensor, labels: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -206,8 +218,7 @@ def assert_same_gradients(pipe: GPipe, plain: nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Model, InTheList])
-@pytest.mark.parametrize("loss", RIGHT)
+@pytest.mark.parametrize(("loss", "kind"), [*product(RIGHT, [Model, InTheList]), (tokens, TwoParts)])
 @given(
     count=st.integers(1, 7),
     length=st.integers(1, 5),
