@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FORKS = multiprocessing.get_context("fork")
-HANGS = 120
+HANGS = 600
 """Seconds of a test that is taken to hang."""
 
 
