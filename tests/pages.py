@@ -53,19 +53,22 @@ def blocks(page: Path) -> list[str]:
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
-def run(page: Path) -> None:
+def run(page: Path) -> str:
     """Run the blocks of a page one after the other, as a reader would who pastes them into one session.
 
-    The comment below a statement that prints is what it has to print, but for line breaks, unless it begins with "such
-    as".
+    The comment below a statement that prints is what it has to print, unless it begins with "such as". Returns all that
+    is printed.
     """
     names: dict[str, object] = {"__name__": "__page__"}
+    whole = ""
     for block in blocks(page):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block, str(page), "exec"), names)
         for promise in promises(block):
-            assert " ".join(promise.split()) in " ".join(printed.getvalue().split())
+            assert promise in printed.getvalue()
+        whole += printed.getvalue()
+    return whole
 
 
 def promises(block: str) -> list[str]:

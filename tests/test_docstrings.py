@@ -24,8 +24,11 @@ MODULES = [each.name for package in PACKAGES for each in pkgutil.walk_packages(P
 
 @pytest.mark.parametrize("name", [*PACKAGES, *MODULES])
 def test_examples_in_docstrings(name: str) -> None:
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.testmod(importlib.import_module(name), optionflags=flags).failed == 0
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_all_modules_of_microbatch_are_private() -> None:
+    assert all(name.startswith("microbatch._") for name in MODULES if name.startswith("microbatch."))
 
 
 def modules(package: str) -> Iterator[Any]:

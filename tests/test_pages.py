@@ -8,19 +8,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from blockpartition.__main__ import main
 
-from .pages import ROOT, pages, pages_of_processes, processes, run
+from .pages import ROOT, blocks, pages, pages_of_processes, processes, promises, run
 
 
 @pytest.mark.parametrize("page", pages(frameworks=False), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(page)
+    printed = run(page)
+    if page.parent.name in ("blockpartition", "microbatch"):  # they show all that they print
+        assert printed.splitlines() == "\n".join(chain.from_iterable(map(promises, blocks(page)))).splitlines()
+    if page.parent.name == "profiler":
+        assert "5 layers on cpu, micro-batch of 8 rows (chunks=8)" in printed
+
+
+def test_the_readmes_of_the_packages_are_pages() -> None:
+    assert {*ROOT.glob("packages/*/README.md")} <= {*pages(frameworks=False)}
+    assert len(blocks(ROOT / "packages" / "streams" / "README.md")) == 3
 
 
 def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
