@@ -90,31 +90,10 @@ class Tied(nn.Module):
         return x @ self.weight
 
 
-class Raise(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ctx.error
-
-
-class OnBackward(torch.autograd.Function):
+def on_backward(x: Tensor, function: Callable[[], object]) -> Tensor:
     """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, function: Callable[[], object]) -> Tensor:
-        ctx.function = function
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.function()
-        return gradient, None
+    found: Tensor = OnGradient.apply(x, lambda gradient: (function(), gradient)[1])
+    return found
 
 
 def blocks(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from gpipe import GPipe, is_recomputing
 from gpipe.skip import Namespace
 from microbatch import Batch, gather
 
-from .layers import Call, Layer, Pop, Raise, Stash
+from .layers import Call, Layer, Pop, Stash, on_backward
 from .schedules import balance_by
 
 CHANNELS, WIDTH = 4, 6
@@ -51,6 +51,10 @@ def with_main(value: Any, x: Tensor) -> Any:
     return (*value[:2], x, *value[3:]) if isinstance(value, tuple) else x
 
 
+def fail(error: BaseException) -> NoReturn:
+    raise error
+
+
 class Failing(nn.Module):
     """The identity, unless ``error`` gives an error for the phase and the tensor."""
 
@@ -62,9 +66,9 @@ class Failing(nn.Module):
         x = main_of(value)
         error = self.error("recompute" if is_recomputing() else "forward", x)
         if error is not None:
-            raise error
+            fail(error)
         error = self.error("backward", x) if x.requires_grad else None
-        return with_main(value, x * 1 if error is None else Raise.apply(x, error))
+        return with_main(value, x * 1 if error is None else on_backward(x, partial(fail, error)))
 
 
 def to_tuple(value: Any) -> Any:

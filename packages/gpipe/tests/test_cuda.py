@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import MODES, Call, OnBackward, each_mode, running, within
+from .layers import MODES, Call, each_mode, on_backward, running, within
 
 pytestmark = [pytest.mark.cuda]
 
@@ -65,7 +65,7 @@ class Sleep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         nap(x.device)
         y = x * 1
-        return OnBackward.apply(y, lambda: nap(x.device)) if self.backward else y
+        return on_backward(y, lambda: nap(x.device)) if self.backward else y
 
 
 def nap(device: torch.device) -> None:
@@ -439,7 +439,7 @@ def test_an_error_in_a_backward_leaves_gradients_that_may_be_zeroed_at_once(mode
     def fail() -> None:
         raise ZeroDivisionError
 
-    layers = [*model(4), Call(lambda x: OnBackward.apply(x, fail)), Sleep(backward=True)]
+    layers = [*model(4), Call(lambda x: on_backward(x, fail)), Sleep(backward=True)]
     pipe = GPipe(nn.Sequential(*layers), [2, 2, 2], devices=devices("two GPUs"), chunks=3, checkpoint=mode)
     output = pipe(rows().to(gpu()))
     with torch.cuda.stream(torch.cuda.Stream(gpu())), pytest.raises(ZeroDivisionError):

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from gpipe import GPipe
 
-from .layers import OnBackward, assert_same, assert_trains_like, each_mode, linears, piped, rows
+from .layers import assert_same, assert_trains_like, each_mode, linears, on_backward, piped, rows
 
 
 def both(mode: str = "except_last", chunks: int = 3) -> list[Any]:
@@ -47,7 +47,7 @@ def test_frozen_stages_before_the_first_trained_one_have_no_backward():
     pipe, calls = piped(linears(), [1, 1, 1], chunks=2), []
     pipe[:2].requires_grad_(False)
     for k in range(3):
-        pipe[k].register_forward_hook(lambda _, args, out, k=k: OnBackward.apply(out, lambda: calls.append(k)))
+        pipe[k].register_forward_hook(lambda _, args, out, k=k: on_backward(out, lambda: calls.append(k)))
     backward(pipe)
     assert set(calls) == {2}
 

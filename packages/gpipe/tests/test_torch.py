@@ -16,6 +16,8 @@ import gpipe
 from gpipe import _torch
 from gpipe.checkpoint._random import interception
 
+from .layers import OnGradient
+
 PRIVATE = re.compile(r"\btorch\._[A-Za-z]\w*|\b_C\._\w+|\bdistributed_c10d\._?\w+")
 
 
@@ -28,22 +30,15 @@ def test_no_other_file_calls_them():
 def test_a_backward_has_a_number_which_nested_ones_do_not_share():
     seen: list[int] = []
 
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def nested(gradient: Tensor) -> Tensor:
+        seen.append(_torch.backward_id())
+        with torch.enable_grad():
+            root = torch.ones(1, requires_grad=True) * 2
+            root.register_hook(lambda _: seen.append(_torch.backward_id()))
+            root.backward()
+        return gradient
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(_torch.backward_id())
-            with torch.enable_grad():
-                inner = torch.ones(1, requires_grad=True)
-                root = inner * 2
-                root.register_hook(lambda _: seen.append(_torch.backward_id()))
-                root.backward()
-            return gradient
-
-    Nested.apply(torch.ones(1, requires_grad=True)).backward()
+    OnGradient.apply(torch.ones(1, requires_grad=True), nested).backward()
     outer, inner = seen
     assert -1 == _torch.backward_id() < min(seen)
     assert outer != inner

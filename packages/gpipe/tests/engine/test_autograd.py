@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import DOUBLE, MODES, Call, Layer, OnBackward, assert_same, assert_trains_like, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, Layer, assert_same, assert_trains_like, linears, on_backward, piped, rows
 
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
 
@@ -153,9 +153,9 @@ def test_each_micro_batch_goes_when_its_backward_is_done(checkpoint: str) -> Non
     def keep(x: Tensor) -> Tensor:
         mark = Held()
         held.append(weakref.ref(mark))
-        return OnBackward.apply(x, mark)
+        return on_backward(x, mark)
 
-    count = Call(lambda x: OnBackward.apply(x, lambda: alive.append(sum(ref() is not None for ref in held))))
+    count = Call(lambda x: on_backward(x, lambda: alive.append(sum(ref() is not None for ref in held))))
     model = nn.Sequential(count, *linears(1), Call(keep), *linears(1))
     pipe = GPipe(model, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     pipe(rows(grad=True)).sum().backward()

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe import GPipe
 
-from ..layers import Call, OnBackward, assert_same, each_mode, each_way, piped, rows
+from ..layers import Call, assert_same, each_mode, each_way, on_backward, piped, rows
 
 
 def perceptron() -> nn.Sequential:
@@ -111,7 +111,7 @@ def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
         seen.append(torch._C._is_multithreading_enabled())
 
     seen: list[bool] = []
-    layer = Call(lambda x: OnBackward.apply((look(), x)[1], look))
+    layer = Call(lambda x: on_backward((look(), x)[1], look))
     pipe = piped(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2, checkpoint=mode)
     with way():
         pipe(torch.randn(4, 6)).sum().backward()

@@ -19,12 +19,12 @@ from gpipe import GPipe
 
 from ..layers import (
     Call,
-    OnBackward,
     assert_same,
     assert_trains_like,
     counted,
     each_way,
     linears,
+    on_backward,
     piped,
     rows,
     started,
@@ -127,7 +127,7 @@ def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, 
         assert tried.wait(300)
 
     first, second = linears(2), linears(2)
-    layer = Call(lambda x: OnBackward.apply(x, lambda: slow(x)))
+    layer = Call(lambda x: on_backward(x, lambda: slow(x)))
     one = GPipe(nn.Sequential(first[0], layer, first[1]), [1, 2], devices=["cpu"] * 2)
     other = GPipe(nn.Sequential(first[0] if shared else second[0], second[1]), [1, 1], devices=["cpu"] * 2)
 
@@ -250,7 +250,7 @@ def test_in_the_middle_of_a_run_the_child_may_not(way: Way, where: str, use: Cal
     def layer(x: Tensor) -> Tensor:
         if where == "forward":
             wait()
-        return OnBackward.apply(x, wait) if where == "backward" else x
+        return on_backward(x, wait) if where == "backward" else x
 
     pipe = GPipe(nn.Sequential(*linears(1), Call(layer)), [1, 1], devices=["cpu"] * 2, chunks=2)
 

@@ -16,26 +16,12 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.schedule import Schedule
 
-from ..layers import Call, OnBackward, Pop, Stash, each_mode, each_way, linears, rows
+from ..layers import Call, OnGradient, Pop, Stash, each_mode, each_way, linears, on_backward, rows
 from ..schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
 
 Block = Callable[[], AbstractContextManager[Any]]
-
-
-class Gradients(torch.autograd.Function):
-    """The identity, whose backward hands its gradient to a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, watch: Callable[[Tensor], object]) -> Tensor:
-        ctx.watch = watch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.watch(gradient)
-        return gradient * 1, None
 
 
 class Memory:
@@ -58,7 +44,7 @@ class Memory:
 
         def act(x: Tensor) -> Tensor:
             output = self.watch(x) * 2
-            output = self.watch(output if splits else Gradients.apply(output, self.watch))
+            output = self.watch(output if splits else OnGradient.apply(output, lambda grad: self.watch(grad) * 1))
             self.counts.append(self.alive)
             return output
 
@@ -90,7 +76,7 @@ def failing(phase: str, run: Callable[[GPipe], object]) -> Callable[[GPipe], obj
         if phase == "forward":
             pipe[-1].register_forward_pre_hook(fail)
         else:
-            pipe[-1].register_forward_hook(lambda _, inputs, output: OnBackward.apply(output, fail))
+            pipe[-1].register_forward_hook(lambda _, inputs, output: on_backward(output, fail))
         with pytest.raises(ArithmeticError):
             run(pipe)
         return True

@@ -17,7 +17,7 @@ from gpipe import GPipe, inline
 from gpipe.engine import _workers
 from streams import CPUStream
 
-from ..layers import DOUBLE, Call, OnBackward, assert_trains_like, linears, piped, rows, within
+from ..layers import DOUBLE, Call, assert_trains_like, linears, on_backward, piped, rows, within
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def spy() -> tuple[nn.Module, list[threading.Thread]]:
 
     def layer(x: Tensor) -> Tensor:
         note()
-        return OnBackward.apply(x, note)
+        return on_backward(x, note)
 
     return Call(layer), threads
 
@@ -109,7 +109,7 @@ class TestThreads:
         self, balance: list[int], born: Callable[[], set[threading.Thread]]
     ) -> None:
         def train() -> None:
-            collecting = Call(lambda x: OnBackward.apply(x, gc.collect))
+            collecting = Call(lambda x: on_backward(x, gc.collect))
             model = nn.Sequential(*linears(1), collecting, *linears(1))
             pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=2)
             pipe.__dict__["me"] = pipe
