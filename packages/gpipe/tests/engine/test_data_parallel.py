@@ -88,12 +88,12 @@ def stepped(_: list[str]) -> None:
 def reentrant(_: list[str]) -> None:
     first, last = linears(2)
     again = Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=True), last)
-    ddp = DistributedDataParallel(
-        GPipe(nn.Sequential(first, again), [1, 1], devices=["cpu"] * 2, chunks=2), static_graph=True
-    )
+    pipe = GPipe(nn.Sequential(first, again), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe.step(batch(0, 4), loss_fn=lambda output: (output.sum(), 8))  # no wrapper waits for these gradients
+    ddp = DistributedDataParallel(pipe, static_graph=True)
     with pytest.raises(RuntimeError, match="use use_reentrant=False"):
         ddp(batch(0, 4)).sum().backward()
-    ddp.module.close()
+    pipe.close()
 
 
 @pytest.mark.parametrize("modes", [["except_last"], pytest.param(["never", "always"], marks=pytest.mark.long)])
