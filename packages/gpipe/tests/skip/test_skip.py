@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
+from gpipe._current import current
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
-from gpipe.skip._store import current_store
 
 from ..layers import MODES, Call, Pop, Stash, assert_same, assert_trains_like, linear, piped, rows
 from ..models import Recipe, joined, recipes
@@ -86,10 +86,10 @@ def test_after_a_failure_nobody_finds_the_skips_of_the_run():
         raise KeyError("no more")
 
     pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
-    before = current_store()
+    before = current.skips
     with inline(), pytest.raises(KeyError, match="no more"):
         pipe(rows())
-    assert current_store() is before
+    assert current.skips is before
     with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
         Pop()(rows())
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._flatten._skeleton import followers
 from ..skip import Skippable
-from ..skip._store import Key
+from ..skip.namespace import Key
 from ._findings import Finding
 from ._layer import LayerExam, calm
 from ._rows import Cut, Dims, NoRowsError, uneven

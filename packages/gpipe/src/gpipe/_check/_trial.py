@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from microbatch import Arguments
 
+from .._current import setting
 from ..checkpoint._device_generator import module_of
-from ..skip._store import Key, routed
+from ..skip.namespace import Key
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 
 SEED = 20_041_911
@@ -66,7 +67,7 @@ def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
     leaves = clone_leaves(signal.activation())
     value, *skips = as_nonleaf(leaves).value
     store = dict(zip(signal.skips, skips, strict=True))
-    with seeded(layer) as used, routed(store):
+    with seeded(layer) as used, setting(skips=store):
         output = call(layer, value)
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
     roots = given.tensors()

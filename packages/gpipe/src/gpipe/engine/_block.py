@@ -25,7 +25,7 @@ from streams import Context
 from .._current import current, setting
 from .._torch import backward_id
 from ..checkpoint._random import CellRNG
-from ..skip._layout import skippables
+from ..skip.layout import skippables
 from ..values._constants import expect_plain
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
 from ..values._memory import storage_id

@@ -15,7 +15,6 @@ from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._leaves import Activation, as_nonleaf, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
-from . import _autograd_calls as _engine
 from ._accumulate import GradientSums, below
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
@@ -155,11 +154,7 @@ class LossStage(Losses):
                 ".grad by itself, one micro-batch after the other; use use_reentrant=False, or pipe(input) and "
                 "backward()"
             )
-        if graph.leaves:
-            # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so
-            # the sums are kept apart, and added at the end of the run.
-            self.deferred.hold(graph.leaves)
-            return self.sums.backward((loss,), (seed,), graph, leaves)
-        _engine.accumulate((loss,), (seed,))
-        # Leaves are made anew for each micro-batch, so that .grad is the gradient of this one.
-        return [leaf.grad for leaf in leaves]
+        # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so the
+        # sums are kept apart, and added at the end of the run.
+        self.deferred.hold(graph.leaves)
+        return self.sums.backward((loss,), (seed,), graph, leaves)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from streams import has_streams
 
+from .._current import setting
 from ..skip import SkipLayout
-from ..skip._layout import skippables
-from ..skip._store import Key, routed
+from ..skip.layout import skippables
+from ..skip.namespace import Key
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments
 from ._left_behind import Guard
@@ -90,7 +91,7 @@ class Stage:
         if self.pops:
             value, *skips = value
             store.update(zip(self.pops, skips, strict=True))
-        with routed(store):
+        with setting(skips=store):
             output = self._output(value)
         return (output, *[store.pop(key) for key in self.stashes]) if self.stashes else output
 

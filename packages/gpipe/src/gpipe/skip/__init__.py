@@ -18,9 +18,9 @@ The tensor does not pass through the stages between. The same layers work in a p
 tensor([3.])
 """
 
-from ._layout import SkipLayout as SkipLayout
-from ._layout import inspect_skip_layout as inspect_skip_layout
-from ._namespace import Namespace as Namespace
+from .layout import SkipLayout as SkipLayout
+from .layout import inspect_skip_layout as inspect_skip_layout
+from .namespace import Namespace as Namespace
 
 # The module of the same name must be imported before the function replaces it here.
 from .skippable import Skippable as Skippable

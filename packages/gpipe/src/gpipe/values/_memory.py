@@ -12,14 +12,8 @@ def storage_id(tensor: Tensor) -> int:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without overlap; then a clone has the same strides."""
-    if tensor.is_contiguous():  # also if there are no elements
-        return True
-    size = 1
-    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1 and step != size:
-            return False
-        size *= length
-    return True
+    # Then torch.empty_like keeps the strides; an expanded tensor without elements counts as contiguous.
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def clone(tensor: Tensor) -> Tensor:
