@@ -1,7 +1,5 @@
 """The programs under examples/, as modules, and what they print."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

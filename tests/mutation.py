@@ -9,8 +9,6 @@ All faults there are would take days, for an engine with tests of minutes. A for
 runs the tests nearest to the fault, in a copy of the repository, until one fails; that one has to pass without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -4,8 +4,6 @@ python -m tests.pages FOLDER    # write the pages for newcomers there, as module
 python -m tests.pages PAGE.md   # run that page
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

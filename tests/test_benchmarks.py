@@ -1,7 +1,5 @@
 """The benchmarks measure the same work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

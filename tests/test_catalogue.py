@@ -1,7 +1,5 @@
 """The catalogue of errors has what is raised, and what its page says of it is about messages that exist."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import chain

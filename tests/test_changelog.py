@@ -1,7 +1,5 @@
 """Fragments of changelogs: what the next release says of itself, a file for each change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

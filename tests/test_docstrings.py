@@ -1,7 +1,5 @@
 """What users call says what it takes, gives and raises, in sections as Google writes them, and its examples run."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools

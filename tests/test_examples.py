@@ -1,7 +1,5 @@
 """The examples run, in sizes that take a second."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

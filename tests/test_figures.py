@@ -1,7 +1,5 @@
 """The figures that pages tell are those of the tables that benchmarks wrote."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A day on a GPU: every step comes to an end within the time of its part, and the page says what came of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No module of a package needs itself, not even by a late import. What is for types alone may point to an owner."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of docs/howto/many-devices.md is what plans say."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.many_devices import CASES, MADE_WITH, NODES, PAGE, measured, row, rows, version
 

@@ -1,7 +1,5 @@
 """Tests mirror the sources: a folder of gpipe has its tests in the folder of its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 GPIPE = Path(__file__).parents[1] / "packages" / "gpipe"

@@ -3,8 +3,6 @@
 The pages about frameworks run with the tests of the frameworks.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What reference pages list is what the code has."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

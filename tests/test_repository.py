@@ -1,7 +1,5 @@
 """What holds the five packages together, whichever of them changes."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The timelines on the page about schedules are those of the schedules."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

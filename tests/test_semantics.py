@@ -1,7 +1,5 @@
 """The table of what works, what is refused and what differs says what tests say."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

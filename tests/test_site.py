@@ -3,8 +3,6 @@
 Run by the session docs, where Sphinx is installed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

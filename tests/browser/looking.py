@@ -1,7 +1,5 @@
 """What tests of pages share: where the browser is, and where things are on its screen."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

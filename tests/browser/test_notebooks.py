@@ -3,8 +3,6 @@
 Needs playwright and an installed Chromium; skipped without.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

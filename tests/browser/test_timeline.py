@@ -3,8 +3,6 @@
 Needs playwright and an installed Chromium; skipped without.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ python -m tests.frameworks.every_class                            # writes it an
 python -m tests.frameworks.every_class LlamaForCausalLM BertForMaskedLM   # these classes only
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """Small models of many families, from configurations: nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Batches with labels for families that compute a loss: padded, unpadded, and with several documents in a row."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

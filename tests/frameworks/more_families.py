@@ -1,7 +1,5 @@
 """More families, for the table alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

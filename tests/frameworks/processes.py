@@ -1,7 +1,5 @@
 """A small network and its data, for frameworks that train it; and two processes that train together."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

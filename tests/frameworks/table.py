@@ -4,8 +4,6 @@ python -m tests.frameworks.table               # writes it anew
 python -m tests.frameworks.table GPT-2 Llama   # these lines only
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

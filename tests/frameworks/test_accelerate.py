@@ -1,7 +1,5 @@
 """``accelerate.prepare(pipe)`` leaves a pipe where it is, and trains it as it trains the plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

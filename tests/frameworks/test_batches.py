@@ -1,7 +1,5 @@
 """Batches of tokenizers go into a pipe as they are."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``gpipe.check`` finds nothing in models of Hugging Face with labels and dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

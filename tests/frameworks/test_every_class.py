@@ -1,7 +1,5 @@
 """The page of classes of transformers says what comes of them: equal to the plain model, or refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from .every_class import measured, told

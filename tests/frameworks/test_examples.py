@@ -1,7 +1,5 @@
 """The examples that need transformers run, in sizes that take seconds."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

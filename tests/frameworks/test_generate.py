@@ -1,7 +1,5 @@
 """A pipe generates what its model generates."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What models collect while their blocks run: hidden states, attentions, the logits of routers and their balance."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of Hugging Face's transformers that are built without data: what ``GPipe(init=...)`` makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning trains a module with a pipe in it as it trains one with the plain model."""
 
-from __future__ import annotations
-
 import logging
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``step``, ``evaluate`` and ``pipe(**batch)``, alone, in a Trainer and in two processes: the plain model's loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

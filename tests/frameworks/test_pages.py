@@ -1,7 +1,5 @@
 """The pages about frameworks run as they are printed, from top to bottom."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

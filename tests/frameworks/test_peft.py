@@ -1,7 +1,5 @@
 """LoRA adapters of ``peft``, put in before a pipe is made or afterwards."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of pictures and words: the loss and gradients of the plain model, or an error, as the page says."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of Hugging Face over several processes: as in one, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of families on the page about models says what is measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from .more_families import EVERY

@@ -1,7 +1,5 @@
 """``transformers.Trainer(model=pipe)`` trains, evaluates, saves and resumes a pipe as it does the plain model."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TRL's trainers train a pipe as they do the plain model: fine-tuning, padded and packed, and preferences."""
 
-from __future__ import annotations
-
 import copy
 import random
 from pathlib import Path

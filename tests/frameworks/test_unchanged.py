@@ -1,7 +1,5 @@
 """A model of Hugging Face remains what it was when a pipe is made of it, and the pipe follows it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -5,8 +5,6 @@ each access of each block of memory must be ordered after those that it conflict
 race shows whenever it could happen, and not only when it does.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Build the simulated device, once for each version of its source and of PyTorch, outside of the repository."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What tries the order of work once, and tells what is wrong: steps of pipes, and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

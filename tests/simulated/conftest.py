@@ -1,7 +1,5 @@
 """These tests run where they are asked for by path, since a simulated accelerator is torch's for the whole process."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

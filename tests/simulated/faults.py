@@ -1,7 +1,5 @@
 """Faults planted into the library, one at a time, for as long as a test needs them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small models, and what a training step of one gives."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from itertools import product

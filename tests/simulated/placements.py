@@ -1,7 +1,5 @@
 """Where stages are, and on which streams the caller works."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """The races that the simulated accelerator finds, each with the line of Python at which it shows."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

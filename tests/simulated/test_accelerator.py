@@ -1,7 +1,5 @@
 """The simulator itself, beside what faults in the library show of it: what it says, and what it must not overlook."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

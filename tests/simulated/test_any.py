@@ -1,7 +1,5 @@
 """Any placement, any schedule that is valid, and workers held up anywhere: no races, and as the plain model."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time

@@ -1,7 +1,5 @@
 """What else a pipe promises of devices: their names, their generators, their times."""
 
-from __future__ import annotations
-
 import re
 from threading import Event, Thread
 

@@ -1,7 +1,5 @@
 """Ranks whose tensors go from accelerator to accelerator: the results of one process, without a race."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

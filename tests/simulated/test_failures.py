@@ -1,7 +1,5 @@
 """Failures half-way, while work is queued: nothing is out of order then, nor in the step after."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """Every wait, event, recorded stream and change of streams is needed: with a fault in it, a case or a test fails."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 That pipe cuts the same micro-batches, so that it gives the same also where these change the result.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``pipe.generate`` is the model's own, with its modules on several devices."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """The host goes on while devices work: it waits for them only where a stage is on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 So it is with stages of which some layers are checkpointed.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """What a stage holds at most, by the simulated allocator."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Models that were built on ``meta`` get their data on accelerators, and pass through host memory layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

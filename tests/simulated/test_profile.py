@@ -1,7 +1,5 @@
 """Profiles on an accelerator that is not CUDA: seconds by its events, bytes as everywhere, random numbers put back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Parameters that stages on several devices share: no races, and as in the plain model."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

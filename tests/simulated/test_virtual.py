@@ -1,7 +1,5 @@
 """Virtual devices, which try the order of several devices on one, are themselves in order, and show what is not."""
 
-from __future__ import annotations
-
 import pytest
 from packages.gpipe.tests.virtual import virtual_devices
 

@@ -1,7 +1,5 @@
 """Models that train in micro-batches as they do without: ``gpipe.check`` must find neither errors nor warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Fixtures that several files ask for by name."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

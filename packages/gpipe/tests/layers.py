@@ -1,7 +1,5 @@
 """Small layers, models and measures that several tests use."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import shutil
@@ -179,7 +177,8 @@ def trained(
 ) -> tuple[Tensor, Any]:
     """Loss and output of a training step; without a schedule by a call and its backward, as of the plain model."""
     if isinstance(module, GPipe) and schedule is not None:
-        return module.step(x, loss_fn=loss_fn, schedule=schedule, reduction="sum", return_outputs=True)
+        reduction = "mean" if loss_fn is counted else "sum"
+        return module.step(x, loss_fn=loss_fn, schedule=schedule, reduction=reduction, return_outputs=True)
     output = module(x)
     loss = loss_fn(output, None)
     if isinstance(loss, tuple):

@@ -3,8 +3,6 @@
 What they do is found by name, so that they can be pickled. All take and give ``(rows, WIDTH)`` in double precision.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager

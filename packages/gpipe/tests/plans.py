@@ -1,7 +1,5 @@
 """What plans are made of, without measuring: layers of made-up costs on made-up devices."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Faults of layers and losses that train differently in micro-batches: where ``gpipe.check`` has to find each."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Any schedule at all: the steps of a training step in some order that respects what they need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, cycle, pairwise, product
 

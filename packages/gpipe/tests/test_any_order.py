@@ -4,8 +4,6 @@ Steps, forwards and backwards with others between them, steps that fail or run o
 them layers are frozen, hooked, replaced, copied, saved and loaded, moved to other partitions, checkpointed otherwise.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

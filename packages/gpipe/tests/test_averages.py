@@ -1,7 +1,5 @@
 """``torch.optim.swa_utils`` of a pipe: averages of weights, and the running statistics that go with them."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

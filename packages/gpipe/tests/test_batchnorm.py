@@ -1,7 +1,5 @@
 """Deferred batch norm: running statistics of the whole mini-batch, once each, whatever the cut and the mode."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A pipe finds out what its cells take and decides by that, with the same gradients whatever it decides."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

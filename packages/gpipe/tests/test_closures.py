@@ -1,7 +1,5 @@
 """A loss may reach any leaf: what it closes over, the parameters of the pipe, what the input was computed from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass

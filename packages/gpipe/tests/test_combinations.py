@@ -4,8 +4,6 @@ What is done with a pipe between its steps is in test_any_order.py. A refusal le
 types that callers expect.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import closing

@@ -3,8 +3,6 @@
 Everything runs on one device as well; where there are two, the pipes use both.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

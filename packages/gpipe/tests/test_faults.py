@@ -1,7 +1,5 @@
 """Whatever fails, wherever: the caller gets that very error, told where it is from, and the pipe trains on."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator

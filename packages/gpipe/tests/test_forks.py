@@ -1,7 +1,5 @@
 """A process may be forked while other threads hold locks that the child will need."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """A pipe is the module that it wraps, to everybody who looks at modules."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict

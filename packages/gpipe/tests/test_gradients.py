@@ -1,7 +1,5 @@
 """Which gradients are there after a backward: None stays None, and what arrives is not changed on the way."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

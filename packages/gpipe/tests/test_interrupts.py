@@ -1,7 +1,5 @@
 """Ctrl-C at any line of a step: nothing hangs, nothing is left behind, and the next step is right."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

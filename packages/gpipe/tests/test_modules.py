@@ -1,7 +1,5 @@
 """A pipe is a module like any other: what people do with theirs works with it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs written for torchgpipe find everything under the same paths, once ``torchgpipe`` is called ``gpipe``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What is neither a tensor nor a constant may hide tensors, and is refused between stages and at the end."""
 
-from __future__ import annotations
-
 import enum
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is imported, and when."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

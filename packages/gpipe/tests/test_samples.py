@@ -1,7 +1,5 @@
 """What a step takes as its input is also a sample: of balances, plans, checks and flattened models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any

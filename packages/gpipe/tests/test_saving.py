@@ -1,7 +1,5 @@
 """A training run that is saved and goes on elsewhere is the run that was never interrupted."""
 
-from __future__ import annotations
-
 import copy
 import io
 import tempfile

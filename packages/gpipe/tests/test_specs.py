@@ -1,7 +1,5 @@
 """Inputs and outputs whose rows are not on dimension 0: said by in_spec and out_spec, refused otherwise."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

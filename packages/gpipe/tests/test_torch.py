@@ -1,7 +1,5 @@
 """Private names of torch still do what gpipe expects of them, where no test of a pipe would tell."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

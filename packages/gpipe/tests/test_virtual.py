@@ -1,7 +1,5 @@
 """On one GPU: stages with workers, streams and links of their own, each in turn the slow one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules, costs and timelines to draw from."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 

@@ -4,8 +4,6 @@ Each has a worker and streams of its own, and links copy. So the order of work o
 there is only one. Random numbers are left out: the stages share the generator of their device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

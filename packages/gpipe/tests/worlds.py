@@ -1,7 +1,5 @@
 """Processes that do what a test asks of them, together: a world of ranks that talk over gloo."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

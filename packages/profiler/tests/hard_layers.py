@@ -1,7 +1,5 @@
 """Models whose layers a profiler could trip over, each with a sample."""
 
-from __future__ import annotations
-
 import warnings
 from collections import UserDict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Profiles out of thin air."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 from hypothesis import strategies as st

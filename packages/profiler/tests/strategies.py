@@ -1,7 +1,5 @@
 """Sequentials with a sample each, out of layers that are easy or hard to profile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

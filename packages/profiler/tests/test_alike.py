@@ -1,7 +1,5 @@
 """Layers that are alike are counted once without data, and the figures are those of counting each."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

@@ -1,7 +1,5 @@
 """What a layer leaves alive, and what becomes of it behind the next."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Seconds, by a clock that goes on only as layers say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

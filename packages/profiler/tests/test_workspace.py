@@ -1,7 +1,5 @@
 """Bytes beside what the allocator of the CPU hands out: the scratch memory of kernels counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

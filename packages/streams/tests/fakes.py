@@ -1,7 +1,5 @@
 """Stand-ins, and waits with a limit that only a hang reaches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Surroundings: blocks that change what a thread sees of torch, one inside the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar

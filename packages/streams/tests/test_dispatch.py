@@ -1,7 +1,5 @@
 """Dispatch modes are out of sight of torch.compile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Freed memory is kept where that was asked for."""
 
-from __future__ import annotations
-
 import os
 import platform
 

@@ -1,7 +1,5 @@
 """Notes on exceptions, also on those that take none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from streams import add_note

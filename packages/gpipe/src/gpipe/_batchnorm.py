@@ -147,5 +147,5 @@ def _expect_plain(norm: nn.Module) -> None:
     if hook_kinds(norm) or norm._modules or type(norm).forward is not _BatchNorm.forward:
         raise ValueError(
             f"a {type(norm).__name__} with hooks, parametrizations or a forward of its own cannot be replaced by a "
-            "DeferredBatchNorm, which would lose them; replace it by hand"
+            "DeferredBatchNorm, which would lose them; replace it by hand, or convert a model before it is flattened"
         )

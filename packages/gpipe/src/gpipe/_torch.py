@@ -30,6 +30,10 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is in; -1 if it is in none. Without it: draws in a backward, which a
 recomputation cannot repeat, would not be refused."""
 
+saved_tensors_hooks: Callable[[], object] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""The hooks through which this thread saves tensors for a backward; None if there are none. Without it: a split
+backward would call them twice, which repeats what ``torch.utils.checkpoint`` computes again."""
+
 
 def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those to which more refers than Python, such as a graph. Without it: every run asks each for its node."""

@@ -1,7 +1,5 @@
 """check() names planted faults, each in its own layer, and finds nothing in models that train the same."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A target has the rows of its input, or is refused with both numbers; what is handed whole needs none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Checkpointing changes when things are computed, and nothing else; where it would, it refuses by name."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

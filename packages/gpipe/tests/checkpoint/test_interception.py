@@ -1,7 +1,5 @@
 """Operations that draw are handed over one by one, and those that do not are left alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Operations that are given a generator do what torch's do with the numbers of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random numbers depend on the seed alone, and a recomputation draws what its forward drew."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

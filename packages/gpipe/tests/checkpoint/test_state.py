@@ -1,7 +1,5 @@
 """Layers that remember what they saw: a pipe is the plain loop over micro-batches, or refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +47,13 @@ def statistics(s: Odd, x: Tensor) -> Tensor:
     return F.batch_norm(x, s.mean, s.average[0], training=True)
 
 
+def aliased(s: Odd, x: Tensor) -> Tensor:
+    """Changes a buffer through a list."""
+    s.all[:] = [s.calls]
+    s.all[0].add_(1)
+    return s.linear(x)
+
+
 def added(s: Odd, x: Tensor) -> Tensor:
     """Changes a tensor in place that is no buffer."""
     s.kept = torch.zeros(WIDTH, dtype=DOUBLE) if s.kept is None else s.kept
@@ -81,6 +86,7 @@ ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     **ODD,
     "polite": polite,
     "statistics": statistics,
+    "aliased": aliased,
     "added": added,
     "appends": appends,
     "momentum": momentum,
@@ -91,7 +97,7 @@ WORKING = ("counted", "averaged", "statistics", "polite", "noise", "momentum")
 """Those that are right whenever they begin, in all modes."""
 KEEPING = ("number", "carries", "added", "appends", "decays", "large", "renorms", "momentum of a parameter")
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
-REMEMBERING = (*WORKING, *KEEPING, "by_numpy", "listed")
+REMEMBERING = (*WORKING, *KEEPING, "by_numpy", "listed", "aliased")
 
 
 def again(s: Layer, x: Tensor) -> Tensor:

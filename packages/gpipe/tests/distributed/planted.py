@@ -1,7 +1,5 @@
 """A layer that fails when it is told to, and what tests of several processes share."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Averages over replicas: two pipes that have half of the rows each train like one model that has all."""
 
-from __future__ import annotations
-
 import signal
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of ranks: whoever loads them, with whatever balance, goes on as if nothing had been interrupted."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What ranks send grows with their number where the page of ranks says so, and nowhere else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

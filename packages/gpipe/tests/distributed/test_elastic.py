@@ -1,7 +1,5 @@
 """Processes that torchrun starts again when one of them has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Our stages and schedules in torch's own pipelining runtime, on two processes over gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

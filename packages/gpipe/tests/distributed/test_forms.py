@@ -1,7 +1,5 @@
 """Whatever a stage may send to another process arrives as it was."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The connections of ranks are theirs: whatever other groups there are, and for as long as the ranks are there."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

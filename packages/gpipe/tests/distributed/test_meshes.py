@@ -1,7 +1,5 @@
 """Ranks on a mesh of processes: stages in one dimension, layers that are parallel themselves in the other."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

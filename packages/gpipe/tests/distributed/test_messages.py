@@ -1,7 +1,5 @@
 """Messages between two ends in one process: what is sent is what comes, by either way."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from collections.abc import Sequence

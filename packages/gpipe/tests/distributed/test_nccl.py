@@ -1,7 +1,5 @@
 """On two GPUs, with a process for each: tensors go over NCCL. Never run yet."""
 
-from __future__ import annotations
-
 import copy
 import signal
 from collections.abc import Iterator

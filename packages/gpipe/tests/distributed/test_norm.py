@@ -1,7 +1,5 @@
 """Gradients of all ranks together: their norm, what is clipped by it, and overflows on one of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks compute what one process does, bit for bit: random models, cuts, placements and schedules over gloo."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

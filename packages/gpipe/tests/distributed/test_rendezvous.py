@@ -1,7 +1,5 @@
 """Ranks that end or freeze: all others hear of it, and who it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Replicas of a pipe: the failure of one rank is an error on all ranks of all replicas, and the next step is right."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

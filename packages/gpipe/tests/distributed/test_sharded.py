@@ -1,7 +1,5 @@
 """Stages that are sharded over replicas train like one model on all rows, under every schedule and checkpoint mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

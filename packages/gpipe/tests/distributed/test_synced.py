@@ -1,7 +1,5 @@
 """Batch norm over replicas, in several stages, trains like the plain model on the micro-batches of all."""
 
-from __future__ import annotations
-
 import signal
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Torch's pipelining has the same schedules: its ranks and our workers do the same steps in the same order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

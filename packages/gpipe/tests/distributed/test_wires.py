@@ -1,7 +1,5 @@
 """What is asked of NCCL: a class in its place says so in its error, which all tests on GPUs would not notice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

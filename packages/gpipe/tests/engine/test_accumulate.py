@@ -1,7 +1,5 @@
 """Gradients outside of ``.grad`` are those that autograd would put there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

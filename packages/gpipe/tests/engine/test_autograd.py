@@ -1,7 +1,5 @@
 """To autograd a run is part of the caller's graph: gradients flow as through the model, or the way is refused."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the caller's thread has switched on acts on the layers, in forward and recomputation."""
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Which cores each worker on the CPU computes on."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

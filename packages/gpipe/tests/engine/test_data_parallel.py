@@ -1,7 +1,5 @@
 """``DistributedDataParallel(pipe)`` trains as it does with the plain model: replicas stay equal."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

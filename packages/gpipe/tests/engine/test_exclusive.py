@@ -1,7 +1,5 @@
 """Several threads on one pipe, pipes inside pipes, and forks in the middle of it all."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

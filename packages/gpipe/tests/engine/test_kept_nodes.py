@@ -1,7 +1,5 @@
 """Hooks on the nodes that accumulate gradients, as data parallelism has them, fire once a run."""
 
-from __future__ import annotations
-
 from contextlib import closing, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What leaves a layer other than by its return value trains as in the plain model or is refused; errors tell of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from contextvars import ContextVar
@@ -115,6 +113,19 @@ def test_the_place_and_the_way_out_are_named(balance: list[int], schedule: str |
     pipe = piped(model_with("attribute", head=True, at=1), balance, chunks=2)
     with closing(pipe), pytest.raises(RuntimeError, match=message):
         train(pipe, 1, "attribute", schedule)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("schedule", [None, "fill_drain", "1f1b", "zero_bubble"])
+def test_an_input_that_the_next_micro_batch_uses_is_refused(schedule: str | None, mode: str) -> None:
+    def use(s: Layer, x: Tensor) -> Tensor:
+        before, s.kept = s.kept, x
+        return x + before
+
+    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), Layer(use, kept=0.0))
+    pipe = piped(model, [1, 1], chunks=3, checkpoint=mode)
+    with closing(pipe), pytest.raises(RuntimeError, match="another micro-batch or partition"):
+        trained(pipe, rows(), schedule)
 
 
 @pytest.mark.parametrize("removed", [False, True])

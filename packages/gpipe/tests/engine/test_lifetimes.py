@@ -1,7 +1,5 @@
 """What a run made is gone when nobody needs it any more, although the pipe, its threads and its output live on."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """What loss functions take and return, and what a step makes of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import closing

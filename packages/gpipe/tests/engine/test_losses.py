@@ -1,7 +1,5 @@
 """``evaluate()`` gives the loss that a step would give, keeps nothing, and leaves everything as it was."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from contextlib import AbstractContextManager, closing

@@ -1,7 +1,5 @@
 """The loss of a step: that of the whole mini-batch, however it is put together from its micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from itertools import cycle
@@ -172,6 +170,12 @@ class TestBadLosses:
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
         F.mse_loss(model(rows()), rows()).backward()
         assert_same(pipe, model)
+
+    def test_a_count_beside_another_reduction_is_refused(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=3)
+        for method in (pipe.step, pipe.evaluate):
+            with pytest.raises(ValueError, match=r"\(sum, count\).*beside reduction='sum'"):
+                method(rows(), rows(), loss_fn=lambda o, t: ((o - t).sum(), len(t)), reduction="sum", normalizer=48)
 
     @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
     def test_division_by_no_count_is_refused_before_anything_runs(self, normalizer: Any) -> None:

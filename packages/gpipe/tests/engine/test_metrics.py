@@ -1,7 +1,5 @@
 """What a loss function gives beside the loss comes back for the whole mini-batch."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

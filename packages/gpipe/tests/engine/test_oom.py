@@ -1,7 +1,5 @@
 """Errors of devices are raised as they are, with a note that says what to do; the pipe can be used afterwards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A pipeline by itself: micro-batches in, micro-batches out, each as its partitions in a row would have made it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

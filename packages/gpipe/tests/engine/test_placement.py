@@ -1,7 +1,5 @@
 """Layers go to their devices all together or not at all, and only the pipe moves them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What gradients are scaled by: from counts on a device, without reading them, it is what it is from numbers."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The split backward does what the whole one does: the same gradients to the last bit, the same hooks, once each."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +86,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 WHOLE = {
     *("shared weights", "custom function", "custom functions of one side", "gru", "hook on the way"),
-    *("group norm", "group norm, channels last"),
+    *("group norm", "group norm, channels last", "checkpointed"),
 }
 """Those whose backward cannot be split."""
 

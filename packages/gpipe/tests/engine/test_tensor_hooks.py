@@ -1,7 +1,5 @@
 """Hooks that layers register on tensors fire as often, and with the same, as in the plain loop over micro-batches."""
 
-from __future__ import annotations
-
 from contextlib import closing, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters that several stages share train as in the plain model, whatever shares what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -223,6 +221,31 @@ def test_what_a_stage_changes_is_refused_by_name(place: Any, how: str | None, ch
         trained(pipe, rows(), how)
     assert pipe[1].weight.grad is None
     assert pipe[2][0] is counts
+
+
+@hows
+def test_a_module_without_tensors_must_not_change_either(how: str | None) -> None:
+    counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x * s.calls)[1], calls=0)
+    with pytest.raises(RuntimeError, match=r"'calls' of '0\.0' of partition 0"):
+        trained(pipe_of(shared(counts)), rows(), how)
+
+
+class Gain(nn.Parameter):
+    offset = 2.0
+
+
+@hows
+@pytest.mark.parametrize("kind", [nn.Parameter, Gain])
+def test_layers_may_read_the_class_and_attributes_of_what_is_shared(kind: type[nn.Parameter], how: str | None) -> None:
+    def built() -> nn.Sequential:
+        weight = kind(rows(3))
+        weight.gain = 3.0
+        read = [Layer(lambda s, x: x @ s.w * s.w.gain + getattr(s.w, "offset", 0), w=weight) for _ in range(2)]
+        return nn.Sequential(read[0], *linears(1), read[1])
+
+    pipe, plain = pipe_of(built()), built()
+    torch.testing.assert_close(trained(pipe, rows(), how), trained(plain, rows()))
+    assert_same(pipe, plain)
 
 
 @places

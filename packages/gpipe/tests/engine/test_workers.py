@@ -1,7 +1,5 @@
 """The threads of a pipe: kept between runs, gone with the pipe, and nobody else's business."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """A forward that takes another way than with the sample gives what the model gives, or is refused."""
 
-from __future__ import annotations
-
 from contextlib import closing, suppress
 
 import torch

@@ -1,7 +1,5 @@
 """What a pipe does not have itself, the model that it was made of answers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

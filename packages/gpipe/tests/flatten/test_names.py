@@ -1,7 +1,5 @@
 """A pipe of a flattened model has the model's own names, in the model's own order."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import closing
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss that a flattened model computes itself: that of the plain model for all rows, or a refusal by name."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -332,6 +330,32 @@ def test_it_has_no_reduction(options: dict[str, Any]) -> None:
             method(**batch(4, 3, 3), **options)
 
 
+class Returning(Model):
+    """Makes its output of the one with a loss."""
+
+    made: Callable[[Any], Any]
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.made(super().forward(*args, **options))
+
+
+@pytest.mark.parametrize(
+    ("made", "pick"),
+    [
+        (lambda output: (output["logits"], output["loss"]), lambda output: output[1]),
+        (lambda output: {"total": output["loss"]}, "total"),
+        (lambda output: {"total": output["loss"]}, lambda output: output["total"]),
+    ],
+)
+def test_it_may_be_picked_of_any_output(made: Callable[[Any], Any], pick: Any) -> None:
+    model, plain = Returning(tokens), Model(tokens)
+    model.made = made
+    model.load_state_dict(plain.state_dict())
+    layers = flatten(model, batch(2, 3, 3), pick=pick)
+    pipe = GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)
+    assert_same(pipe, plain, batch(5, 4, 3))
+
+
 @pytest.mark.parametrize(
     "again",
     [
@@ -377,19 +401,20 @@ def test_nothing_of_a_run_is_held(fails: bool) -> None:
 
 
 class Tells(Model):
-    """Returns what the first stage computed, which the last one does not have."""
+    """Returns what the first stage computed, and a weight there, which the last one does not have."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, ends: Any = None) -> dict[str, Any]:  # type: ignore[override]
         trunk = self.trunk(tokens)
         logits = self.head(trunk["hidden"])
-        return {"loss": self.loss(logits, labels), "logits": logits, "embedded": trunk["embedded"]}
+        known = {"loss": self.loss(logits, labels), "logits": logits, "embedded": trunk["embedded"]}
+        return {**known, "weight": self.trunk.embed.weight}
 
 
 def test_fields_that_cannot_be_told_are_left_out() -> None:
     pipe, plain = both(tokens, Tells)
-    found = pipe(**batch(4, 3, 3))
-    assert found.keys() == {"loss", "logits"}
-    torch.testing.assert_close(found["loss"], plain(**batch(4, 3, 3))["loss"])
+    found, expected = pipe(**batch(4, 3, 3)), plain(**batch(4, 3, 3))
+    assert expected.keys() - found.keys() == {"weight"}
+    torch.testing.assert_close(found, {name: expected[name] for name in found})
 
 
 def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Models that have no data are flattened by their shapes, and refused where their values would be refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Blocks that are called several times, in any order, with anything computed between them."""
 
-from __future__ import annotations
-
 import copy
 import re
 from contextlib import closing

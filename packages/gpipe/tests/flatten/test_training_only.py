@@ -1,7 +1,5 @@
 """What a forward does in training, or beside computing, is as in the model, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -209,7 +207,31 @@ def told_to_a_block(model: Told, x: Tensor, scale: float) -> Tensor:
     return plain(model, x, scale)
 
 
+def penalty(model: Told, x: Tensor, scale: float) -> Tensor:
+    found = plain(model, x, scale)
+    return found + sum(p.square().sum() for p in model.parameters()) if model.training else found
+
+
+def penalty_of_blocks(model: Told, x: Tensor, scale: float) -> Tensor:
+    found = plain(model, x, scale)
+    return found + sum(p.sum() for _, p in model.blocks.named_parameters()) if model.training else found
+
+
+def kept_by_modules(model: Told, x: Tensor, scale: float) -> Tensor:
+    found = plain(model, x, scale)
+    kept = [each.kept.mean() for each in model.modules() if isinstance(each, Block)] if model.training else []
+    return found + sum(kept)
+
+
+def counted_tensors(model: Told, x: Tensor, scale: float) -> Tensor:
+    return plain(model, x, scale) * (len(model.state_dict()) if model.training else 1)
+
+
 REFUSED = {
+    penalty: r"goes over all modules, parameters or buffers of a Told.*loss_fn",
+    penalty_of_blocks: r"goes over all modules, parameters or buffers of a ModuleList",
+    kept_by_modules: r"goes over all modules, parameters or buffers of a Told",
+    counted_tensors: r"goes over all modules, parameters or buffers of a Told",
     without_gradients: r"'blocks\.0' is called under torch\.no_grad\(\).*requires_grad_\(False\)",
     in_another_precision_in_training: r"'blocks\.0' is called under .*autocast.*around the pipe",
     noise: r"random numbers.*drawn again.*pass them",

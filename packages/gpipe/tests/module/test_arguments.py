@@ -1,7 +1,5 @@
 """Arguments of a pipe: whatever is given, it is taken as it is meant, or refused by name, and nothing has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Partitions of which some layers are checkpointed train as any other, and hold what those hold."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where a pipe says that its layers are, so that frameworks leave them there."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """State dicts in files and folders are read as they are in memory."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """CUDA graphs in layers are refused by name, wherever they hide; what torch.compile does without them works."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``step`` and ``evaluate`` are called as the first layer is: with keywords, or one value, which may be a mapping."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import closing

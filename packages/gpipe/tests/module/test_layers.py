@@ -1,7 +1,5 @@
 """The layers of a pipe and of its partitions are the same, and remain those that it was made of."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing

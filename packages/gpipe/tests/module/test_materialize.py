@@ -1,7 +1,5 @@
 """A model that was built on ``meta`` gets its data stage by stage, and is then the plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

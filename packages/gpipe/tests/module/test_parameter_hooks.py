@@ -1,7 +1,5 @@
 """Hooks of parameters fire once a run, with the whole gradient, as they do in the plain model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

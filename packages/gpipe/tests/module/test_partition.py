@@ -1,7 +1,5 @@
 """Cutting a module: every layer lands in one partition, and what cannot be cut is refused with what was wrong."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipe is called as its first layer is, and says so."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from inspect import Parameter, Signature

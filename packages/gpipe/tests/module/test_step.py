@@ -5,8 +5,6 @@ because a layer looks at the batch as a whole, the plain loop over the micro-bat
 mode of the pipe computes from one seed must be the same.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whatever is handed to ``step`` and ``evaluate``: it is taken, or refused by name with gradients as they were."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from contextlib import closing
 from typing import Any

@@ -1,7 +1,5 @@
 """What follows a computation through one thread is refused by name, and leaves the pipe as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

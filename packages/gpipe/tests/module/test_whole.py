@@ -1,7 +1,5 @@
 """What is no tensor goes whole into each micro-batch, and nothing that has rows does so without a word."""
 
-from __future__ import annotations
-
 import enum
 from collections import UserDict, deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Residual blocks and nested containers: cut anywhere, they compute what they compute as modules."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict

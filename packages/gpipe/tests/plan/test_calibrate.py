@@ -1,7 +1,5 @@
 """Which ways to train are tried, and that the one is taken which was fastest then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from statistics import median

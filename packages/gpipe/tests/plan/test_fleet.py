@@ -1,7 +1,5 @@
 """Plans for many machines: layouts, links, the average of gradients, and who does what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise, permutations

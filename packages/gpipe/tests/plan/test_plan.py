@@ -1,7 +1,5 @@
 """Plans from the first call to the trained pipe: what they say, refuse, and keep."""
 
-from __future__ import annotations
-
 import copy
 import json
 from contextlib import closing

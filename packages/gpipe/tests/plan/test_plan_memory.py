@@ -1,7 +1,5 @@
 """Predicted bytes against those that storages take, counted one by one."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from itertools import pairwise

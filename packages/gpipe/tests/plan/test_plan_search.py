@@ -1,7 +1,5 @@
 """The search against trying everything, on made-up costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The schedules of the literature: complete, in order, free of deadlocks, and as short as can be."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain, product
 from random import Random

@@ -1,7 +1,5 @@
 """Which schedule is chosen, and which backwards are split, given what cells take."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Stages in loops over the workers: bubbles and memory as published, and as without loops where there are none."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """Each stage may be checkpointed in its own mode; what that computes is compared in test_step.py."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from itertools import product

@@ -1,7 +1,5 @@
 """Schedules by their names."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """A replay: workers do their steps in order, each as soon as its input is there; and its end alone, exactly."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

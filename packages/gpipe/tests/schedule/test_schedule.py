@@ -1,7 +1,5 @@
 """Schedules as data: walks of workers, recomputations that are written down, and text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """Stages in the shape of a V: bubbles and memory as published."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

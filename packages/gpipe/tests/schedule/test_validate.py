@@ -1,7 +1,5 @@
 """A schedule is taken if it trains, and refused by what is wrong if it does not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

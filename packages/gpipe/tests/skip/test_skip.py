@@ -1,7 +1,5 @@
 """Skips by their names and namespaces, and what breaks their rules; test_step.py trains models with skips."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

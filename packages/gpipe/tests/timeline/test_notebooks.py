@@ -1,7 +1,5 @@
 """What notebooks show: it holds any name as text, brings what it needs, and is light or dark."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Pictures, pages and traces: everything is in them, they hold what they say, and they hold any name as text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """What ``record()`` sees of a run is what the schedule says, in an order that can be; and nothing when it is off."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing

@@ -1,7 +1,5 @@
 """Predicted timelines: exact where there is a formula, and within the bounds that hold for all."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import accumulate, pairwise

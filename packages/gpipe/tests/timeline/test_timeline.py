@@ -1,7 +1,5 @@
 """What is read off a timeline, and how it is filled."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

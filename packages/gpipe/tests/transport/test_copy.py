@@ -1,7 +1,5 @@
 """Copies between devices: by way of which memory they go. tests/simulated has what waits for what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

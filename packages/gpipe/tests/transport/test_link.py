@@ -1,7 +1,5 @@
 """Links: every payload reaches who asks for it, and nobody waits for what cannot come."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from typing import Any

@@ -4,8 +4,6 @@ Random stages pass on duplicates, views, detached tensors and what they got, and
 loop over the micro-batches. A pipe may refuse what it cannot repeat; it never computes something else.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import closing, nullcontext

@@ -1,7 +1,5 @@
 """What crosses from stage to stage begins a graph of its own, and is else as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

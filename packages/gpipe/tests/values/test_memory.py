@@ -1,7 +1,5 @@
 """Which tensors fill their memory."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What may travel: into a pipe, between its stages, and out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -102,10 +102,12 @@ class Ending:
         home = inputs.tensors()[0].device
         if isinstance(output, Tensor):
             return output.to(home)
+        if not isinstance(output, Mapping):
+            return output  # of which a part is picked
         fields = {name: value for name, value in output.items() if name in self.fields}
         if isinstance(fields.get("loss"), Tensor):
             fields["loss"] = fields["loss"].to(home)
-        whole = type(output)(**fields)
+        whole: Any = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._current import current
 from ._cache import uncached
 from ._placeholders import placeholder
 
@@ -48,6 +49,8 @@ def skeleton(
     for name, child in module._modules.items():
         if child is not None:
             twin._modules[name] = skeleton(child, replaced, keeps, observed, f"{path}{name}.")
+    if is_around:
+        vars(twin).update(named_modules=partial(_named_modules, twin), state_dict=partial(_state_dict, twin))
     follower = Follower(twin, module, path, keeps if is_around else lambda tensor: True, observed.get(module))
     vars(twin)["_follower"] = follower
     return twin
@@ -158,6 +161,28 @@ def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
     number = twin._buffers[_NUMBER]
     assert number is not None
     yield number
+    _expect_outside(twin)
+
+
+def _named_modules(twin: nn.Module, memo: Any = None, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Those that are here, as often as it is enough: parameters and buffers are found by these too."""
+    yield from type(twin).named_modules(twin, memo, *args, **kwargs)
+    if memo is None:  # else it is a part of what goes on
+        _expect_outside(twin)
+
+
+def _state_dict(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    _expect_outside(twin)
+    return type(twin).state_dict(twin, *args, **kwargs)
+
+
+def _expect_outside(twin: nn.Module) -> None:
+    """Raise RuntimeError if a forward goes on."""
+    if current.tape is not None:
+        raise RuntimeError(
+            f"the forward goes over all modules, parameters or buffers of a {type(twin).__name__}, and some of them "
+            "belong to other layers; compute this outside of the forward, as in loss_fn, or let blocks return it"
+        )
 
 
 def named_units(

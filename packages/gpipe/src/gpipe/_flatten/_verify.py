@@ -80,6 +80,12 @@ def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
     return None
 
 
+def _fields(output: Any) -> dict[Any, Any]:
+    if isinstance(output, dict):
+        return output
+    return dict(enumerate(output)) if isinstance(output, tuple) else {"loss": output}
+
+
 def add_own_loss(
     name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None, *, whole: bool
 ) -> None:
@@ -91,7 +97,8 @@ def add_own_loss(
     assert isinstance(last, Segment)
     ending = last.ending
     assert ending is not None
-    fields = expected if isinstance(expected, dict) else {"loss": expected}
+    fields, picked = _fields(expected), pick(expected)
+    loss = next((name for name, value in fields.items() if value is picked), "loss")
     ending.fields = frozenset(fields)
     returned = None
     try:
@@ -101,11 +108,10 @@ def add_own_loss(
     except Exception:  # it needs more than what modules around the loss return
         ending.fields = frozenset()
     else:
-        told = output if isinstance(output, dict) else {"loss": output}
-        same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
+        same = (name for name, value in _fields(output).items() if _difference(fields[name], value, shapes) is None)
         ending.fields = frozenset(same)
-        is_nan = not fields["loss"].is_meta and bool(fields["loss"].isnan())  # what stand-ins return is not a number
-        returned = found if "loss" in ending.fields and not is_nan else None
+        is_nan = not picked.is_meta and bool(picked.isnan())  # what stand-ins return is not a number
+        returned = found if loss in ending.fields and not is_nan else None
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     last.ending = ending if whole and returned is not None else None
     kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)

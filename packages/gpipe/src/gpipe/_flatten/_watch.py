@@ -23,7 +23,7 @@ def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> 
     """Run ``model`` once, without gradients, and record what the parts of its forward use."""
     watcher = _Watcher(model, trunks)
     with torch.no_grad(), watcher.hooks(), _Asked(watcher.sizes_of, watcher.values_of), watcher:
-        inputs.call(model)
+        watcher.returned(inputs.call(model))
     return watcher.calls
 
 
@@ -129,6 +129,10 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                 self.calls.needs.setdefault(self._segment, set()).add(source)
             if source.is_output and not of_block:
                 self._cut_behind(source)
+
+    def returned(self, output: Any) -> None:
+        """Note what the model returns, which may be what a block returned."""
+        self._use(tensors_of(output), of_block=True)
 
     def values_of(self, tensor: Tensor) -> None:
         """Note that a forward takes the values of ``tensor``."""

@@ -76,13 +76,21 @@ def _described(kinds: Sequence[_Kind]) -> str:
 def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
     """The values to compare, in memory of their own; None if there are none."""
     # Subclasses decide themselves what clone and take do.
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in _COMPARABLE
+    if not is_plain or tensor.is_meta:
         return None
     if whole:
         return tensor.detach().clone()
     # Detached, or the graph that the cell frees would stay alive. To compare values of an accelerator the host would
     # wait.
     return torch.take(tensor.detach(), _spread(tensor.numel())) if tensor.device.type == "cpu" else None
+
+
+_COMPARABLE = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+"""Torch has hardly any operations for other types, such as those of eight bits with an exponent."""
 
 
 @lru_cache(maxsize=256)

@@ -85,7 +85,9 @@ class State:
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Copies of those buffers among ``values`` that can be restored, by number."""
-        return {at: _copied(values[at]) for at in self._buffers if _is_small(values[at])}
+        small = [at for at in self._buffers if _is_small(values[at])]
+        copies = {id(values[at]): _copied(values[at]) for at in small}  # one of a buffer that is in two places
+        return {at: copies[id(values[at])] for at in small}
 
     def put(self, values: dict[int, Any]) -> dict[int, Any]:
         """Put ``values`` in their places; return those that were there."""
@@ -132,10 +134,18 @@ class Snapshot:
     def _restored(self) -> Iterator[None]:
         # Copies, and not the buffers themselves, since the recomputation changes them again.
         now = self._state.put(self._copies)
+        before = [value._version if _is_counted(value) else 0 for value in now.values()]
         try:
             yield
         finally:
             self._state.put(now)
+        after = [value._version if _is_counted(value) else 0 for value in now.values()]
+        if after != before:
+            names = self._state.names([at for at, a, b in zip(now, before, after, strict=True) if a != b])
+            raise RuntimeError(
+                f"a layer changes the buffer {names} through a list or another attribute that refers to it too, where "
+                "its recomputation changes it once more; use the buffer itself, or checkpoint='never'"
+            )
 
 
 def last_entry(value: Any) -> Any:

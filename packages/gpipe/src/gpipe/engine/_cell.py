@@ -15,6 +15,7 @@ from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accum
 from ..values._sharing import PRESERVED, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import Below, GradientSums, below
+from ._left_behind import guard
 from ._recomputation import Recomputation, Repeatable
 from ._split_backward import backward_inputs
 from ._stage import Stage
@@ -37,7 +38,7 @@ class Cell:
         self.inputs = inputs
         outputs = stage.compute(inputs)
         # After the layers, which may look at the hooks of their input.
-        stage.stage.guard.watch(inputs.tensors)
+        guard(stage.stage, inputs.tensors)
         self._outputs = outputs.tensors
         # The graph ends here. The next stage begins one of its own, whose backward gives the gradients of these leaves.
         sent = detach_leaves(outputs)
@@ -126,7 +127,7 @@ class CheckpointedCell(Cell):
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
         outputs = self._repeatable.first(partial(stage.compute, own), inputs, spare)
-        stage.stage.guard.watch(own.tensors)
+        guard(stage.stage, own.tensors)
         if self._repeatable.inputs is None:
             self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, stage.given)
@@ -140,7 +141,7 @@ class CheckpointedCell(Cell):
             current.recomputing, current.rng = True, self._random
             self._computed = self._repeatable.again(partial(stage.compute, self.inputs))
             current.recomputing, current.rng = False, None
-            stage.stage.guard.watch(self.inputs.tensors)
+            guard(stage.stage, self.inputs.tensors)
             self._outputs = self._computed.tensors
 
     def recomputed(self, stage: StageRun) -> Activation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -24,48 +25,47 @@ _KEY: Final = -1
 """The key of a guard among the hooks of a tensor: those of others are numbered from 0."""
 
 
-class Guard:
-    """A hook of tensors that raises RuntimeError unless a cell of ``stage`` is at work on this thread."""
+def guard(stage: Stage, tensors: Iterable[Tensor], attribute: str = "") -> None:
+    """Let a gradient that arrives at ``tensors`` raise RuntimeError, unless the current cell of ``stage`` computes it.
 
-    def __init__(self, stage: Stage, attribute: str = "") -> None:
-        self._stage, self._attribute = stage, attribute
+    A cell begins at the tensors, or an ``attribute`` holds them. Call this after the forward: layers may see hooks.
+    """
+    check = partial(_check, stage, current.microbatch, attribute)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            if tensor.is_leaf and tensor._backward_hooks is None:
+                # As register_hook does, without a handle to remove it, which takes as long as a small layer.
+                tensor._backward_hooks = OrderedDict([(_KEY, check)])
+            else:
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
-    def __call__(self, _: Tensor | None = None) -> None:
-        step = current.step
-        # A loss is computed in steps of the last stage, but belongs to no micro-batch there.
-        if step is not None and step.stage == self._stage.index and current.microbatch is not None:
-            return
-        what = f"'{self._attribute}' holds a tensor" if self._attribute else "a layer has left a tensor"
-        raise RuntimeError(
-            f"in partition {self._stage.index} (layers {self._stage.layers}) {what} with its graph of one micro-batch, "
-            "and a loss, another partition or the code around the pipe uses it; its gradient would not reach all rows "
-            "and layers. Return it from the layer, and through all later layers, or leave its detach()"
-        )
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Guard the ``tensors``, at which a cell begins. Call this after the forward: layers may see hooks."""
-        for tensor in tensors:
-            if tensor.requires_grad:
-                if tensor.is_leaf and tensor._backward_hooks is None:
-                    # As register_hook does, without a handle to remove it, which takes as long as a small layer.
-                    tensor._backward_hooks = OrderedDict([(_KEY, self)])
-                else:
-                    tensor.register_hook(self)  # type: ignore[no-untyped-call]
+def _check(stage: Stage, microbatch: int | None, attribute: str, _: Tensor | None = None) -> None:
+    step, now = current.step, current.microbatch
+    # A loss is computed in steps of the last stage, but belongs to no micro-batch there.
+    if step is not None and step.stage == stage.index and now is not None and microbatch in (None, now):
+        return
+    what = f"'{attribute}' holds a tensor" if attribute else "a layer has left a tensor"
+    raise RuntimeError(
+        f"in partition {stage.index} (layers {stage.layers}) {what} with its graph of one micro-batch, and a loss, "
+        "another micro-batch or partition, or the code around the pipe uses it; its gradient would not reach all rows "
+        "and layers. Return it from the layer, and through all later layers, or leave its detach()"
+    )
 
 
 def watch_attributes(stage: Stage) -> None:
     """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
     for name, module in stage.module.named_modules():
         for attribute, tensor in _with_graph(vars(module).items()):
-            Guard(stage, f"{name}.{attribute}").watch([tensor])
+            guard(stage, [tensor], f"{name}.{attribute}")
 
 
 def expect_unguarded(leaf: Tensor) -> None:
     """Raise RuntimeError if ``leaf`` is guarded by another stage. Call this before its hooks are removed."""
     # Whoever accumulates outside .grad removes the hooks of leaves first, and with them this guard.
     for hook in (leaf._backward_hooks or {}).values():
-        if isinstance(hook, Guard):
-            hook()
+        if getattr(hook, "func", None) is _check:
+            hook(leaf)
 
 
 def expect_no_variables(before: Context) -> None:

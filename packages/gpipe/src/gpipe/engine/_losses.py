@@ -28,6 +28,7 @@ class Losses:
         arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
         weights: the weight of each micro-batch in the loss of the mini-batch.
         rows: the number of rows of each micro-batch.
+        is_mean: whether ``loss_fn`` may return a count, by which losses are combined instead of by ``weights``.
 
     Attributes:
         deferred: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
@@ -43,11 +44,13 @@ class Losses:
         rows: Sequence[tuple[int, ...]],
         *,
         keep_outputs: bool = False,
+        is_mean: bool = True,
     ) -> None:
         self._loss_fn = loss_fn
         self._arguments = arguments
         self._weights = weights
         self._keep_outputs = keep_outputs
+        self._is_mean = is_mean
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Any] = {}
@@ -125,6 +128,11 @@ class Losses:
         return self._whole
 
     def _expect_alike(self, value: LossValue) -> None:
+        if value.count is not None and not self._is_mean:
+            raise ValueError(
+                "loss_fn returned (sum, count), by which losses are combined, beside reduction='sum'; return the sum "
+                "alone, or leave out reduction= and normalizer="
+            )
         if self._losses and (value.count is not None) != self.scales:
             raise ValueError(
                 "loss_fn returned (sum, count) for some micro-batches and a scalar for others, which have no common "

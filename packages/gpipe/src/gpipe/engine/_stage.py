@@ -18,7 +18,6 @@ from ..skip.layout import skippables
 from ..skip.namespace import Key
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments
-from ._left_behind import Guard
 from ._recomputation import RecomputationFacts
 
 _log = logging.getLogger("gpipe")
@@ -53,7 +52,6 @@ class Stage:
         recomputation: what runs have shown about recomputing the stage as a whole.
         hooked: whether layers have put hooks on tensors or nodes of their graph; a split backward would call some
             twice.
-        guard: refuses gradients that do not come from a backward of the stage.
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
@@ -82,7 +80,6 @@ class Stage:
         self.blocks = {block: RecomputationFacts() for block in blocks}
         self.hooked = False
         self.runs_whole = False
-        self.guard = Guard(self)
 
     def call(self, value: Any) -> Any:
         if self.is_direct:

@@ -1,4 +1,6 @@
-"""Detect whether layers register hooks on tensors and parameters, or use nodes of their graph, which may have hooks."""
+"""Detect whether layers register hooks on tensors and parameters, use nodes of their graph, which may have hooks, or
+save tensors through hooks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from .._torch import saved_tensors_hooks
 
 
 def expect_no_more_hooks(
@@ -32,7 +36,9 @@ _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "gr
 
 
 class TensorHooks(TorchFunctionMode):
-    """A context that notices in ``seen`` if this thread registers hooks on tensors, or uses nodes of their graph."""
+    """A context that notices in ``seen`` if this thread registers hooks on tensors, or uses nodes of their graph, or
+    saves tensors through hooks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,5 +51,6 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.seen = self.seen or function in _HOOKING
+        # Whoever unpacks saved tensors, as torch.utils.checkpoint does to compute them again, expects to do so once.
+        self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() is not None
         return function(*args, **(kwargs or {}))

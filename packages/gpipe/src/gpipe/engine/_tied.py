@@ -64,23 +64,26 @@ class Tied:
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
         self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
-        for number, (modules, _, _) in enumerate(parts if shared else ()):
-            copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
-            self._swaps += copies.swaps(modules.keys() - earlier)
-            self._owners |= {copy: (number, tensor) for tensor, copy in copies.tensors.items()}
-            self._modules |= {copy: module for module, copy in copies.modules.items()}
-            self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
+        for number, (modules, _, _) in enumerate(parts):
+            # Without tensors there is nothing to copy, but attributes that a layer may change.
+            self._modules |= {each: each for each in modules.keys() & earlier if not holds_tensors(each)}
+            if shared:
+                copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
+                self._swaps += copies.swaps(modules.keys() - earlier)
+                self._owners |= {copy: (number, tensor) for tensor, copy in copies.tensors.items()}
+                self._modules |= {copy: module for module, copy in copies.modules.items()}
+                self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
         self._looked = False
         # Layers may only read what is shared: this is compared with what is there after the forwards.
-        self._then = self._seen() if shared else {}
+        self._then = self._seen() if shared or self._modules else {}
 
     def applied(self) -> AbstractContextManager[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
         The first use, which includes all forwards, raises RuntimeError if a forward has changed what is shared.
         """
-        return self._swapped() if self.shares else nullcontext()
+        return self._swapped() if self.shares or self._modules else nullcontext()
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -209,9 +212,12 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:
         return tensor
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(there, tensor.requires_grad)
-    return there.requires_grad_() if _is_trained(tensor) else there
+    kind = type(tensor)
+    own = there.as_subclass(kind) if issubclass(kind, nn.Parameter) else there
+    if isinstance(tensor, nn.Parameter) and own is there:  # a tensor of another class that was made a parameter
+        own = nn.Parameter(there, tensor.requires_grad)
+    vars(own).update(vars(tensor))  # which layers may read
+    return own.requires_grad_(tensor.requires_grad) if tensor.is_leaf else own
 
 
 def _is_trained(tensor: Tensor) -> bool:

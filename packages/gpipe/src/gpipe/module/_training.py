@@ -65,7 +65,8 @@ def losses_of(
     if own is not None:
         _expect_defaults(call)
         return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
-    return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs)
+    is_mean = call.reduction == "mean"
+    return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs, is_mean=is_mean)
 
 
 def _expect_defaults(call: Call) -> None:
