@@ -13,7 +13,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import DOUBLE, MODES, Call, Layer, assert_same, assert_trains_like, linears, on_backward, piped, rows
+from ..layers import (
+    DOUBLE,
+    MODES,
+    Call,
+    Layer,
+    assert_same,
+    assert_trains_like,
+    linears,
+    on_backward,
+    piped,
+    rows,
+    trained,
+)
 
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
 
@@ -158,3 +170,25 @@ def test_each_micro_batch_goes_when_its_backward_is_done(checkpoint: str) -> Non
     pipe = GPipe(model, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     pipe(rows(grad=True)).sum().backward()
     assert alive == [{"always": 1, "except_last": 1, "never": 2}[checkpoint], 1]
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_backward_inside_of_a_forward_reaches_earlier_stages(schedule: str | None, apart: bool):
+    def inside(s: Layer, x: Tensor) -> Tensor:
+        y: Tensor = s.m[0](x)
+        y.square().sum().backward(retain_graph=True)
+        return y
+
+    def built() -> nn.Sequential:
+        first, second, last = linears()
+        return nn.Sequential(first, Layer(inside, second), last)
+
+    pipe, plain = piped(built(), [1, 1, 1], chunks=3, checkpoint="never"), built()
+    # Gradients of parameters that another graph uses are accumulated outside of .grad.
+    graph = [parameter * 1 for parameter in pipe.parameters()] if apart else []
+    trained(pipe, rows(), schedule)
+    trained(plain, rows())
+    del graph
+    assert_same(pipe, plain)
+    pipe.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._current import current
 from ..checkpoint._random import CellRNG
-from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
+from ..values._leaves import Activation, clone_leaves, detach_leaves, in_all
 from ..values._sharing import PRESERVED, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import Below, GradientSums, below
@@ -86,8 +86,8 @@ class Cell:
             stage.run_whole()
             self._left = []
             return self.backward(gradients, sums)
-        # Strides as autograd would give them in .grad: kernels of the stage before may round by them.
-        found, weights = map(like_accumulated, parts[0], leaves), parts[1]
+        # Also with the strides that they would have in .grad: kernels of the stage before may round by them.
+        found, weights = map(in_all, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in inputs]
 
