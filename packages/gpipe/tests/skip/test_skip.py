@@ -15,7 +15,7 @@ from gpipe import GPipe, inline
 from gpipe._current import current
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 
-from ..layers import MODES, Call, Pop, Stash, assert_same, assert_trains_like, linear, piped, rows
+from ..layers import MODES, Call, Layer, Pop, Stash, assert_same, assert_trains_like, linear, piped, rows
 from ..models import Recipe, joined, recipes
 
 
@@ -167,3 +167,9 @@ def test_skip_inside_a_nested_module_crosses_stages():
 
     model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
+
+
+def test_a_skip_whose_layer_is_not_called_is_refused_by_name():
+    around = Layer(lambda s, x: x, Stash())
+    with pytest.raises(RuntimeError, match=r"'skip' must be stashed .* was not called"):
+        piped(nn.Sequential(around, Pop()), [1, 1])(rows())

@@ -342,10 +342,11 @@ def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str
 
 
 @each_mode
-@pytest.mark.parametrize("trained", [False, True])
-def test_state_that_a_layer_gives_away_is_not_overwritten(trained: bool, mode: str):
+@pytest.mark.parametrize("kind", ["_parameters", "_buffers", "__dict__"])
+def test_state_that_a_layer_gives_away_is_not_overwritten(kind: str, mode: str):
     state = torch.ones(1, WIDTH, dtype=DOUBLE)
-    gives = Layer(lambda s, x: (x, s.state[:, :2]), state=nn.Parameter(state) if trained else state)
+    gives = Layer(lambda s, x: (x, s.state[:, :2]))
+    getattr(gives, kind)["state"] = nn.Parameter(state) if kind == "_parameters" else state
     layers = [gives, Call(lambda v: (v[0], v[1].mul_(2))), Call(lambda v: v[0] * v[1].sum())]
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
     with inline(), pytest.raises(RuntimeError, match="shares its memory"):

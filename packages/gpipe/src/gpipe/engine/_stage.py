@@ -90,6 +90,9 @@ class Stage:
             store.update(zip(self.pops, skips, strict=True))
         with setting(skips=store):
             output = self._output(value)
+        lost = [name for namespace, name in self.stashes if (namespace, name) not in store]
+        if lost:
+            raise RuntimeError(f"{lost[0]!r} must be stashed but has not been: the layer that does so was not called")
         return (output, *[store.pop(key) for key in self.stashes]) if self.stashes else output
 
     def _output(self, value: Any) -> Any:

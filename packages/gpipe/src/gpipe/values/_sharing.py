@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from microbatch import Batch, gather, map_tensors
 
@@ -119,12 +120,14 @@ def unchangeable(tensor: Tensor) -> Tensor:
 
 
 def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """The parameters and buffers of ``module`` that share memory with ``outputs``, each with the mark ``SHARED``."""
+    """Tensors that ``module`` holds and that share memory with ``outputs``, each with the mark ``SHARED``."""
     uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
     if not uncertain:  # the usual case: a result with a graph that is no view has memory of its own
         return []
     given = set(map(storage_id, uncertain))
-    return [(state, SHARED) for state in (*module.parameters(), *module.buffers()) if storage_id(state) in given]
+    held = [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
+    state = (*module.parameters(), *module.buffers(), *held)
+    return [(tensor, SHARED) for tensor in state if not is_lazy(tensor) and storage_id(tensor) in given]
 
 
 def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
