@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -330,6 +331,17 @@ def test_it_has_no_reduction(options: dict[str, Any]) -> None:
             method(**batch(4, 3, 3), **options)
 
 
+class Pair(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+
+
+@dataclass
+class Fields:
+    loss: Tensor
+    logits: Tensor
+
+
 class Returning(Model):
     """Makes its output of the one with a loss."""
 
@@ -343,6 +355,8 @@ class Returning(Model):
     ("made", "pick"),
     [
         (lambda output: (output["logits"], output["loss"]), lambda output: output[1]),
+        (lambda output: Pair(**output), None),
+        (lambda output: Fields(**output), None),
         (lambda output: {"total": output["loss"]}, "total"),
         (lambda output: {"total": output["loss"]}, lambda output: output["total"]),
     ],
@@ -354,6 +368,8 @@ def test_it_may_be_picked_of_any_output(made: Callable[[Any], Any], pick: Any) -
     layers = flatten(model, batch(2, 3, 3), pick=pick)
     pipe = GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)
     assert_same(pipe, plain, batch(5, 4, 3))
+    if pick is None:
+        torch.testing.assert_close(pipe(**batch(5, 4, 3)).logits, plain(**batch(5, 4, 3))["logits"])
 
 
 @pytest.mark.parametrize(

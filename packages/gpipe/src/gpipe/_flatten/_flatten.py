@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from microbatch import unwrap
 
-from ..engine._loss_value import has_own_loss
+from ..engine._loss_value import has_own_loss, own_loss
 from ..skip import Namespace
 from ._cache import expect_documents_apart, without_cache
 from ._calls import Called, Calls, observe
@@ -230,6 +230,6 @@ def _field(name: str, output: Any) -> Any:
 
 def _main_field(output: Any) -> Any:
     if not isinstance(output, dict):
-        return output
+        return own_loss(output) if has_own_loss(output) else output
     found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
     return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))

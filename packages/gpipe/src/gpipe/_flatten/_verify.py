@@ -80,10 +80,10 @@ def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
     return None
 
 
-def _fields(output: Any) -> dict[Any, Any]:
+def _fields(output: Any, picked: Any) -> dict[Any, Any]:
     if isinstance(output, dict):
         return output
-    return dict(enumerate(output)) if isinstance(output, tuple) else {"loss": output}
+    return dict(enumerate(output)) if isinstance(output, tuple) else {"loss": picked}
 
 
 def add_own_loss(
@@ -97,7 +97,8 @@ def add_own_loss(
     assert isinstance(last, Segment)
     ending = last.ending
     assert ending is not None
-    fields, picked = _fields(expected), pick(expected)
+    picked = pick(expected)
+    fields = _fields(expected, picked)
     loss = next((name for name, value in fields.items() if value is picked), "loss")
     ending.fields = frozenset(fields)
     returned = None
@@ -108,7 +109,8 @@ def add_own_loss(
     except Exception:  # it needs more than what modules around the loss return
         ending.fields = frozenset()
     else:
-        same = (name for name, value in _fields(output).items() if _difference(fields[name], value, shapes) is None)
+        told = _fields(output, pick(output))
+        same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
         ending.fields = frozenset(same)
         is_nan = not picked.is_meta and bool(picked.isnan())  # what stand-ins return is not a number
         returned = found if loss in ending.fields and not is_nan else None
