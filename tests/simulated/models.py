@@ -60,6 +60,11 @@ def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **opt
     )
 
 
+def reduction_of(loss_fn: Callable[..., Any]) -> str:
+    """A count says itself how losses are combined."""
+    return "mean" if loss_fn is counted_squares else "sum"
+
+
 def counted_squares(output: Tensor, target: Any = None) -> tuple[Tensor, Tensor]:
     """The same, and a count for each micro-batch; these add up to one."""
     return squares(output), torch.full((), len(output) / ROWS, device=output.device)
@@ -83,7 +88,7 @@ def trained(
                 return _read(module, leaf)
         module.zero_grad(set_to_none=False)
         schedule = split(module) if how == "zero_bubble" else how
-        module.step(leaf, loss_fn=loss_fn, reduction="sum", schedule=schedule)
+        module.step(leaf, loss_fn=loss_fn, reduction=reduction_of(loss_fn), schedule=schedule)
         return _read(module, leaf)
 
 

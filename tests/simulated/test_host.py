@@ -13,7 +13,7 @@ from gpipe.transport._copy import CopyStreams, carriers
 from streams import use_stream
 
 from .accelerator import device, found, library
-from .models import HOWS, MODES, ROWS, counted_squares, model, piped, rows, running, squares
+from .models import HOWS, MODES, ROWS, counted_squares, model, piped, reduction_of, rows, running, squares
 from .placements import PLACEMENTS, forward_streams
 
 Loss = Callable[..., Any]
@@ -29,7 +29,7 @@ def counted(placement: str, mode: str, how: str, inline: bool, loss_fn: Loss = c
             if how == "call":
                 pipe(x).square().sum().backward()
             else:
-                pipe.step(x, loss_fn=loss_fn, reduction="sum", schedule=how)
+                pipe.step(x, loss_fn=loss_fn, reduction=reduction_of(loss_fn), schedule=how)
         counters: dict[str, int] = library().take_counters()
     pipe.close()
     return counters
