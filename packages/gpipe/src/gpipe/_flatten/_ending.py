@@ -103,7 +103,7 @@ class Ending:
         if isinstance(output, Tensor):
             return output.to(home)
         if not isinstance(output, Mapping):
-            return output  # of which a part is picked
+            return output  # a tuple or a dataclass has all its fields, or cannot be made
         fields = {name: value for name, value in output.items() if name in self.fields}
         if isinstance(fields.get("loss"), Tensor):
             fields["loss"] = fields["loss"].to(home)

@@ -9,7 +9,7 @@ end. What leaves no trace there (numbers in a list, a closure, ``.numpy()`` of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final
@@ -81,7 +81,7 @@ class State:
         try:
             return values, [value._version if isinstance(value, Tensor) else 0 for value in values]
         except RuntimeError:  # a tensor of inference mode has no such number
-            return values, [value._version if _is_counted(value) else 0 for value in values]
+            return values, _versions(values)
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Copies of those buffers among ``values`` that can be restored, by number."""
@@ -134,12 +134,12 @@ class Snapshot:
     def _restored(self) -> Iterator[None]:
         # Copies, and not the buffers themselves, since the recomputation changes them again.
         now = self._state.put(self._copies)
-        before = [value._version if _is_counted(value) else 0 for value in now.values()]
+        before = _versions(now.values())
         try:
             yield
         finally:
             self._state.put(now)
-        after = [value._version if _is_counted(value) else 0 for value in now.values()]
+        after = _versions(now.values())
         if after != before:
             names = self._state.names([at for at, a, b in zip(now, before, after, strict=True) if a != b])
             raise RuntimeError(
@@ -181,6 +181,10 @@ def _is_small(buffer: Any) -> bool:
         return True
     # One that requires grad is part of a graph, and a lazy one has no values yet.
     return not (is_lazy(buffer) or buffer.requires_grad) and buffer.numel() <= SMALL
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [value._version if _is_counted(value) else 0 for value in values]
 
 
 def _is_counted(value: Any) -> bool:

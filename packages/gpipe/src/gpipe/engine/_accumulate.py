@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..values._leaves import in_all, is_custom, own_memory
+from ..values._leaves import accumulated, is_custom, own_memory
 from . import _autograd_calls as _engine
 from ._scale import Scale, scaled
 
@@ -70,7 +70,7 @@ class GradientSums:
         self._add(graph.leaves, own)
         # Both terms of a sum have one gradient: the stage before may overwrite what it gets, but not the sum of a
         # parameter.
-        sent = map(in_all, own_memory(found[: len(flowing)], own), flowing)
+        sent = map(accumulated, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._current import current
 from ..checkpoint._random import CellRNG
-from ..values._leaves import Activation, clone_leaves, detach_leaves, in_all
+from ..values._leaves import Activation, accumulated, clone_leaves, detach_leaves
 from ..values._sharing import PRESERVED, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import Below, GradientSums, below
@@ -87,7 +87,7 @@ class Cell:
             self._left = []
             return self.backward(gradients, sums)
         # Also with the strides that they would have in .grad: kernels of the stage before may round by them.
-        found, weights = map(in_all, parts[0], leaves), parts[1]
+        found, weights = map(accumulated, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in inputs]
 

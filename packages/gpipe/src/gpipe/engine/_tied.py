@@ -76,14 +76,14 @@ class Tied:
             earlier.update(modules)
         self._looked = False
         # Layers may only read what is shared: this is compared with what is there after the forwards.
-        self._then = self._seen() if shared or self._modules else {}
+        self._then = self._seen()
 
     def applied(self) -> AbstractContextManager[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
         The first use, which includes all forwards, raises RuntimeError if a forward has changed what is shared.
         """
-        return self._swapped() if self.shares or self._modules else nullcontext()
+        return self._swapped() if self._then else nullcontext()
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -212,12 +212,15 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:
         return tensor
-    kind = type(tensor)
-    own = there.as_subclass(kind) if issubclass(kind, nn.Parameter) else there
-    if isinstance(tensor, nn.Parameter) and own is there:  # a tensor of another class that was made a parameter
+    if issubclass(type(tensor), nn.Parameter):
+        own = there.as_subclass(type(tensor))
+    elif isinstance(tensor, nn.Parameter):  # a tensor of another class that was made a parameter
         own = nn.Parameter(there, tensor.requires_grad)
-    vars(own).update(vars(tensor))  # which layers may read
-    return own.requires_grad_(tensor.requires_grad) if tensor.is_leaf else own
+    else:
+        own = there
+    # Layers may read attributes. Those that it has already may hold its data, as of wrappers of tensors.
+    vars(own).update({**vars(tensor), **vars(own)})
+    return own.requires_grad_() if _is_trained(tensor) else own
 
 
 def _is_trained(tensor: Tensor) -> bool:

@@ -73,7 +73,7 @@ def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
-def in_all(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+def accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     """A captured ``gradient`` as it would be in ``leaf.grad``, with what a layer's own backward has left there."""
     before, gradient = leaf.grad, like_accumulated(gradient, leaf)
     return gradient if before is None else before if gradient is None else before + gradient
