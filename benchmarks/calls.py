@@ -96,6 +96,10 @@ def _described(frames: int, trace: Trace, package: ModuleType) -> dict[str, floa
     }
 
 
+# Since Python 3.12 these are no calls any more, and the counts are those of every version.
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+
+
 class FrameCounter(nn.Linear):
     """A layer that counts the frames of some packages from which it is called."""
 
@@ -132,7 +136,7 @@ class Trace:
         trace = cls()
 
         def note(frame: FrameType, event: str, _: Any) -> None:
-            if event == "call" and _is_of(frame, packages):
+            if event == "call" and _is_of(frame, packages) and frame.f_code.co_name not in _COMPREHENSIONS:
                 trace.threads[threading.get_ident()].append(frame.f_globals["__name__"])
 
         threading.setprofile(note)

@@ -78,7 +78,7 @@ class Views(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         rest = (None,) * len(gradients)
-        if all(gradient is None for gradient in gradients):
+        if not [gradient for gradient in gradients if gradient is not None]:
             return None, None, *rest
         parts = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient

@@ -62,7 +62,7 @@ class Section:
         """
         with _claims:
             # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
-            known = (self, *involved())
+            known = (self, *current.serves, *current.holds)
             others = [theirs for other, theirs in _claimed.items() if other not in known] if _claimed else []
             # There is rarely another pipe in training, and without one this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
@@ -90,8 +90,3 @@ class Section:
 _claims = fork_lock()
 _claimed: dict[Section, Sequence[Tensor]] = {}
 """Of sections that some thread is inside of: the parameters whose gradients it accumulates."""
-
-
-def involved() -> Sections:
-    """The sections that cannot be left before this thread goes on."""
-    return current.serves + current.holds

@@ -71,7 +71,7 @@ class Pipeline:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        return (0,) * self.count if self.threads is None and self.processes.ranks is None else self.lines
+        return (0,) * self.count if settings().inline and self.processes.ranks is None else self.lines
 
     @property
     def lines(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._deferred_gradients import DeferredGradients, kept, summed
-from ._exclusive import Sections, involved
+from ._exclusive import Sections
 from ._failures import Failures
 from ._left_behind import expect_no_variables, watch_attributes
 from ._losses import Losses
@@ -191,24 +191,21 @@ class Run:
         Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
         """
         self.failures.whole = whole
+        sections = current.serves + current.holds
         try:
             # Workers leave autocast one after the other, and cells that recompute enter it anew.
             with self._tied.applied(), self.context.casts_kept():
-                self._run_all(walk, context)
+                if self._workers is None:  # this thread, which has its settings
+                    self._do(walk[self._pipeline.processes.me or 0], nullcontext(), sections)
+                else:
+                    applied = (context or Context.capture()).applied
+                    works = [partial(self._do, steps, applied(), sections) for steps in walk]
+                    streams = [self._stream_of[self.size.placement.index(worker)] for worker in range(len(works))]
+                    self._workers.run(list(zip(streams, works, strict=True)), self._stop)
                 if self.failures.earliest is not None:
                     self.failures.raise_earliest()
         finally:
             self.rng.settle()
-
-    def _run_all(self, walk: Walk, context: Context | None) -> None:
-        sections = involved()
-        if self._workers is None:  # this thread, which has its settings
-            self._do(walk[self._pipeline.processes.me or 0], nullcontext(), sections)
-        else:
-            context = context or Context.capture()
-            works = [partial(self._do, steps, context.applied(), sections) for steps in walk]
-            streams = [self._stream_of[self.size.placement.index(worker)] for worker in range(len(works))]
-            self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _do(self, steps: Sequence[Step], context: AbstractContextManager[None], sections: Sections) -> None:
         """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere.

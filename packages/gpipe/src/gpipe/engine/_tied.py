@@ -76,7 +76,7 @@ class Tied:
             earlier.update(modules)
         self._looked = False
         # Layers may only read what is shared: this is compared with what is there after the forwards.
-        self._then = self._seen()
+        self._then = self._seen() if shared or self._modules else {}
 
     def applied(self) -> AbstractContextManager[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
