@@ -45,13 +45,6 @@ class LayerProfile:
     largest_parameter_bytes: int = 0
 
     @property
-    def backward_weight_seconds(self) -> float | None:
-        """Seconds of the second part of a split backward; None if the first part was not measured."""
-        if self.backward_seconds is None or self.backward_input_seconds is None:
-            return None
-        return max(0.0, self.backward_seconds - self.backward_input_seconds)
-
-    @property
     def seconds(self) -> float | None:
         """Forward plus backward."""
         if self.forward_seconds is None or self.backward_seconds is None:

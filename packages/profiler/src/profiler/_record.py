@@ -11,7 +11,7 @@ from . import documents
 from ._data import FIGURES, LayerProfile, between
 from ._table import profile_table
 
-COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *FIGURES)
+COSTS = ("seconds", "parameter_bytes", *FIGURES)
 SCHEMA = "gpipe-profiler/3"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..values._constants import is_constant
 from ._inputs import Inputs
 from ._sources import tensors_of
 from ._tree import Tree, flattened
@@ -30,6 +31,13 @@ def like(leaf: Any) -> Any:
             "makes them of a padding mask: give it enable_nested_tensor=False"
         )
     return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def is_as_then(leaf: Any, then: Any) -> bool:
+    """Whether both are tensors, or equal; objects that cannot go from stage to stage are not compared."""
+    if isinstance(leaf, Tensor) or isinstance(then, Like):
+        return isinstance(leaf, Tensor) and isinstance(then, Like)
+    return leaf is then or not (is_constant(leaf) or is_constant(then)) or bool(leaf == then)
 
 
 class Observed(NamedTuple):

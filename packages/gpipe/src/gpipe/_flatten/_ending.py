@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
 
-from ._calls import Called, Key, Like, Observed
+from ._calls import Called, Key, Like, Observed, is_as_then
 from ._inputs import Inputs
 from ._placeholders import unknown
 from ._skeleton import skeleton
@@ -70,7 +70,10 @@ class Ending:
                 known = self.calls[name][number] if number < len(self.calls[name]) else None
                 # A list may have an entry for each picture; a loss that needs one that is missing is refused.
                 now = [] if known is None else leaves if tree == known.result else tree.moved(leaves, known.result)
-                if known is None or _differ(now, known.outputs):
+                if known is None or not all(
+                    is_as_then(leaf, then) or (leaf is MISSING and isinstance(then, Like))
+                    for leaf, then in zip(now, known.outputs, strict=True)
+                ):
                     raise RuntimeError(
                         f"{name!r} was called more often than with the sample, or returned another structure; flatten "
                         "the model with a sample that it treats alike"
@@ -109,15 +112,6 @@ class Ending:
             fields["loss"] = fields["loss"].to(home)
         whole: Any = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole
-
-
-def _differ(leaves: list[Any], known: list[Any]) -> bool:
-    return any(
-        isinstance(leaf, Tensor) != isinstance(then, Like)
-        or not (isinstance(leaf, Tensor) or leaf is then or leaf == then)
-        for leaf, then in zip(leaves, known, strict=True)
-        if leaf is not MISSING or not isinstance(then, Like)
-    )
 
 
 def without_loss_only(inputs: Any) -> Any:

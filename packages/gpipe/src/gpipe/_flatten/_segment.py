@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .._current import setting
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
-from ..values._constants import Note, is_constant
-from ._calls import Calls, Key, Like, like
+from ..values._constants import Note
+from ._calls import Calls, Key, Like, is_as_then, like
 from ._collected import collecting
 from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
@@ -219,19 +219,12 @@ class ModelBlock(Part):
     def _expect_constants(self, found: Sequence[Any]) -> None:
         """Raise RuntimeError unless what is no tensor is as with the sample: later segments compute with that."""
         for leaf, then in zip(found, self._call.outputs, strict=True):
-            if not _is_as_then(leaf, then):
+            if not is_as_then(leaf, then):
                 raise RuntimeError(
                     f"block {self.path!r} returned {_shown(leaf)}, and {_shown(then)} with the sample, with which "
                     "later parts of the model compute; let it return a tensor, or flatten the model with a sample that "
                     "it treats alike"
                 )
-
-
-def _is_as_then(leaf: Any, then: Any) -> bool:
-    """Whether both are tensors, or equal; objects that cannot go from stage to stage are not compared."""
-    if isinstance(leaf, Tensor) or isinstance(then, Like):
-        return isinstance(leaf, Tensor) and isinstance(then, Like)
-    return leaf is then or not (is_constant(leaf) or is_constant(then)) or bool(leaf == then)
 
 
 def _shown(leaf: Any) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import combinations
 from typing import Any
 
 from profiler.text import format_bytes
@@ -43,7 +41,8 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
     memory = f"memory={enough} ({format_bytes(enough)} on each device)"
-    changes = [*_enough(space), memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
+    fitting = [text for text, other in relaxations(space).items() if nearest(other).fits(other.limits)]
+    changes = [*fitting, memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
         f"the plan that comes nearest (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
@@ -54,42 +53,25 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     )
 
 
-def _enough(space: Space) -> Iterator[str]:
-    """The changes that are enough each, or else the fewest that are enough together."""
-    possible = relaxations(space)
-    for count in range(1, len(possible) + 1):
-        found = [some for some in combinations(possible, count) if _fits(space, [possible[text] for text in some])]
-        yield from map(" and ".join, found)
-        if found:
-            return
-
-
-def _fits(space: Space, changes: Sequence[Callable[[Space], Space]]) -> bool:
-    for change in changes:
-        space = change(space)
-    return nearest(space).fits(space.limits)
-
-
-def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
+def relaxations(space: Space) -> dict[str, Space]:
     """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
     measured, stages = space.measured, space.measured.stages
     plain = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else ()
     # A profile of one number of rows tells of no other micro-batch.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
-    found: dict[str, Callable[[Space], Space]] = {}
+    found: dict[str, Space] = {}
     if space.modes != MODES:
-        found["checkpoint=None, so that the plan may choose"] = lambda own: replace(own, modes=MODES)
+        found["checkpoint=None, so that the plan may choose"] = replace(space, modes=MODES)
     if more:
-        found[f"chunks up to {more[-1]}"] = lambda own: replace(own, chunks=[*own.chunks, *more])
+        found[f"chunks up to {more[-1]}"] = replace(space, chunks=[*space.chunks, *more])
     if plain and [*space.schedules] != plain:
-        found["schedule=None, so that the plan may choose"] = lambda own: replace(own, schedules=plain)
+        found["schedule=None, so that the plan may choose"] = replace(space, schedules=plain)
     if any(measured.optimizer):
-        found["optimizer='sgd', which keeps no state"] = lambda own: replace(
-            own, measured=replace(own.measured, optimizer=(0,) * measured.layers)
-        )
+        stateless = replace(measured, optimizer=(0,) * measured.layers)
+        found["optimizer='sgd', which keeps no state"] = replace(space, measured=stateless)
     for larger in (2 * stages, 4 * stages):
         if plain and larger <= measured.layers and measured.replicas == 1:
-            found[f"{larger} devices instead of {stages}"] = partial(_on_more, stages=larger)
+            found[f"{larger} devices instead of {stages}"] = _on_more(space, larger)
     return found
 
 

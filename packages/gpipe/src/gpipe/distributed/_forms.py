@@ -1,14 +1,13 @@
 """The form of a message: everything about an activation, or about gradients, but the bytes of its dense tensors.
 
-A form is sent where it differs from that of the message before. Structures are pickled, with the number of each tensor
-in its place; the ranks of a job run the same program, and trust each other::
+A form is sent where it differs from that of the message before. Structures are pickled, with an empty tensor in place
+of each; the ranks of a job run the same program, and trust each other::
 
-    (x, {"mask": None})  -->  Form(tree=pickle of (0, {"mask": None}), tensors=(Dense(float32, (8, 64)),))  and  [x]
+    (x, {"mask": None})  -->  Form(tree=pickle of (_, {"mask": None}), tensors=(Dense(float32, (8, 64)),))  and  [x]
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -57,7 +56,7 @@ class Form(NamedTuple):
             for each in self.tensors
         ]
 
-    def payload(self, tensors: Sequence[Tensor | None]) -> Any:
+    def payload(self, tensors: Sequence[Any]) -> Any:
         """The message made of ``tensors``."""
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
@@ -66,8 +65,8 @@ class Form(NamedTuple):
             return list(tensors)
         if isinstance(self.tree, int):
             return Activation(tensors[0] if self.tree < 0 else tuple(tensors))
-        value, marks = _Reader(self.tree, tensors).load()
-        return Activation(value, marks=marks)
+        value, marks = pickle.loads(self.tree)
+        return Activation(value, marks=marks).with_tensors(tensors)
 
 
 def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
@@ -108,6 +107,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_EMPTY = torch.empty(0, device="meta")
 
 
 def _tree(payload: Payload) -> bytes | int | None:
@@ -116,36 +116,11 @@ def _tree(payload: Payload) -> bytes | int | None:
     value, given = payload.value, payload.tensors
     if not payload.marks and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
         return len(value) if type(value) is tuple else -1
-    file = io.BytesIO()
+    bare = payload.with_tensors(_EMPTY for _ in given)
     try:
-        _Writer(file, given).dump((value, tuple(as_copied(payload).marks)))
+        return pickle.dumps((bare.value, tuple(as_copied(payload).marks)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
             f"{type(value).__qualname__} cannot be sent to another process, because it cannot be pickled: {error}; "
             "make it a dataclass at the top of a module, or pass its tensors"
         ) from error
-    return file.getvalue()
-
-
-class _Writer(pickle.Pickler):
-    """Pickles a value, with the numbers of ``tensors`` in their places."""
-
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._places = {id(tensor): k for k, tensor in enumerate(tensors)}
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and id(value) not in self._places:
-            raise TypeError("it holds a tensor that is not one of its leaves")
-        return self._places.get(id(value)) if isinstance(value, Tensor) else None
-
-
-class _Reader(pickle.Unpickler):
-    """The inverse of :class:`_Writer`."""
-
-    def __init__(self, tree: bytes, tensors: Sequence[Tensor | None]) -> None:
-        super().__init__(io.BytesIO(tree))
-        self._tensors = tensors
-
-    def persistent_load(self, place: Any) -> Any:
-        return self._tensors[place]

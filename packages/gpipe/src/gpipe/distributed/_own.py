@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..module._arguments import Device, parsed_device
-from ..module._init import Initializer
+from ..module._init import Initializer, Loaded
 from ..module._partition import partitions_of, place_partitions
+from ._random import next_seed
 from ._routes import backend_of
 from ._tied import Twin, twins_of
 
@@ -61,7 +62,11 @@ def own_share(
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     twins, ties = twins_of(list(every), ranks, me)
-    place_partitions(module, own, places, initializer, norm_chunks)
+    # What an initializer draws for the layers of one rank, others must not draw too, nor may their generators differ.
+    with torch.random.fork_rng(devices=[], enabled=initializer is not None):
+        if initializer is not None and not isinstance(initializer, Loaded):
+            torch.manual_seed(next_seed() + me)
+        place_partitions(module, own, places, initializer, norm_chunks)
     return Share(list(every), numbers, own, places, twins, ties)
 
 

@@ -29,7 +29,7 @@ from ._random import take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
 from ._routes import routes_between, tags
-from ._tied import Twins
+from ._tied import Twins, expect_alike
 from ._wires import open_wires
 
 _BEFORE: Final[When] = (-2.0, -1)
@@ -224,7 +224,7 @@ class Ranks(Processes):
             yield
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
-            report = _success(run)
+            report = _success(run) | {"copies": self._twins.held()}
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)
         self._end(run, errors, report)
@@ -260,6 +260,7 @@ class Ranks(Processes):
                 link.flush()
         if has_failed:
             self._raise_earliest(reports, errors)
+        expect_alike([each.get("copies", {}) for each in reports], self._members)
 
     def _poison(self, run: Run | None) -> None:
         for link in self._links.values():

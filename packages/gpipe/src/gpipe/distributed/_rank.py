@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from microbatch import Batch, Versions, unwrap
 
 from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
+from ..engine._left_behind import refuse_in_runs
 from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
@@ -135,6 +138,7 @@ class Rank(Stepping):
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
+        weakref.finalize(self, _remove, _guarded(share))
         self._last: Choice | None = None
         self._parallel: set[dist.ProcessGroup] = set()
 
@@ -243,6 +247,12 @@ class Rank(Stepping):
         with self._pipeline.workers.section.entered():
             self._processes.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Rank has connections to other processes, and cannot be copied or pickled; copy its parameters, as in "
+            "an average of rank.parameters(), or save rank.state_dict()"
+        )
+
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
@@ -320,6 +330,28 @@ class Rank(Stepping):
             "chunks": self._chunks,
             "recording": settings().observer is not None,
         }
+
+
+def _guarded(share: Share) -> list[RemovableHandle]:
+    """Guards at the parameters of other ranks: here they are not trained, and nobody would send their gradients."""
+    own = {id(parameter) for parameter in share.partitions.parameters()}
+    return [
+        refuse_in_runs(
+            parameter,
+            f"{name!r} belongs to stage {j}, which is on another rank, and a layer or loss_fn of this one uses it: its "
+            "values here are those of the beginning, and its gradient would be lost; let its stage return what is "
+            "needed of it, or give both one stage",
+        )
+        for j, partition in enumerate(share.every)
+        if j not in share.numbers
+        for name, parameter in partition.named_parameters()
+        if parameter.requires_grad and id(parameter) not in own
+    ]
+
+
+def _remove(guards: Sequence[RemovableHandle]) -> None:
+    for guard in guards:
+        guard.remove()
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:

@@ -84,7 +84,7 @@ class Stored:
             key: path[1:] for key, path in paths if path[0] == "optimizer" and (len(path) == 2 or path[2] in parameters)
         }
         targets = {
-            key: _memory(self._entries[key], parameters[place[1]]) if place[0] == "state" else None
+            key: _memory(self._entries[key], parameters[place[1]] if place[0] == "state" else None)
             for key, place in places.items()
         }
         empty: dict[str, Any] = {"state": {}, "param_groups": {}}
@@ -119,9 +119,9 @@ def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
     return torch.empty_like(value, dtype=dtype, device=None if hasattr(value, "placements") else "cpu")
 
 
-def _memory(entry: Any, parameter: Tensor) -> Any:
+def _memory(entry: Any, parameter: Tensor | None) -> Any:
     if not hasattr(entry, "size"):
         return None
-    if entry.size == parameter.shape:
+    if parameter is not None and entry.size == parameter.shape:
         return _like(parameter, entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -2,36 +2,76 @@
 
 At first the rank with the first stage that has a parameter sends its value to the others. At the end of a step that
 rank adds the gradients in the order of the ranks' first stages, and sends the sum back, so equal optimizers change all
-copies in the same way.
+copies in the same way. At the end of each run all ranks compare the copies: a parameter has another name on each rank,
+and an optimizer that goes by names may treat them in several ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..engine._accumulate import added
 from ..engine._parameters import contents_of
+from ..engine._scale import wide
 from ..engine._tied import shared_tensors
 from ._messages import RemoteLink
 from ._wires import Wires
+
+
+class Held(NamedTuple):
+    """What a rank tells the others of its copy of a shared tensor.
+
+    Attributes:
+        name: for messages.
+        figures: the sum and the norm of its values; None if its module has no such tensor any more.
+    """
+
+    name: str
+    requires_grad: bool
+    figures: tuple[float, float] | None
+
+    def is_like(self, other: Held) -> bool:
+        """Whether the copies are equal up to rounding, which averages over replicas may do in several orders."""
+        if self.figures is None or other.figures is None or self.requires_grad != other.requires_grad:
+            return False
+        # Written so that copies with a NaN count as equal: this is the next step's concern.
+        within = _ROUNDING * self.figures[1]
+        return not any(abs(a - b) > within for a, b in zip(self.figures, other.figures, strict=True))
+
+
+_ROUNDING = 1e-3
 
 
 class Twin(NamedTuple):
     """A tensor of this rank that other ranks have too.
 
     Attributes:
+        number: among all shared tensors, the same on all ranks.
         members: the ranks that have it, in the order of their first stages with it; the first one owns it.
         module, name: the module that holds it here, and its name there.
     """
 
+    number: int
     members: list[int]
     module: nn.Module
     name: str
+
+    def held(self) -> Held:
+        name, module = f"{type(self.module).__name__}.{self.name}", self.module
+        if not {self.name} & {*module._parameters, *module._buffers}:
+            return Held(name, False, None)
+        data: Any = self.tensor.detach()
+        data = data.to_local() if hasattr(data, "to_local") else data
+        data = torch.view_as_real(data) if data.is_complex() else data.to_dense()
+        kind = wide(data.device)
+        data = data if data.is_floating_point() else data.to(kind)
+        figures = data.sum(dtype=kind), torch.linalg.vector_norm(data, dtype=kind)
+        return Held(name, self.tensor.requires_grad, (figures[0].item(), figures[1].item()))
 
     @property
     def tensor(self) -> Tensor:
@@ -56,7 +96,7 @@ def twins_of(
                 if id(tensor) in shared:
                     holders.setdefault(id(tensor), {}).setdefault(rank, (stage, module, name))
     crossing = [each for each in holders.values() if len(each) > 1]
-    twins = [Twin([*each], *each[me][1:]) for each in crossing if me in each]
+    twins = [Twin(number, [*each], *each[me][1:]) for number, each in enumerate(crossing) if me in each]
     ties: dict[frozenset[int], tuple[int, int]] = {}
     for each in crossing:
         owner, *others = each
@@ -85,6 +125,9 @@ class Twins:
         with torch.no_grad():
             for twin in self._others:
                 twin.tensor.copy_(values[twin.tensor])
+
+    def held(self) -> dict[int, Held]:
+        return {twin.number: twin.held() for twin in (*self._owned, *self._others)}
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
@@ -126,6 +169,21 @@ class Twins:
         self._links[member].expect(1)
         found: list[Tensor | None] = self._links[member].get()[2]
         return found
+
+
+def expect_alike(told: Sequence[Mapping[int, Held]], members: Sequence[int]) -> None:
+    """Raise ValueError unless all copies of a tensor are alike, of which each of the ``members`` has ``told``."""
+    first: dict[int, tuple[int, Held]] = {}
+    for rank, copies in zip(members, told, strict=True):
+        for number, held in copies.items():
+            owner, own = first.setdefault(number, (rank, held))
+            if rank != owner and not own.is_like(held):
+                raise ValueError(
+                    f"{own.name} of rank {owner} and {held.name} of rank {rank} are one tensor of the model, but "
+                    "differ by now in their values, in requires_grad, or because one was replaced; treat them alike on "
+                    "all ranks: in optimizers, which may choose by names that differ, when they are frozen, loaded or "
+                    "pruned; and no forward may change them"
+                )
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .._current import current
 from ..checkpoint._state import last_entry
@@ -53,6 +54,16 @@ def _check(stage: Stage, microbatch: int | None, attribute: str, _: Tensor | Non
     )
 
 
+def refuse_in_runs(leaf: Tensor, why: str) -> RemovableHandle:
+    """Let a gradient that arrives at ``leaf`` in a run raise RuntimeError; the handle ends that."""
+    return leaf.register_hook(partial(_refuse, why))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _refuse(why: str, _: Tensor | None = None) -> None:
+    if current.step is not None:
+        raise RuntimeError(why)
+
+
 def watch_attributes(stage: Stage) -> None:
     """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
     for name, module in stage.module.named_modules():
@@ -64,7 +75,7 @@ def expect_unguarded(leaf: Tensor) -> None:
     """Raise RuntimeError if ``leaf`` is guarded by another stage. Call this before its hooks are removed."""
     # Whoever accumulates outside .grad removes the hooks of leaves first, and with them this guard.
     for hook in (leaf._backward_hooks or {}).values():
-        if getattr(hook, "func", None) is _check:
+        if getattr(hook, "func", None) in (_check, _refuse):
             hook(leaf)
 
 

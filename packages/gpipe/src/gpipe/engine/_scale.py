@@ -36,7 +36,7 @@ def sum_of(counts: Sequence[Any]) -> float | Tensor:
     if not there:
         return here
     device = there[-1].device
-    parts = [count.detach().to(device).reshape(()).to(_wide(device)) for count in there]
+    parts = [count.detach().to(device).reshape(()).to(wide(device)) for count in there]
     return torch.stack(parts).sum() + here
 
 
@@ -64,5 +64,5 @@ def _is_elsewhere(count: Any) -> bool:
     return isinstance(count, Tensor) and count.device.type != "cpu"
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64

@@ -157,7 +157,8 @@ class Stepping(Divided):
             return self._returned(losses, batches, call)
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
-        return returned(losses, batches, self.out_spec, call.return_outputs and self._pipeline.ends)
+        found = returned(losses, batches, self.out_spec, call.return_outputs and self._pipeline.ends)
+        return (*found, None) if call.return_outputs and not self._pipeline.ends else found
 
     def _ending(self) -> Segment | None:
         """The last layer, if it makes the whole output of a model that computes its own loss."""

@@ -1,8 +1,9 @@
 """Initialise a model that was built on the device ``meta``, layer by layer, each on its own device."""
 
 from ._initializer import Initializer as Initializer
+from ._initializer import Loaded as Loaded
 from ._initializer import initializer_of as initializer_of
 from ._materialize import expect_materializable as expect_materializable
 from ._materialize import materialize as materialize
 
-__all__ = ["Initializer", "expect_materializable", "initializer_of", "materialize"]
+__all__ = ["Initializer", "Loaded", "expect_materializable", "initializer_of", "materialize"]
