@@ -130,11 +130,13 @@ def test_conversion_takes_over_everything_and_leaves_the_rest_alone():
     assert converted is model
     assert [converted[0][1], *converted[1:4]] == kept
     assert isinstance(first, DeferredBatchNorm)
+    assert isinstance(first, nn.BatchNorm2d)
     assert (first.momentum, first.eps, first.chunks, first.training) == (0.3, 0.1, 3, True)
     assert first.weight is weight
     assert first.running_mean is mean
     assert not first.weight.requires_grad
     assert isinstance(converted[4], DeferredBatchNorm)
+    assert isinstance(converted[4], nn.BatchNorm3d)
     assert not converted[4].training
     assert converted[4].weight is None
     again = DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=5)

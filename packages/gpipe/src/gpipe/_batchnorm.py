@@ -99,7 +99,8 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def _like(cls, norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
-        deferred = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, chunks, device="meta")
+        kind = next((kind for plain, kind in _KINDS.items() if isinstance(norm, plain) and issubclass(kind, cls)), cls)
+        deferred = kind(norm.num_features, norm.eps, norm.momentum, norm.affine, chunks, device="meta")
         deferred._parameters.update(norm._parameters)
         deferred._buffers.update(norm._buffers)
         deferred.training = norm.training
@@ -135,6 +136,26 @@ class DeferredBatchNorm(_BatchNorm):
         weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(seen.mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(seen.variance.to(self.running_var.dtype), weight)
+
+
+# Whoever freezes batch norms, or gives them other options, finds them by their class.
+class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+_KINDS: dict[type, type[DeferredBatchNorm]] = {
+    nn.BatchNorm1d: DeferredBatchNorm1d,
+    nn.BatchNorm2d: DeferredBatchNorm2d,
+    nn.BatchNorm3d: DeferredBatchNorm3d,
+}
 
 
 def _is_replaced(module: nn.Module) -> bool:
