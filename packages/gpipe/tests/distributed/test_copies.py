@@ -102,6 +102,19 @@ def _drawn() -> tuple[list[list[float]], int]:
     return [layer.weight.flatten().tolist() for layer in rank.partitions[0]], int(torch.randint(2**31, ()))
 
 
+def test_a_shared_weight_that_was_saved_under_one_name_is_loaded_on_each_rank(worlds: Any) -> None:
+    worlds(2).run(_expect_loaded)
+
+
+def _expect_loaded() -> None:
+    first = nn.Linear(6, 6, device="meta")
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(first, nn.Linear(6, 6, bias=False, device="meta"))
+    model[1].weight = first.weight
+    rank = Rank(model, [1, 1], init={"0.weight": weight, "0.bias": torch.zeros(6)})
+    assert all(torch.equal(each, weight) for each in rank.parameters() if each.dim() == 2)
+
+
 def test_a_rank_cannot_be_copied(worlds: Any) -> None:
     for kind, text in worlds(2).run(_copied):
         assert kind == "TypeError"

@@ -91,8 +91,10 @@ class Loaded:
 
     def expect_names(self, layers: Layers) -> None:
         expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
-        there = {id(expected[key]) for key in self._state if key in expected}  # a tied tensor may have one name only
-        missing = [key for key, tensor in expected.items() if id(tensor) not in there]
+        # A tied tensor may be saved under one of its names only.
+        saved = {id(expected[key]): key for key in self._state if key in expected}
+        self._saved = {key: saved[id(tensor)] for key, tensor in expected.items() if id(tensor) in saved}
+        missing = [key for key in expected if key not in self._saved]
         unexpected = [key for key in self._state if key not in expected and not _is_allowed(layers, key)]
         if missing or unexpected:
             raise ValueError(
@@ -104,9 +106,11 @@ class Loaded:
         for owned in modules_of_layer(layers, name):
             _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
         names = names_of(layers, name)
-        found = {key: self._state[key] for key in names if key in self._state}
-        # A tied tensor may be saved under one of its names: under the others it is itself.
-        state = OrderedDict({key: found[key] if key in found else value.detach() for key, value in names.items()})
+        read = {key for key, value in names.items() if key in self._state or id(value) in fresh}
+        # What is tied to something that has been loaded is itself.
+        state = OrderedDict(
+            {key: self._state[self._saved[key]] if key in read else value.detach() for key, value in names.items()}
+        )
         state._metadata = getattr(self._state, "_metadata", None)  # type: ignore[attr-defined]  # versions of modules
         Flattened(OrderedDict({name: layers[name]})).load_state_dict(state)
 
