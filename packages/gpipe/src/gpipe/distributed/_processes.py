@@ -224,7 +224,9 @@ class Ranks(Processes):
             yield
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
-            report = _success(run) | {"copies": self._twins.held()}
+            report = _success(run)
+            if copies := self._twins.held():
+                report["copies"] = copies
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)
         self._end(run, errors, report)
