@@ -29,10 +29,18 @@ def late(s: Layer, x: Tensor) -> Tensor:
 def remembers(kind: str, start: int) -> Layer:
     odd = Odd(kind)
     odd.register_buffer("average", torch.zeros(WIDTH, WIDTH, dtype=DOUBLE))
+    if kind == "set again":
+        odd.value = 0.5
     if kind == "noise":
         odd.generator = torch.Generator().manual_seed(1)
     odd.spare.requires_grad_(kind != "momentum of a parameter")
     return Layer(late, odd, start=start, seen=torch.zeros((), dtype=torch.long))
+
+
+def set_again(s: Odd, x: Tensor) -> Tensor:
+    """Sets an attribute to another object each time, which is equal."""
+    s.value = x.shape[1] / 8
+    return s.linear(x) * s.value
 
 
 def polite(s: Odd, x: Tensor) -> Tensor:
@@ -85,6 +93,7 @@ def momentum_of_a_parameter(s: Odd, x: Tensor) -> Tensor:
 ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     **ODD,
     "polite": polite,
+    "set again": set_again,
     "statistics": statistics,
     "aliased": aliased,
     "added": added,
@@ -93,7 +102,7 @@ ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "momentum of a parameter": momentum_of_a_parameter,
     "noise": lambda s, x: s.linear(x) * torch.rand(x.shape, generator=s.generator, dtype=DOUBLE),
 }
-WORKING = ("counted", "averaged", "statistics", "polite", "noise", "momentum")
+WORKING = ("counted", "averaged", "set again", "statistics", "polite", "noise", "momentum")
 """Those that are right whenever they begin, in all modes."""
 KEEPING = ("number", "carries", "added", "appends", "decays", "large", "renorms", "momentum of a parameter")
 """Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
