@@ -29,8 +29,7 @@ def late(s: Layer, x: Tensor) -> Tensor:
 def remembers(kind: str, start: int) -> Layer:
     odd = Odd(kind)
     odd.register_buffer("average", torch.zeros(WIDTH, WIDTH, dtype=DOUBLE))
-    if kind == "set again":
-        odd.value = 0.5
+    odd.value = 0.5 if kind == "set again" else odd.value
     if kind == "noise":
         odd.generator = torch.Generator().manual_seed(1)
     odd.spare.requires_grad_(kind != "momentum of a parameter")

@@ -14,18 +14,15 @@ from gpipe.distributed import Rank
 from ..layers import Tied
 from .planted import batch, network
 
-CHANGES = ["values", "frozen", "pruned", "batch norm", "embedding"]
 
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["values", "frozen", "pruned", "batch norm", "embedding"])
 def test_copies_that_are_not_treated_alike_are_refused_on_all_ranks(worlds: Any, change: str) -> None:
-    for kind, text in worlds(3).run(_step_after, change):
-        assert kind == "ValueError"
-        assert "of rank 0" in text
+    for _, text in worlds(3).answers(_step_after, change):
+        assert "ValueError: " in text
         assert "of rank 2 are one tensor of the model, but differ by now" in text
 
 
-def _step_after(change: str) -> tuple[str, str]:
+def _step_after(change: str) -> None:
     torch.manual_seed(0)
     shared = nn.Linear(6, 6)
     ends: tuple[nn.Module, nn.Module] = (shared, Tied(shared))
@@ -36,14 +33,13 @@ def _step_after(change: str) -> tuple[str, str]:
         ends = (Looks(table, 0), Looks(table, 2))
     # A container around one of them: a layer occurs once in a model.
     rank = Rank(nn.Sequential(ends[0], nn.Linear(6, 6), nn.Sequential(ends[1])), [1, 1, 1], chunks=2)
-    own = next(rank.parameters())
     if change == "values" and dist.get_rank() == 2:
-        own.data.mul_(0.99)  # decay that an optimizer applies by name
+        next(rank.parameters()).data.mul_(0.99)  # decay that an optimizer applies by name
     if change == "frozen" and dist.get_rank() == 0:
         rank.requires_grad_(False)
     if change == "pruned" and dist.get_rank() != 1:
         prune.identity(next(m for m in rank.modules() if "weight" in m._parameters), "weight")
-    return _error_of(lambda: rank.step(*batch(), loss_fn=nn.functional.mse_loss))
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
 
 
 class Looks(nn.Module):
@@ -55,24 +51,15 @@ class Looks(nn.Module):
         return x + self.table(self.first + (x[:, 0] > 0).long())
 
 
-def _error_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.parametrize("who", ["loss", "layer"])
 @pytest.mark.parametrize("counted", [False, True])
 def test_who_uses_a_parameter_of_another_rank_is_refused(worlds: Any, who: str, counted: bool) -> None:
-    (_, told), (kind, text) = worlds(2).run(_use, who, counted)
-    assert kind == "RuntimeError"
+    (_, told), (_, text) = worlds(2).answers(_use, who, counted)
     assert "belongs to stage 0, which is on another rank" in text
     assert "rank 1 failed: RuntimeError: " in told
 
 
-def _use(who: str, counted: bool) -> tuple[str, str]:
+def _use(who: str, counted: bool) -> None:
     model = network()
     if who == "layer":
         model[7].register_forward_hook(lambda module, given, output: output @ model[0].weight)
@@ -83,9 +70,8 @@ def _use(who: str, counted: bool) -> tuple[str, str]:
         return (loss, len(output)) if counted else loss
 
     rank = Rank(model, [4, 4], chunks=2)
-    found = _error_of(lambda: rank.step(*batch(), loss_fn=loss_fn))
     model(batch()[0]).sum().backward()  # outside of runs the model is a model
-    return found
+    rank.step(*batch(), loss_fn=loss_fn)
 
 
 def test_each_rank_draws_its_own_values_and_all_generators_stay_alike(worlds: Any) -> None:
@@ -107,8 +93,7 @@ def test_a_shared_weight_that_was_saved_under_one_name_is_loaded_on_each_rank(wo
 
 
 def _expect_loaded() -> None:
-    first = nn.Linear(6, 6, device="meta")
-    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    first, weight = nn.Linear(6, 6, device="meta"), torch.ones(6, 6)
     model = nn.Sequential(first, nn.Linear(6, 6, bias=False, device="meta"))
     model[1].weight = first.weight
     rank = Rank(model, [1, 1], init={"0.weight": weight, "0.bias": torch.zeros(6)})
@@ -116,25 +101,22 @@ def _expect_loaded() -> None:
 
 
 def test_a_rank_cannot_be_copied(worlds: Any) -> None:
-    for kind, text in worlds(2).run(_copied):
-        assert kind == "TypeError"
-        assert "cannot be copied or pickled" in text
+    for _, text in worlds(2).answers(_copy):
+        assert "TypeError: a Rank has connections to other processes, and cannot be copied" in text
 
 
-def _copied() -> tuple[str, str]:
-    rank = Rank(network(), [4, 4])
-    return _error_of(lambda: copy.deepcopy(rank))
+def _copy() -> None:
+    copy.deepcopy(Rank(network(), [4, 4]))
 
 
 def test_a_rank_that_clips_while_another_begins_a_step_is_told(worlds: Any) -> None:
-    (kind, _), (other, text) = worlds(2).run(_out_of_order)
-    assert kind == "LostRankError"
-    assert other == "RuntimeError"
+    (_, lost), (_, text) = worlds(2).answers(_out_of_order)
+    assert "LostRankError: " in lost
     assert "in the same order" in text
 
 
-def _out_of_order() -> tuple[str, str]:
+def _out_of_order() -> None:
     rank = Rank(network(), [4, 4], chunks=2)
     if dist.get_rank():
-        return _error_of(lambda: rank.clip_grad_norm_(1.0))
-    return _error_of(lambda: rank.step(*batch(), loss_fn=nn.functional.mse_loss))
+        rank.clip_grad_norm_(1.0)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
