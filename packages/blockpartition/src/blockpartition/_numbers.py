@@ -74,8 +74,10 @@ def ratio(x: Any, name: str) -> Fraction:
         raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
     real: Any = x
     try:
-        # Fraction takes no other real numbers than floats; those of NumPy know their ratio.
-        exact = Fraction(x) if isinstance(x, Rational) else Fraction(*real.as_integer_ratio())
+        # Fraction takes no other real numbers than floats; those of NumPy know their ratio. Integers of NumPy, which it
+        # would keep, overflow.
+        pair = (x.numerator, x.denominator) if isinstance(x, Rational) else real.as_integer_ratio()
+        exact = Fraction(*map(int, pair))
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be finite, got {x!r}") from None
     if exact < 0:

@@ -75,6 +75,11 @@ def test_layers_are_called_by_name(constraints, balance):
     assert uniform(2, named(), **constraints) == balance
 
 
+def test_integers_of_numpy_do_not_overflow():
+    costs = [2_000_000_000, 1_500_000_000, 400_000_000, 300_000_000, 1_000_000_000]
+    assert module_under_test.balance_cost(torch.tensor(costs, dtype=torch.int32).numpy(), 2) == [1, 4]
+
+
 @pytest.mark.parametrize("layer", ["block", 6, -1])
 def test_an_unknown_layer_is_refused_with_the_known_ones(layer):
     for argument in ("pin", "forbid"):

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Infeasible, Plan, inline, plan
+from gpipe import Infeasible, Plan, check, inline, plan
+from microbatch import Replicate
 from profiler import profile
 
 from ..flatten.test_answers import Model
-from ..layers import assert_same, linears, rows
+from ..layers import Layer, assert_same, linears, rows
 from ..plans import ROWS, model_of, profile_of
 
 CPUS = ["cpu", "cpu"]
@@ -132,10 +133,10 @@ class TestReport:
         assert not (tmp_path / "plan.pdf").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("modes", ["never"]), ("memory", [True, None])],
-)
+WRONG = {"sizes": [3, 2], "modes": ["never"], "memory": [True, None], "schedule": "no", "placement": [0, 5], "rows": 0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("sizes", []), *WRONG.items()])
 def test_a_plan_that_contradicts_itself(example: Plan, name: str, value: Any) -> None:
     document = json.loads(example.to_json()) | {name: value}
     with pytest.raises(ValueError, match=r"plan.*: expected"):
@@ -173,6 +174,7 @@ class TestSearch:
         found = made(chunks=4, schedule="fill_drain", checkpoint="always")
         assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "always"])
         assert found.alternatives == ()
+        assert made(chunks=15).chunks == 8  # as many as 16 rows give
 
     def test_a_profile_of_one_size_goes_with_its_chunks(self) -> None:
         plain, x = linears(4), rows(8)
@@ -191,6 +193,21 @@ class TestModels:
         assert "one step of the engine" in found.notes[-1]
         with closing(found.build(net)) as pipe:
             torch.testing.assert_close(pipe(x), net(x))
+
+    def test_a_mask_for_all_rows_and_a_weighted_target(self) -> None:
+        first, x, y = Layer(lambda s, given: given[0] * given[1].mean()), rows(8), {"y": rows(8), "w": 2.0}
+        given = {"target": y, "loss_fn": lambda output, target: loss(output, target["y"]) * target["w"]}
+        net, sample = nn.Sequential(first, *linears(2)), (x, Replicate(torch.ones(64, 64)))
+        assert "one step of the engine" in plan(net, sample, CPUS, calibrate=False, **given).notes[-1]
+        assert check(net, sample, **given).ok
+
+    @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+    def test_a_weight_that_was_computed_under_no_grad(self) -> None:
+        net, x = nn.Sequential(nn.utils.weight_norm(linears(1)[0]), *linears(1)), rows(8)
+        net(x)
+        with torch.no_grad():
+            assert plan(net, x, CPUS, chunks=2).balance == [1, 1]
+            assert check(net, x).ok
 
     @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
     @pytest.mark.parametrize(
@@ -219,11 +236,7 @@ class TestModels:
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
         ({"chunks": "4"}, TypeError, "chunks must be a number"),
         ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'.*did you mean '1f1b'"),
-        (
-            {"schedule": "interleaved"},
-            ValueError,
-            r"schedule: 'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]",
-        ),
+        ({"schedule": "interleaved"}, ValueError, r"'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]"),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
         ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*did you mean 'adam'"),

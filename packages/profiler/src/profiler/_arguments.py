@@ -44,8 +44,10 @@ def first_part(value: Any, chunks: int, rows: int | None = None) -> Batch:
     leaves, tree = flatten(bare)
     for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
         if isinstance(rule, Split) and isinstance(leaf, torch.Tensor):
-            leaves[k] = leaf.narrow(rule.dim, 0, rows)
-    return Batch(unflatten(leaves, tree))
+            if rule.counts is not None:
+                raise ValueError("rows: a sample with Split(counts=...) is measured by chunks only, got rows")
+            leaves[k] = leaf.narrow(rule.dim, 0, rows * leaf.shape[rule.dim] // fewest)  # some have k for each sample
+    return Batch(unflatten(leaves, tree), (rows,))
 
 
 def fewest_rows(value: Any) -> int:

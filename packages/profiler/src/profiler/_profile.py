@@ -114,7 +114,7 @@ def _profile_once(
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         chunks=1,
-        rows=max((len(x) for x in batch), default=0),
+        rows=min(batch.rows),
         rounds=len(rounds),
         loss=loss,
     )

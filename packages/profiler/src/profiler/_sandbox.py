@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from microbatch import Batch
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
@@ -27,10 +30,14 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
 
 
 def copy_on(layer: nn.Module, device: torch.device | str | int) -> nn.Module:
+    return copied(layer).to(device).train()
+
+
+def copied(layer: Layer) -> Layer:
     # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
     # every forward, and keeps in an attribute.
-    detached = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
-    return copy.deepcopy(layer, detached).to(device).train()
+    detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
+    return copy.deepcopy(layer, detached)
 
 
 def tensors_of(layer: nn.Module) -> Iterator[Tensor]:

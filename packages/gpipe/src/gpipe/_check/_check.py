@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors, scatter, unwrap
+from profiler._sandbox import copied
 
 from .._flatten._flatten import flatten
 from .._flatten._inputs import Inputs
@@ -32,6 +32,7 @@ from ._trial import Signal, seeded
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
+@torch.enable_grad()
 def check(
     model: nn.Module,
     sample: Any,
@@ -88,11 +89,11 @@ def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> Record
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
-        return _recorded(copy.deepcopy(model).double(), _double(sample), _double(target), torch.float64, loss)
+        return _recorded(copied(model).double(), _double(sample), _double(target), torch.float64, loss)
     except Exception:
         # The model cannot compute in double precision; or it fails in any precision, and then this raises.
         loss.to(own)
-        return _recorded(copy.deepcopy(model), sample, target, own, loss)
+        return _recorded(copied(model), sample, target, own, loss)
 
 
 def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> Record:
@@ -138,7 +139,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
     target = Signal(unwrap(record.target)[0], {})
     whole = Signal((record.output.value, target.value), {})
     if record.target is not None:
-        targets = scatter(record.target, chunks)
+        targets = scatter(replicated(record.target, "target"), chunks)
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
     cut = finest(whole, dims, real)
     parts = [(*part.value, rows) for part, rows in zip(cut.signals(whole, dims), cut.rows, strict=True)]

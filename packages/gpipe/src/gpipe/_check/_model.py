@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from profiler._sandbox import copied
 
 from .._flatten._skeleton import followers
 from ..skip import Skippable
@@ -42,7 +43,7 @@ class Record(NamedTuple):
 
 def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
     signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
-    for name, layer in copy.deepcopy(layers).named_children():
+    for name, layer in copied(layers).named_children():
         waiting.update(signal.skips)  # until a layer pops them, which need not be the next
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
         given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
@@ -57,7 +58,7 @@ def examine_all(
     """The findings for all layers, and where the last output has its rows; ``dims`` is that of the first input."""
     # Three copies of the model in all: state that layers share is then that of their own run.
     cut, findings = finest(steps[0].given, dims, real), list[Finding]()
-    again, apart = copy.deepcopy(layers), copy.deepcopy(layers)
+    again, apart = copied(layers), copied(layers)
     values: Sequence[Any] = [steps[0].given.value] * len(cut.rows)
     # Tensors are known by identity: what a layer gives, another one gets, also as a skip.
     rows = dict(zip(map(id, steps[0].given.tensors()), dims, strict=True))
@@ -83,12 +84,12 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
 
 
 def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
-    copied = copy.deepcopy(layers)
-    for layer, step in zip(copied.children(), steps, strict=True):
+    calmed_layers = copied(layers)
+    for layer, step in zip(calmed_layers.children(), steps, strict=True):
         calm(layer, step.given, step.gave.used.drew)
     # A pipe of a flattened model follows the mode of that model.
-    for twin in followers(copied):
+    for twin in followers(calmed_layers):
         twin.lead()
-    for twin in followers(copied):
+    for twin in followers(calmed_layers):
         twin.follow()
-    return copied
+    return calmed_layers

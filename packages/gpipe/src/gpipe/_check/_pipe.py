@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import unwrap
+from profiler._sandbox import copied
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
@@ -60,7 +60,7 @@ def examine_pipe(
 
 
 def _plain(model: Record, layers: nn.Sequential, loss: Loss) -> tuple[Results, bool]:
-    layers = copy.deepcopy(layers)
+    layers = copied(layers)
     value = as_nonleaf(clone_leaves(Activation(unwrap(model.inputs)[0]))).value
     with seeded(layers) as used:
         found = loss.of([(call_all(layers, value), unwrap(model.target)[0], 1)])
@@ -72,7 +72,7 @@ def _piped(
     model: Record, loss: Loss | None, balance: Sequence[int], chunks: int, layers: nn.Sequential, checkpoint: str
 ) -> Results:
     """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
-    layers = copy.deepcopy(layers)
+    layers = copied(layers)
     pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint)
     torch.manual_seed(SEED)
     with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import profiler
+from microbatch import scatter
 
 from .._check._loss import mean_square
 from .._gpipe import GPipe
@@ -73,7 +74,9 @@ def simulate(
     measured = profiler.profile(layers, mini_batch, device=places[0], chunks=chunks, timeout=timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs, placed = stage_costs(measured, sizes), placement(places)
-    found = simulate_schedule(schedule, costs, microbatches=chunks, checkpoint=checkpoint, placement=placed)
+    found = simulate_schedule(
+        schedule, costs, microbatches=len(scatter(mini_batch, chunks)), checkpoint=checkpoint, placement=placed
+    )
     finish(found, (lambda: trace(found)) if json else None, html, found.save)
 
 

@@ -102,7 +102,7 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
     numbers = sorted({_number(number) for number in given})
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
-    return numbers
+    return sorted({-(-rows // -(-rows // number)) for number in numbers})  # as many as there will be
 
 
 def _number(number: Any) -> int:

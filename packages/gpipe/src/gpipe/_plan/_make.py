@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from torch import nn
 
 from microbatch import scatter
 from profiler import Profile
+from profiler._sandbox import copied
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
@@ -37,6 +37,7 @@ GUESSED = Expected(0.5, 1.0, 2.0)
 """The range of step times around an estimate that was made without running anything."""
 
 
+@torch.enable_grad()
 def plan(
     model: nn.Module,
     sample: Any,
@@ -106,6 +107,7 @@ def plan(
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
     loss_fn = _arguments.read_loss(loss_fn, target)
+    target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
     layers = as_sequential(model, sample)
     if not len(layers):
@@ -138,7 +140,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss_fn
-            try_out = partial(train, copy.deepcopy(request.layers), *given)
+            try_out = partial(train, copied(request.layers), *given)
             found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"

@@ -16,7 +16,9 @@ from .._gpipe import GPipe
 from .._page import fragment, page
 from .._saving import save
 from ..module._arguments import Device, checked_devices
+from ..module._choices import checked_choices, expect_fitting
 from ..module._sequential import as_sequential
+from ..schedule import SCHEDULES
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
@@ -217,12 +219,15 @@ class Plan:
         plan = documents.load(Plan, text, "plan", _SCHEMA)
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
         devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes), len({*plan.placement})}
-        if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers):
+        fits = {*plan.placement} == {*range(len(plan.devices))} and {*(plan.split or ())} <= {*range(len(plan.sizes))}
+        fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks, plan.replicas) > 0
+        if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(
                 f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
                 f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)} and "
                 f"numbers {stages}"
             )
+        expect_fitting(checked_choices([*plan.modes]), plan.sizes)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:

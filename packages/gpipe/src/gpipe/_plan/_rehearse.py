@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, gather, map_tensors, scatter
+from microbatch import Batch, Replicate, Split, flatten, gather, map_tensors, rules, scatter, unflatten, unwrap
 from profiler._fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
@@ -66,7 +66,9 @@ def peaks_of(
     own = _faked(layers, mode)
 
     def first(value: Any) -> Any:
-        return gather(scatter(map_tensors(lambda tensor: blank(tensor, mode), value), chunks)[:few])
+        bare, spec = unwrap(map_tensors(lambda tensor: blank(tensor, mode), value))
+        leaves, tree = flatten(gather(scatter(bare, chunks, spec)[:few], spec))
+        return unflatten([_ruled(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
 
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
@@ -82,6 +84,12 @@ def peaks_of(
     return [max(peaks) for peaks in zip(*found, strict=True)]
 
 
+def _ruled(leaf: Any, rule: Any) -> Any:
+    if isinstance(rule, Split) and rule.counts is not None:
+        raise NotImplementedError("Split(counts=...)")
+    return Split(leaf, rule.dim) if isinstance(rule, Split) else Replicate(leaf)
+
+
 def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[float]) -> Schedule:
     """The same steps in one thread, in the order in which they begin if the actions of each stage take ``seconds``."""
     spans = replay(program.on(placement), [dict.fromkeys(Kind, each) for each in seconds])
@@ -90,7 +98,7 @@ def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[floa
 
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:
     """The same kinds with ``found`` in all: what is left is transient."""
-    left = found - need.parameters - need.optimizer
+    left = max(0, found - need.parameters - need.optimizer)
     gradients = min(need.gradients, left)
     activations = min(need.activations, left - gradients)
     return replace(need, gradients=gradients, activations=activations, transient=left - gradients - activations)
