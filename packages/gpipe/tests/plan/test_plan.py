@@ -136,7 +136,7 @@ class TestReport:
 WRONG = {"sizes": [3, 2], "modes": ["never"], "memory": [True, None], "schedule": "no", "placement": [0, 5], "rows": 0}
 
 
-@pytest.mark.parametrize(("name", "value"), [("sizes", []), *WRONG.items()])
+@pytest.mark.parametrize(("name", "value"), [("sizes", []), ("sizes", [4]), *WRONG.items()])
 def test_a_plan_that_contradicts_itself(example: Plan, name: str, value: Any) -> None:
     document = json.loads(example.to_json()) | {name: value}
     with pytest.raises(ValueError, match=r"plan.*: expected"):
@@ -236,7 +236,11 @@ class TestModels:
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
         ({"chunks": "4"}, TypeError, "chunks must be a number"),
         ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'.*did you mean '1f1b'"),
-        ({"schedule": "interleaved"}, ValueError, r"'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]"),
+        (
+            {"schedule": "interleaved"},
+            ValueError,
+            r"schedule: 'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]",
+        ),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
         ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*did you mean 'adam'"),

@@ -96,13 +96,18 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
         candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
-        even = (m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
+        even = (m for m in candidates if m <= rows and _made(rows, m) == m)
         return sorted(m for m in even if m == 1 or -(-rows // m) >= least)
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
     numbers = sorted({_number(number) for number in given})
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
-    return sorted({-(-rows // -(-rows // number)) for number in numbers})  # as many as there will be
+    return sorted({_made(rows, number) for number in numbers})
+
+
+def _made(rows: int, chunks: int) -> int:
+    """How many micro-batches a pipe with so many ``chunks`` makes of ``rows``."""
+    return -(-rows // -(-rows // chunks))
 
 
 def _number(number: Any) -> int:

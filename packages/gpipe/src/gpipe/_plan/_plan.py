@@ -218,14 +218,15 @@ class Plan:
         """
         plan = documents.load(Plan, text, "plan", _SCHEMA)
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
-        devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes), len({*plan.placement})}
+        devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes)}
         fits = {*plan.placement} == {*range(len(plan.devices))} and {*(plan.split or ())} <= {*range(len(plan.sizes))}
         fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks, plan.replicas) > 0
         if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(
                 f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
-                f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)} and "
-                f"numbers {stages}"
+                f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)}, "
+                f"numbers {stages}, schedule={plan.schedule!r}, split={plan.split}, rows={plan.rows}, "
+                f"chunks={plan.chunks} and replicas={plan.replicas}"
             )
         expect_fitting(checked_choices([*plan.modes]), plan.sizes)
         return plan

@@ -85,9 +85,9 @@ def peaks_of(
 
 
 def _ruled(leaf: Any, rule: Any) -> Any:
-    if isinstance(rule, Split) and rule.counts is not None:
-        raise NotImplementedError("Split(counts=...)")
-    return Split(leaf, rule.dim) if isinstance(rule, Split) else Replicate(leaf)
+    if leaf is None or not isinstance(rule, Split):
+        return leaf if leaf is None else Replicate(leaf)
+    return Split(leaf, rule.dim)  # one with counts has been refused when it was measured
 
 
 def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[float]) -> Schedule:

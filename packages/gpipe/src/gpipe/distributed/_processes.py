@@ -225,7 +225,7 @@ class Ranks(Processes):
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
             report = _success(run)
-            if copies := self._twins.held():
+            if copies := self._twins.states():
                 report["copies"] = copies
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)

@@ -138,7 +138,7 @@ class Rank(Stepping):
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
-        weakref.finalize(self, _remove, _guarded(share))
+        self._end_guards = weakref.finalize(self, _remove, _guarded(share))
         self._last: Choice | None = None
         self._parallel: set[dist.ProcessGroup] = set()
 
@@ -246,6 +246,7 @@ class Rank(Stepping):
         """
         with self._pipeline.workers.section.entered():
             self._processes.close()
+            self._end_guards()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -23,7 +23,7 @@ from ._messages import RemoteLink
 from ._wires import Wires
 
 
-class Held(NamedTuple):
+class TwinState(NamedTuple):
     """What a rank tells the others of its copy of a shared tensor.
 
     Attributes:
@@ -35,11 +35,11 @@ class Held(NamedTuple):
     requires_grad: bool
     figures: tuple[float, float] | None
 
-    def is_like(self, other: Held) -> bool:
+    def is_like(self, other: TwinState) -> bool:
         """Whether the copies are equal up to rounding, which averages over replicas may do in several orders."""
         if self.figures is None or other.figures is None or self.requires_grad != other.requires_grad:
             return False
-        # Written so that copies with a NaN count as equal: this is the next step's concern.
+        # A NaN is not larger than anything: copies that have one count as alike.
         within = _ROUNDING * self.figures[1]
         return not any(abs(a - b) > within for a, b in zip(self.figures, other.figures, strict=True))
 
@@ -61,17 +61,17 @@ class Twin(NamedTuple):
     module: nn.Module
     name: str
 
-    def held(self) -> Held:
+    def state(self) -> TwinState:
         name, module = f"{type(self.module).__name__}.{self.name}", self.module
-        if not {self.name} & {*module._parameters, *module._buffers}:
-            return Held(name, False, None)
+        if self.name not in module._parameters and self.name not in module._buffers:
+            return TwinState(name, False, None)
         data: Any = self.tensor.detach()
         data = data.to_local() if hasattr(data, "to_local") else data
         data = torch.view_as_real(data) if data.is_complex() else data.to_dense()
         kind = wide(data.device)
         data = data if data.is_floating_point() else data.to(kind)
-        figures = data.sum(dtype=kind), torch.linalg.vector_norm(data, dtype=kind)
-        return Held(name, self.tensor.requires_grad, (figures[0].item(), figures[1].item()))
+        total, norm = torch.stack([data.sum(dtype=kind), torch.linalg.vector_norm(data, dtype=kind)]).tolist()
+        return TwinState(name, self.tensor.requires_grad, (total, norm))
 
     @property
     def tensor(self) -> Tensor:
@@ -126,8 +126,8 @@ class Twins:
             for twin in self._others:
                 twin.tensor.copy_(values[twin.tensor])
 
-    def held(self) -> dict[int, Held]:
-        return {twin.number: twin.held() for twin in (*self._owned, *self._others)}
+    def states(self) -> dict[int, TwinState]:
+        return {twin.number: twin.state() for twin in (*self._owned, *self._others)}
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
@@ -171,15 +171,15 @@ class Twins:
         return found
 
 
-def expect_alike(told: Sequence[Mapping[int, Held]], members: Sequence[int]) -> None:
+def expect_alike(told: Sequence[Mapping[int, TwinState]], members: Sequence[int]) -> None:
     """Raise ValueError unless all copies of a tensor are alike, of which each of the ``members`` has ``told``."""
-    first: dict[int, tuple[int, Held]] = {}
+    first: dict[int, tuple[int, TwinState]] = {}
     for rank, copies in zip(members, told, strict=True):
-        for number, held in copies.items():
-            owner, own = first.setdefault(number, (rank, held))
-            if rank != owner and not own.is_like(held):
+        for number, state in copies.items():
+            owner, own = first.setdefault(number, (rank, state))
+            if rank != owner and not own.is_like(state):
                 raise ValueError(
-                    f"{own.name} of rank {owner} and {held.name} of rank {rank} are one tensor of the model, but "
+                    f"{own.name} of rank {owner} and {state.name} of rank {rank} are one tensor of the model, but "
                     "differ by now in their values, in requires_grad, or because one was replaced; treat them alike on "
                     "all ranks: in optimizers, which may choose by names that differ, when they are frozen, loaded or "
                     "pruned; and no forward may change them"

@@ -157,8 +157,7 @@ class Stepping(Divided):
             return self._returned(losses, batches, call)
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
-        found = returned(losses, batches, self.out_spec, call.return_outputs and self._pipeline.ends)
-        return (*found, None) if call.return_outputs and not self._pipeline.ends else found
+        return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
     def _ending(self) -> Segment | None:
         """The last layer, if it makes the whole output of a model that computes its own loss."""

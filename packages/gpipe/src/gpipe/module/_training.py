@@ -82,13 +82,13 @@ def _expect_defaults(call: Call) -> None:
         )
 
 
-def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool) -> Any:
-    """The loss; with metrics if there are any, and perhaps with outputs."""
+def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool) -> Any:
+    """The loss; with metrics if there are any, and perhaps with outputs: None where another process has these."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
         found.append(losses.metrics)
     if with_outputs:
-        found.append(_outputs(losses, batches, out_spec))
+        found.append(_outputs(losses, batches, out_spec) if has_outputs else None)
     return found[0] if len(found) == 1 else tuple(found)
 
 
