@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ._moments import MiniBatchStatistics
 from .schedule import Step
 
 
@@ -42,7 +41,7 @@ class Current(threading.local):
 
     step: Step | None = None
     microbatch: int | None = None
-    statistics: MiniBatchStatistics | None = None
+    statistics: Any = None
     checkpointing = False
     recomputing = False
     rng: Any = None

@@ -31,8 +31,7 @@ from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._init import initializer_of
 from .module._keywords import as_value
-from .module._partition import BalanceError, checked_balance, divide, recommend_auto_balance
-from .module._sequential import as_sequential
+from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
 from .module._signature import class_for
 from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms

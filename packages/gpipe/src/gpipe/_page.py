@@ -1,9 +1,12 @@
-"""Reports as HTML: the text that is printed, above a picture. Nothing is fetched from anywhere."""
+"""Save reports, and show them as pages."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from html import escape  # xml.sax takes longer to import than the rest of a report
+from os import PathLike, fspath
+from pathlib import Path
 
 _STYLE = """
 .gpipe-report { color-scheme: light dark; color: #1f2937; background: #ffffff; padding: .5rem 1rem }
@@ -42,3 +45,22 @@ def page(title: str, text: str, picture: str = "") -> str:
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f"<title>{escaped(title)}</title>\n{fragment(text, picture)}\n</html>\n"
     )
+
+
+def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
+    """Write a report to a file.
+
+    Args:
+        path: the file; what it held before is replaced.
+        forms: by the ending of a name, such as ``.json``, a function that returns the report in that format.
+
+    Raises:
+        ValueError: ``forms`` has no format for the ending of ``path``.
+    """
+    file = Path(fspath(path))
+    if file.suffix not in forms:
+        *others, last = forms
+        raise ValueError(
+            f"path: expected a name that ends in {', '.join(others)} or {last}, got the ending {file.suffix!r}"
+        )
+    file.write_bytes(forms[file.suffix]().encode())

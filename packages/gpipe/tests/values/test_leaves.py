@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.values._leaves import like_accumulated, own_memory
-from gpipe.values._memory import storage_id
+from gpipe.values._leaves import like_accumulated, own_memory, storage_id
 
 
 @given(st.lists(st.none() | st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=2))

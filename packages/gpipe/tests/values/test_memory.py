@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.values._memory import is_dense
+from gpipe.values._leaves import is_dense
 
 
 def views() -> st.SearchStrategy[Tensor]:

@@ -18,8 +18,8 @@ from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
 from ..module._arguments import checked_chunks
+from ..module._cut import replicated
 from ..module._partition import checked_balance
-from ..module._whole import replicated
 from ._findings import Finding
 from ._layer import broken
 from ._loss import Loss, examine_loss

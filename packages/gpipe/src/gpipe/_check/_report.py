@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
 
-from .._page import fragment, page
-from .._saving import save
+from .._page import fragment, page, save
 from ._findings import Finding
 
 _LEVELS = ("error", "warning", "note")

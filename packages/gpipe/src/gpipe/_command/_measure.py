@@ -15,7 +15,7 @@ from .._gpipe import GPipe
 from ..balance import balance_by_parameters, balance_cost
 from ..engine._workers import placement
 from ..module._arguments import checked_devices
-from ..module._sequential import as_sequential
+from ..module._partition import as_sequential
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
 from ..timeline import record

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from .._current import current
 from .._torch import no_torch_dispatch, no_torch_function
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 from ._calls import Like
 from ._sources import looks_at_shapes, tensors_of
 from ._watch import SIZES, VALUES

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from streams import add_note
 
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 from ._inputs import Inputs
 from ._placeholders import is_placeholder
 from ._sources import Sources, is_whole, tensors_of

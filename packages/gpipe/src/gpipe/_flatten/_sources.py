@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 from streams import DispatchMode
 
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 
 
 class Sources(DispatchMode):  # type: ignore[no-untyped-call]

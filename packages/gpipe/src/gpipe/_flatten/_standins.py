@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._current import current
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 from ._calls import Key, Like, Observed, like
 from ._collected import Collected, collector, copied
 from ._placeholders import Placeholder, Untouched, computed, unknown

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 from ._calls import DRAWN, Calls, Observed, Origin
 from ._inputs import Inputs
 from ._sources import Sources, is_whole, tensors_of

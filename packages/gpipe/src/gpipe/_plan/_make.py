@@ -16,9 +16,8 @@ from profiler._sandbox import copied
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
-from ..module._partition import refuse_duplicate_layers
-from ..module._sequential import as_sequential
-from ..module._whole import replicated
+from ..module._cut import replicated
+from ..module._partition import as_sequential, refuse_duplicate_layers
 from ..timeline import simulate
 from . import _arguments
 from ._calibrate import UNSURE, calibrated, train

@@ -13,11 +13,10 @@ from torch import nn
 from profiler import documents
 
 from .._gpipe import GPipe
-from .._page import fragment, page
-from .._saving import save
+from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
 from ..module._choices import checked_choices, expect_fitting
-from ..module._sequential import as_sequential
+from ..module._partition import as_sequential
 from ..schedule import SCHEDULES
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate

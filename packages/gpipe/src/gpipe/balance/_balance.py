@@ -12,7 +12,7 @@ from torch import nn
 from profiler import profile, profile_seconds, profile_sizes
 
 from .._flatten._shapes import expect_data
-from ..module._whole import replicated
+from ..module._cut import replicated
 from ._cuts import Layers, balanced, checked_names
 
 Device = torch.device | int | str

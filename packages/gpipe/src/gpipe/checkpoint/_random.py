@@ -26,8 +26,7 @@ from .._current import current
 from .._forks import fork_lock
 from .._torch import OpOverload, backward_id
 from ._device_generator import DeviceGenerator
-from ._interception import Interception
-from ._operations import device_of, drops_nothing, with_generator
+from ._operations import Interception, device_of, drops_nothing, with_generator
 
 PROCESS: Final = torch.default_generator
 """The generator of the process, from which torch draws on the CPU unless it is given another one."""

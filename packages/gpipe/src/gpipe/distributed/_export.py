@@ -13,8 +13,7 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._walks import Size, walk_of
 from ..module._arguments import Device, checked_chunks
 from ..module._init import initializer_of
-from ..module._partition import checked_balance, partitions_of, verify_module
-from ..module._sequential import as_sequential
+from ..module._partition import as_sequential, checked_balance, partitions_of, verify_module
 from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk
 from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from microbatch import is_flat
 
-from ..values._leaves import Activation
-from ..values._memory import is_dense
+from ..values._leaves import Activation, is_dense
 from ..values._sharing import as_copied
 
 Payload = Activation | list[Tensor | None]

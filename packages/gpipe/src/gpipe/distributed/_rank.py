@@ -28,8 +28,7 @@ from ..module._choices import checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
 from ..module._init import initializer_of
 from ..module._keywords import Call, as_value, called_with
-from ..module._partition import checked_balance
-from ..module._sequential import as_sequential
+from ..module._partition import as_sequential, checked_balance
 from ..module._step import Stepping
 from ..module._training import Kind, losses_of
 from ..module._transforms import refuse_transforms

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine._accumulate import added
-from ..engine._parameters import contents_of
 from ..engine._scale import wide
-from ..engine._tied import shared_tensors
+from ..engine._tied import contents_of, shared_tensors
 from ._messages import RemoteLink
 from ._wires import Wires
 

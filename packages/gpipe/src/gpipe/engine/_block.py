@@ -27,8 +27,7 @@ from .._torch import backward_id
 from ..checkpoint._random import CellRNG
 from ..skip.layout import skippables
 from ..values._constants import expect_plain
-from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
-from ..values._memory import storage_id
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, storage_id, versions
 from ._recomputation import Recomputation, Repeatable
 from ._stage import Stage
 

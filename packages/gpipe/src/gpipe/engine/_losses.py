@@ -15,8 +15,7 @@ from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._leaves import Activation, as_nonleaf, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
-from ._accumulate import GradientSums, below
-from ._deferred_gradients import DeferredGradients
+from ._accumulate import DeferredGradients, GradientSums, below
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import HALVES, Scale, scale_of, sum_of
 

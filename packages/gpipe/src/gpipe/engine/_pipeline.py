@@ -25,10 +25,9 @@ from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import PRESERVED, flag_aliases, owned
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
-from ._data_parallel import may_be_data_parallel, refuse_data_parallel
 from ._failures import Failures
 from ._losses import Losses, LossStage
-from ._processes import ALONE, Processes
+from ._processes import ALONE, Processes, may_be_data_parallel, refuse_data_parallel
 from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings

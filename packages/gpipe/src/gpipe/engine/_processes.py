@@ -1,10 +1,16 @@
-"""The processes that have stages of a pipe: one only, unless :mod:`gpipe.distributed` brings others."""
+"""The processes that train together: those that have stages of a pipe, and those that average its gradients.
+
+One process has all stages, unless :mod:`gpipe.distributed` brings others.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
+import torch
 from torch import Tensor, nn
 
 from ..transport._link import Channel
@@ -46,3 +52,30 @@ class Processes:
 
 ALONE: Final = Processes()
 """The only process of a pipe."""
+
+
+def may_be_data_parallel() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if a ``DistributedDataParallel`` that averages gradients has any of ``parameters``.
+
+    Its hooks do nothing unless its own forward has run before: gradients would silently be those of this process alone.
+    """
+    if not parameters or not may_be_data_parallel():
+        return
+    wanted = {id(parameter) for parameter in parameters}
+    # The wrapper is outside of the pipe, which has no reference to it, and torch has no list of wrappers. This look at
+    # all objects takes long; it happens only if something refers to the node of a parameter.
+    kind = torch.nn.parallel.DistributedDataParallel
+    # By type(): isinstance() asks objects for their __class__, which runs code of proxies.
+    every = gc.get_objects()
+    kinds = {each for each in set(map(type, every)) if issubclass(each, kind)}
+    around = [each for each in every if type(each) in kinds and each.require_backward_grad_sync] if kinds else []
+    if any(not wanted.isdisjoint(map(id, each.parameters())) for each in around):
+        raise RuntimeError(
+            "step() does not go through the forward of the DistributedDataParallel around this pipe, which would not "
+            "average its gradients; call ddp(input) and backward(), or use step() under ddp.no_sync() or without "
+            "DistributedDataParallel, and call gpipe.distributed.average_gradients(pipe) after it"
+        )

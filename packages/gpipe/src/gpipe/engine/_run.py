@@ -22,17 +22,16 @@ from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
+from ._accumulate import DeferredGradients, kept, summed
 from ._autograd_calls import accumulate_whole
-from ._deferred_gradients import DeferredGradients, kept, summed
 from ._exclusive import Sections
 from ._failures import Failures
 from ._left_behind import expect_no_variables, watch_attributes
 from ._losses import Losses
-from ._parameters import contents_of
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
-from ._tied import Tied
+from ._tied import Tied, contents_of
 from ._walks import Size, forwards_and_backwards, forwards_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from streams import add_note
 
+from .._batchnorm import MiniBatchStatistics, commit
 from .._current import current
-from .._moments import MiniBatchStatistics, commit
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
 from ..transport._link import AnyChannel
@@ -25,12 +25,11 @@ from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
 from ..values._sharing import given_state, owned, refuse_shared_changes, uncounted_of
-from ._accumulate import GradientSums
+from ._accumulate import GradientSums, counts_of_hooks
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
-from ._data_parallel import may_be_data_parallel
-from ._deferred_gradients import counts_of_hooks
 from ._losses import Losses
+from ._processes import may_be_data_parallel
 from ._recomputation import Recomputation
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks, expect_no_more_hooks

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,39 @@ from torch.nn.parameter import is_lazy
 
 from streams import current_stream, record_stream
 
-from ..values._memory import storage_id
-from ._parameters import Contents, contents_of
+from ..values._leaves import storage_id
 from ._stage import Stage
+
+
+class Contents(NamedTuple):
+    """A module and all modules below it, with what they hold.
+
+    Attributes:
+        modules: each once, in order.
+        parameters: each once.
+        tensors: the identities of parameters and buffers.
+    """
+
+    modules: dict[nn.Module, None]
+    parameters: list[nn.Parameter]
+    tensors: set[int]
+
+
+def contents_of(root: nn.Module) -> Contents:
+    modules: dict[nn.Module, None] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: set[int] = set()
+    stack: list[Any] = [root]
+    while stack:
+        each = stack.pop()
+        if each is not None and each not in modules:
+            modules[each] = None
+            stack += reversed(each._modules.values())
+            parameters.update(zip(map(id, each._parameters.values()), each._parameters.values(), strict=True))
+            buffers.update(map(id, each._buffers.values()))
+    parameters.pop(id(None), None)
+    return Contents(modules, [*parameters.values()], buffers.union(parameters) - {id(None)})
+
 
 LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""

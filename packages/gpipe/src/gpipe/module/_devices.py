@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._swap import give_data
+from .._torch import swap_implementations
 
 
 def move(block: nn.Module, device: torch.device) -> None:
@@ -111,3 +111,31 @@ def moving_denied(how: str) -> TypeError:
         f"denied to move parameters and buffers by {how}, because GPipe manages device placement; pass devices=... "
         "when you make it, and move the modules around it separately"
     )
+
+
+def swap_data(tensor: Tensor, other: Tensor) -> None:
+    """Give ``tensor`` the device and data of ``other``. It keeps its identity, class, attributes and hooks.
+
+    So parameters remain tied, and references to them remain valid.
+    """
+    # `tensor.data = ...` cannot change a tensor from or to meta.
+    before, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    swap_implementations(tensor, other)
+    if before:
+        tensor._backward_hooks = None
+        tensor._backward_hooks = before
+    if after:
+        tensor._post_accumulate_grad_hooks = after
+
+
+def give_data(tensor: Tensor, other: Tensor) -> None:
+    try:
+        tensor.data = other
+    except RuntimeError:  # torch allows this between the usual types of devices only
+        swap_data(tensor, leaf_of(other, tensor.requires_grad))
+
+
+def leaf_of(data: Tensor, requires_grad: bool) -> Tensor:
+    """``data`` as a separate tensor, for :func:`swap_data`."""
+    # Not by detach(), after which torch forbids `.data = ...`.
+    return nn.Parameter(data, requires_grad=requires_grad)

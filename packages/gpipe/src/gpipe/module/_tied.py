@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..engine._tied import holds_tensors
-from ..values._memory import storage_id
+from ..values._leaves import storage_id
 from ._devices import move
 from ._divided import Divided
 

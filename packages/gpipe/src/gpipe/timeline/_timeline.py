@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 
 from .._forks import fork_lock
-from .._page import fragment, page
-from .._saving import save
+from .._page import fragment, page, save
 from ._chrome import trace
 from ._events import Event
 from ._svg import svg

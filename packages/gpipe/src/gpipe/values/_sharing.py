@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from microbatch import Batch, gather, map_tensors
 
-from ._leaves import Activation, versions
-from ._memory import clone, storage_id
+from ._leaves import Activation, clone, storage_id, versions
 
 OWN, PRESERVED, SHARED = 0, 1, 2
 

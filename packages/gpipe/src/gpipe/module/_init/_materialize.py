@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from streams import add_note
 
 from ..._flatten._placeholders import is_placeholder, placeholder
-from .._devices import move
-from .._swap import leaf_of, swap_data
+from .._devices import leaf_of, move, swap_data
 from ._initializer import Initializer, Loaded
 from ._model import Layers, Owned, modules_of
 
