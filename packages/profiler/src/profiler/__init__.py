@@ -4,8 +4,8 @@ from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._profile import profile, profile_seconds, profile_sizes, profile_times
 from ._record import Profile
-from ._sandbox import detach, layerwise_sandbox
 from ._skips import SkipStore
+from .sandbox import detach, layerwise_sandbox
 
 __version__ = "0.1.0"
 

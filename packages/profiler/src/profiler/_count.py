@@ -18,12 +18,12 @@ from ._alike import situation
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._ends import SEED, copied, enter_batch, turned
-from ._fake import blank_batch, blank_layer, fake_mode, faking
 from ._isolation import uncompiled
 from ._layers import owned
-from ._sandbox import copy_on
 from ._storages import storages, tensor_bytes
 from ._walk import Visit, walk
+from .fake import blank_batch, blank_layer, fake_mode, faking
+from .sandbox import copy_on
 
 
 class _Count(NamedTuple):

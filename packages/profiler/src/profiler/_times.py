@@ -16,9 +16,9 @@ from microbatch import Batch
 
 from ._clock import marker, seconds
 from ._ends import copied, enter_batch, gradients_for, is_entrance
-from ._sandbox import copy_on
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
+from .sandbox import copy_on
 from .split import BackwardGraph
 
 _SMALL = 256 * 2**20

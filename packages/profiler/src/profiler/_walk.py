@@ -12,8 +12,8 @@ from torch import nn
 from microbatch import Batch
 from streams import add_note
 
-from ._sandbox import detach
 from ._skips import SkipStore, routed
+from .sandbox import detach
 
 
 class Visit(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors, scatter, unwrap
-from profiler._sandbox import copied
+from profiler.sandbox import copied
 
 from .._flatten._flatten import flatten
 from .._flatten._inputs import Inputs

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler._sandbox import copied
+from profiler.sandbox import copied
 
 from .._flatten._skeleton import followers
 from ..skip import Skippable

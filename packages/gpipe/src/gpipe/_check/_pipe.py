@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import unwrap
-from profiler._sandbox import copied
+from profiler.sandbox import copied
 
 from .._gpipe import GPipe
 from ..engine._settings import inline

@@ -12,7 +12,7 @@ from torch import nn
 
 from microbatch import scatter
 from profiler import Profile
-from profiler._sandbox import copied
+from profiler.sandbox import copied
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch, Replicate, Split, flatten, gather, map_tensors, rules, scatter, unflatten, unwrap
-from profiler._fake import FusedAttention, blank, blank_layer, fake_mode
+from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
 from ..engine._settings import inline

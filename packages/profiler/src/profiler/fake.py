@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 from microbatch import Batch, map_tensors
 from streams import add_note
 
-from ._sandbox import tensors_of
+from .sandbox import tensors_of
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["FusedAttention", "blank", "blank_batch", "blank_layer", "fake_mode"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 Mode = AbstractContextManager[object]
@@ -27,6 +29,11 @@ _NO_MODE: Mode = nullcontext()
 
 
 def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data.
+
+    Returns:
+        The mode, a context manager, which layers with data may be called in too.
+    """
     # Imported late: it takes a while, and few calls need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -75,7 +82,15 @@ def _fused(
 
 
 def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """A tensor like `x` on the CPU, of zeros; made inside `mode`, so in a fake mode it takes no memory."""
+    """A tensor like `x` on the CPU, of zeros.
+
+    Args:
+        x: a tensor on any device.
+        mode: the mode in which it is made; in a fake one it takes no memory.
+
+    Returns:
+        A tensor of the same shape, strides and dtype, or a parameter.
+    """
     with mode:
         # With the same strides: a kernel that needs another layout would keep a copy.
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
@@ -85,8 +100,26 @@ def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 
 def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
+    """A copy of a layer with blank tensors.
+
+    Args:
+        layer: the layer, which does not change.
+        mode: as for :func:`blank`.
+
+    Returns:
+        The copy, in training mode.
+    """
     return copy.deepcopy(layer, {id(x): blank(x, mode) for x in tensors_of(layer)}).train()
 
 
 def blank_batch(batch: Batch, mode: Mode = _NO_MODE) -> Batch:
+    """A batch with blank tensors in the places of others.
+
+    Args:
+        batch: the batch, which does not change.
+        mode: as for :func:`blank`.
+
+    Returns:
+        A batch with the same rows.
+    """
     return batch.call(lambda value: map_tensors(lambda x: blank(x, mode), value))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 
+__all__ = ["copied"]
+
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
@@ -34,6 +36,14 @@ def copy_on(layer: nn.Module, device: torch.device | str | int) -> nn.Module:
 
 
 def copied(layer: Layer) -> Layer:
+    """A deep copy of a module, also of one that keeps tensors with a graph in attributes.
+
+    Args:
+        layer: the module, which does not change.
+
+    Returns:
+        The copy, on the same device and in the same mode. Such tensors are detached in it.
+    """
     # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
     # every forward, and keeps in an attribute.
     detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
