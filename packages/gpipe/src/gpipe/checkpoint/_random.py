@@ -215,7 +215,6 @@ class CellRNG:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """A context for a recomputation, in which this thread draws the numbers of the forward."""
-        self.forget()
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
         # The next forward of the layer goes on from here, as if nothing had been drawn again.
