@@ -78,10 +78,7 @@ class State:
         values = [own.get(name, _ABSENT) for own, name in self._places]
         ends = [last_entry(values[at]) for at in self._containers]
         values += [end if isinstance(end, Tensor) else None for end in ends]
-        try:
-            return values, [value._version if isinstance(value, Tensor) else 0 for value in values]
-        except RuntimeError:  # a tensor of inference mode has no such number
-            return values, _versions(values)
+        return values, _versions(values)
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Copies of those buffers among ``values`` that can be restored, by number."""
@@ -184,11 +181,17 @@ def _is_small(buffer: Any) -> bool:
 
 
 def _versions(values: Iterable[Any]) -> list[int]:
-    return [value._version if _is_counted(value) else 0 for value in values]
+    try:
+        return [value._version if isinstance(value, Tensor) else 0 for value in values]
+    except RuntimeError:  # a tensor of inference mode has no such number
+        return [*map(_version, values)]
 
 
-def _is_counted(value: Any) -> bool:
-    return isinstance(value, Tensor) and (is_lazy(value) or not value.is_inference())
+def _version(value: Any) -> int:
+    try:
+        return value._version if isinstance(value, Tensor) else 0
+    except RuntimeError:
+        return 0
 
 
 def _copied(value: Any) -> Any:

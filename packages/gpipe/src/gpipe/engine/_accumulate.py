@@ -40,7 +40,7 @@ class Below(NamedTuple):
 def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
     """The leaves below ``tensors``, without ``inputs``, in an order that depends only on the graph."""
     # A layer may return a leaf, such as a parameter: its node is the one that accumulates its gradient.
-    roots = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
+    roots = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
     nodes = dict.fromkeys(roots)
     stack, ends = list(nodes), []
     while stack:
