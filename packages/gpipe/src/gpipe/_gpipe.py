@@ -6,7 +6,6 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from .engine._losses import LossStage
 from .engine._pipeline import Pipeline
 from .engine._walks import Size
 from .engine._workers import Workers
-from .module._arguments import Device, checked_chunks, checked_devices, checked_flag, checked_places
+from .module._arguments import Device, checked_devices, checked_flag, checked_places
 from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
@@ -106,7 +105,6 @@ class GPipe(Stepping):
     _chooser: Chooser
     _copy_streams: list[CopyStreams]
     _workers: Workers
-    _laid_out: list[list[nn.Module]]
 
     def __init__(
         self,
@@ -149,15 +147,6 @@ class GPipe(Stepping):
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self._devices)
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches that a mini-batch is cut into; may be set."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self.__dict__["_chunks"] = checked_chunks(chunks)
 
     @property
     def checkpoint(self) -> Choices:
@@ -231,13 +220,11 @@ class GPipe(Stepping):
         return self._whole()[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        raise TypeError(f"layer {index} of a pipe cannot be replaced{_NEW_PIPE}")
+        raise TypeError(f"layer {index} of a pipe cannot be replaced{self._ANEW}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_modules", {}):
-            raise TypeError(f"layer {name!r} of a pipe cannot be replaced{_NEW_PIPE}")
         if name in ("balance", "devices", "partitions"):
-            raise AttributeError(f"{name} of a pipe cannot be set{_NEW_PIPE}")
+            raise AttributeError(f"{name} of a pipe cannot be set{self._ANEW}")
         if name in self.__dict__ or hasattr(type(self), name) or not self._is_of_model(name):
             super().__setattr__(name, value)
         else:
@@ -356,22 +343,14 @@ class GPipe(Stepping):
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 
     def _follow_model(self, inputs: Any) -> None:
-        """Before a run: expect the layers that the stages were made of."""
-        held = [list(partition._modules.values()) for partition in self._partitions]
-        moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
-        if moved or held != self._laid_out:
-            raise RuntimeError(
-                "the layers of this pipe, or of its partitions, are not those that it was made of: some were added, "
-                f"removed or replaced{_NEW_PIPE}"
-            )
+        self._expect_layers()
         super()._follow_model(inputs)
 
     def _lay_out(self, checkpoint: Choices) -> None:
         """Set what is checkpointed, and make the stages of the engine anew. On any error nothing has changed."""
         stages, layout = laid_out(self._partitions, self._devices, checkpoint)
         pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
-        laid_out_layers = [list(partition._modules.values()) for partition in self._partitions]
-        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _laid_out=laid_out_layers)
+        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _laid_out=self._held())
 
     def _whole(self) -> nn.Sequential:
         layers = OrderedDict(self._layers())
@@ -392,7 +371,6 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out")
-_NEW_PIPE = "; make a new pipe of its layers or others: GPipe(pipe[:], balance=...); the same optimizer may go on"
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

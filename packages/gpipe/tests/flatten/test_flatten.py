@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -326,7 +327,19 @@ def _returned(model: Told, x: Tensor) -> tuple[Tensor, Tensor]:
     return model.head(model.past(hidden.tanh())), hidden
 
 
-@pytest.mark.parametrize("told", [_long_skip, _gated, _crossed, _apart, _in_place, _beside, _asked, _tied, _returned])
+def _stepwise(model: Told, x: Tensor) -> Tensor:
+    """A parameter and a module are used after every block, and what a block is given depends on its class."""
+    hidden = model.embed(x)
+    for block in model.body.blocks:
+        given = (hidden, None) if isinstance(block, Mix) else (hidden, hidden)
+        hidden = model.middle(hidden + model.factor * block(*given)[0])
+    return model.head(model.past(hidden))
+
+
+WAYS = [_long_skip, _gated, _crossed, _apart, _in_place, _beside, _asked, _tied, _returned, _stepwise]
+
+
+@pytest.mark.parametrize("told", WAYS)
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable[..., Any], others: int):
     torch.manual_seed(1)
@@ -362,6 +375,54 @@ def test_where_lists_cannot_all_be_cut_the_longest_is():
 
     layers = flatten(Told(cached, others=4), torch.randn(2, 2))
     assert [name for name, _ in layers.named_children()] == ["start", *(f"others_{k}" for k in range(4)), "end"]
+
+
+@dataclass
+class Packed:
+    hidden: Tensor
+    first: Tensor | None = None
+
+
+class Packs(nn.Linear):
+    def forward(self, x: Tensor) -> Packed:
+        return Packed(x + super().forward(x).tanh())
+
+
+class Realistic(nn.Module):
+    """With dataclasses, a list of parameters, a computed weight, a batch as its argument, and an attribute it sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.utils.parametrizations.weight_norm(nn.Linear(2, WIDTH))
+        self.blocks = nn.ModuleList(Packs(WIDTH, WIDTH) for _ in range(3))
+        self.scales = nn.ParameterList(torch.rand(WIDTH) for _ in range(3))
+        self.aside = 0.0
+
+    def forward(self, batch: dict[str, Tensor]) -> Packed:
+        first = hidden = self.embed(batch["x"])
+        self.aside = first.square().mean()
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            hidden = block(hidden).hidden * scale
+        return Packed(hidden, first)
+
+
+def test_a_forward_with_much_that_real_ones_have() -> None:
+    model, given = Realistic(), {"x": torch.randn(4, 2)}
+    plain = copy.deepcopy(model)
+    with closing(GPipe(model, [3, len(flatten(model, (given,))) - 3], sample=(given,), devices=["cpu"] * 2)) as pipe:
+        found, expected = pipe(given), plain(given)
+        torch.testing.assert_close((found.hidden, found.first), (expected.hidden, expected.first))
+        (found.hidden + found.first).square().sum().backward()
+        (expected.hidden + expected.first).square().sum().backward()
+        torch.testing.assert_close(gradients(model), gradients(plain))
+        torch.testing.assert_close(pipe.aside.detach(), plain.aside.detach())
+        with pytest.raises(RuntimeError, match="a layer has left a tensor with its graph"):
+            pipe.step(given, loss_fn=lambda output: output.hidden.mean() + model.aside)
+        model.told = 1
+        pipe(given)
+        del model.told
+        pipe(given)
+        assert not [layer for layer in pipe if hasattr(layer.net, "told")]
 
 
 class Net(nn.Module):
@@ -409,6 +470,15 @@ def _part_of_a_block(model: Told, x: Tensor) -> Tensor:
     return model.head(model.body.blocks[0].linear(model.through(model.embed(x))))
 
 
+def _by_type(model: Told, x: Tensor) -> Tensor:
+    return model.head(model.through(model.embed(x), scale=1.0) if type(model.body.blocks[0]) is Mix else x)
+
+
+def _over_the_input(model: Told, x: Tensor) -> Tensor:
+    x *= 1
+    return model.head(model.through(model.embed(x)))
+
+
 each_refusal = pytest.mark.parametrize(
     ("told", "named"),
     [
@@ -417,6 +487,8 @@ each_refusal = pytest.mark.parametrize(
             r"'body.blocks.0' to 'body.blocks.2', .* in test_flatten.py:\d+, `.*linear\(.*` "
             r"\(.* calls a Linear that belongs to another layer, where it may read",
         ),
+        (_by_type, r"with stand-ins for its blocks"),
+        (_over_the_input, r"its forward changes an input in place"),
         (_by_forward, r"Told cannot be divided: it calls no element of 'body\.blocks' \(layer\.forward\(x\)"),
     ],
 )

@@ -107,7 +107,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     assert [0.5 < ratio < 2 for ratio in shown.byte_ratios] == [True, True]
     assert len(shown.timeline.events) == 2 * 2 * found.chunks
     assert [line.split()[0] for line in str(shown).splitlines()[2:]] == ["a", "device", "device"]
-    with pytest.raises(ValueError, match=r"loss_fn: the plan was made without one"):
+    with pytest.raises(TypeError, match="without a loss_fn the output must be the loss"):
         Plan.from_json(found.to_json()).verify(x, y, pipe=pipe)
     pipe.close()
 

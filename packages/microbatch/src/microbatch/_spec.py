@@ -124,8 +124,12 @@ def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
         return rule
     raise TypeError(
         f"{place} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, None or a tree of them; "
-        "Replicate() around it, or in the spec, hands it whole to every micro-batch"
+        + (_IN if place.root == "input" else _OUT)
     )
+
+
+_IN = "Replicate() around it, or in the spec, hands it whole to every micro-batch"
+_OUT = "Replicate() in the spec (of a pipe, in out_spec) says that it is the same for all micro-batches"
 
 
 def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:

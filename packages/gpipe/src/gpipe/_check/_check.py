@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from profiler.sandbox import copied
 
 from .._flatten._flatten import flatten
 from .._flatten._inputs import Inputs
+from .._flatten._names import Flattened
 from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
@@ -106,7 +106,8 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
 
 def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
     if isinstance(model, GPipe):
-        model = nn.Sequential(OrderedDict(model.named_children()))
+        model = model[:]
+        sample = Arguments(*Inputs.of(sample)) if isinstance(model, Flattened) else sample
     if not isinstance(model, nn.Sequential):
         return flatten(model, sample), Arguments(*Inputs.of(sample))
     if not len(model):

@@ -53,7 +53,11 @@ def examine_pipe(
             return [Finding(code, None, "", _MESSAGES[code], problem)], []
         agreed.append("1f1b with 'always'")
     if draws:  # with all masks, as in training, checkpointing must change nothing
-        if problem := compare(step(model.layers, "never"), partial(step, model.layers, "always")):
+        try:
+            expected = step(model.layers, "never")
+        except Exception as error:
+            return [Finding("pipeline", None, "", _MESSAGES["pipeline"], _told(error))], []
+        if problem := compare(expected, partial(step, model.layers, "always")):
             return [Finding("recompute", None, "", _MESSAGES["recompute"], problem)], []
         agreed.append("1f1b with 'always' as with 'never'")
     return [], agreed
@@ -86,9 +90,13 @@ def _problem(tolerance: float, expected: Results, run: Callable[[], Results]) ->
     try:
         found = run()
     except Exception as error:
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return _told(error)
     apart = difference(list(expected.values()), [found[name] for name in expected], alike=True)
     return f"loss or gradients differ by {figure(apart)} of the largest" if apart > tolerance else ""
+
+
+def _told(error: Exception) -> str:
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 def _results(model: nn.Module, loss: Tensor) -> Results:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..values._constants import is_constant
 from ._inputs import Inputs
-from ._sources import tensors_of
 from ._tree import Tree, flattened
 
 
@@ -47,17 +46,20 @@ class Observed(NamedTuple):
         outputs: the leaves, tensors as :class:`Like`.
         result: the tree of these.
         given: the first tensor among its arguments.
+        arguments: the tree of these.
     """
 
     outputs: list[Any]
     result: Tree
     given: Like | None
+    arguments: Tree
 
     @classmethod
     def of(cls, args: Any, output: Any) -> Observed:
         leaves, tree = flattened(output)
-        first = next(iter(tensors_of(args)), None)
-        return cls(list(map(like, leaves)), tree, None if first is None else like(first))
+        given, arguments = flattened(args)
+        first = next((leaf for leaf in given if isinstance(leaf, Tensor)), None)
+        return cls(list(map(like, leaves)), tree, None if first is None else like(first), arguments)
 
 
 Called = list[tuple[nn.Module, Observed]]
@@ -69,7 +71,14 @@ def observe(model: nn.Module, inputs: Inputs) -> tuple[Called, Any]:
     with ExitStack() as scope, torch.no_grad():
         for module in model.modules():
             scope.callback(module.register_forward_hook(partial(_note, called), with_kwargs=True).remove)
-        return called, inputs.call(model)
+        before = [tensor._version for tensor in inputs.tensors()]
+        output = inputs.call(model)
+        if before != [tensor._version for tensor in inputs.tensors()]:
+            raise ValueError(
+                f"{type(model).__name__} cannot be divided: its forward changes an input in place, once in each part "
+                "that has the input; change a clone"
+            )
+        return called, output
 
 
 def _note(called: Called, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

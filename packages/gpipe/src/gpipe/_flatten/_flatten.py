@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microbatch import unwrap
+from microbatch import map_tensors, unwrap
 
 from ..engine._loss_value import has_own_loss, own_loss
 from ..skip import Namespace
@@ -77,7 +77,10 @@ def flatten(
     >>> list(dict(flatten(Model(), torch.ones(1, 2)).named_children()))
     ['start', 'layers_0', 'layers_1', 'end']
     """
-    inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
+    inputs, picked = (
+        Inputs.of(map_tensors(Tensor.clone, unwrap(sample)[0])),
+        _picker(pick),
+    )  # it may be changed in place
     if not has_data(model):
         inputs = with_values(inputs)
     expect_documents_apart(model, inputs)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from microbatch import map_tensors
+
 from .._current import current
 from .._torch import no_torch_dispatch, no_torch_function
 from ..values._leaves import storage_id
@@ -20,11 +22,7 @@ from ._watch import SIZES, VALUES
 
 def placeholder(tensor: Tensor) -> Tensor:
     """``tensor`` as the placeholder of one that belongs to another segment."""
-    # Fake tensors, by which profiles are made without a device, cannot be of another class.
-    if type(tensor) is Tensor:
-        return Placeholder.of(tensor, [False])
-    tensor.stands_in = True  # type: ignore[attr-defined]  # copies of it have this too
-    return tensor
+    return Placeholder.of(tensor, [False])
 
 
 def is_placeholder(tensor: Tensor) -> bool:
@@ -55,11 +53,13 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, plain: Tensor, is_known: list[bool]) -> Tensor:
-        found = plain.as_subclass(cls)
-        found.is_known = is_known
+        # Fake tensors, by which profiles are made without a device, cannot be of another class.
+        found: Any = plain.as_subclass(cls) if type(plain) is Tensor else plain
+        if type(plain) is Tensor:
+            found.is_known = is_known
         if not is_known[0]:
-            found.stands_in = True
-        return found
+            found.stands_in = True  # copies of it have this too
+        return found  # type: ignore[no-any-return]
 
     def plain(self) -> Tensor:
         """The same memory, as a tensor of no class."""
@@ -74,8 +74,12 @@ class Placeholder(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in VALUES and current.tape is not None:
             _expect_known(args[0], "the forward")
+        kwargs = kwargs or {}
         with no_torch_function():
-            return func(*args, **(kwargs or {}))
+            if not all(each.is_known[0] for each in tensors_of((args, kwargs)) if isinstance(each, cls)):
+                # Without a graph: where the result gets its values, zeros would flow back to it, and become NaN there.
+                args, kwargs = _pytree.tree_map_only(Tensor, _without_graph, (args, kwargs))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -94,12 +98,23 @@ class Placeholder(Tensor):
         return _pytree.tree_map_only(Tensor, marked, result)
 
 
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def computed(value: Any, user: str) -> Any:
     """``value`` with plain tensors for placeholders that were given values; RuntimeError if it has others."""
     _expect_known(value, user)
     if not any(isinstance(each, Placeholder) for each in tensors_of(value)):
         return value
-    return _pytree.tree_map_only(Placeholder, lambda each: each.plain(), value)
+    return map_tensors(lambda each: each.plain() if isinstance(each, Placeholder) else each, value)
+
+
+def is_computed(value: Any) -> bool:
+    """Whether this segment has the values of all tensors in ``value``."""
+    return all(each.is_known[0] for each in tensors_of(value) if isinstance(each, Placeholder)) and not any(
+        isinstance(each, Untouched) for each in tensors_of(value)
+    )
 
 
 def _expect_known(value: Any, user: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ._names import Part
 from ._own_loss import OwnLoss
 from ._placeholders import computed
 from ._script import Value, output_name, recipe_of, restored, structure_of
+from ._skeleton import followers
 from ._standins import Stop, Tape
 from ._tree import flattened
 
@@ -67,6 +68,8 @@ class Segment(Part):
         self.first = first
         self.done = calls.blocks[first - 1].outputs if number else []
         self._keywords = frozenset(inputs.kwargs)
+        # Else a single mapping stands for named arguments, as batches of a data loader do.
+        self._takes_mapping = isinstance(next(iter(inputs.args), None), Mapping)
         self._number = number
         self._pick = pick
         tensors = range(len(inputs.tensors()))
@@ -77,6 +80,7 @@ class Segment(Part):
         self._written = calls.written
         self.__dict__["stashable_names"] = frozenset([*self._goes, *self._gives])
         self.__dict__["poppable_names"] = frozenset([*self._came, *self._needs])
+        vars(self)["twins"] = followers(net)
         Skippable.isolate(self, namespace)
 
     def forward(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -90,7 +94,8 @@ class Segment(Part):
             inputs = Inputs(*restored(carried["inputs"].content, tensors))
             loss_only = carried["loss_only"]
         else:
-            args, kwargs = _read(args, kwargs)
+            if len(args) == 1 and not kwargs and not self._takes_mapping:
+                args, kwargs = Inputs.of(args[0])
             loss_only, kwargs = split_loss_only(kwargs)
             inputs = Inputs(args, kwargs)
             tensors = self._expect_few(inputs)
@@ -153,11 +158,19 @@ class Segment(Part):
         return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
-        with setting(tape=tape), suppress(Stop):
+        with setting(tape=tape), suppress(Stop), self._telling():
             found = inputs.call(self.net if net is None else net)
             tape.expect_all()
             return found
         return None
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for twin in vars(self).get("twins", ()):
+                twin.tell()
 
     def _expect_few(self, inputs: Inputs) -> list[Tensor | None]:
         tensors = inputs.tensors()
@@ -216,6 +229,14 @@ class ModelBlock(Part):
         every = {**carried["collected"], first: collected} if collected else carried["collected"]
         return carried | {"values": kept | own if self._last else kept, "collected": every}
 
+    def expect_called_alike(self, carried: dict[str, Any]) -> None:
+        """Raise RuntimeError unless the block is called with arguments as those that the model itself passes."""
+        if carried["recipe"].content[self._place].tree != self._call.arguments:
+            raise RuntimeError(
+                f"block {self.path!r} is called with other arguments; does the forward look at the type of its blocks? "
+                "Ask isinstance(), or for an attribute"
+            )
+
     def _expect_constants(self, found: Sequence[Any]) -> None:
         """Raise RuntimeError unless what is no tensor is as with the sample: later segments compute with that."""
         for leaf, then in zip(found, self._call.outputs, strict=True):
@@ -233,8 +254,3 @@ def _shown(leaf: Any) -> str:
 
 def _skip(k: int, segment: int) -> str:
     return f"input {k} of segment {segment}"
-
-
-def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """A single mapping stands for named arguments, as batches of a data loader do."""
-    return Inputs.of(args[0]) if len(args) == 1 and not kwargs else Inputs(args, kwargs)

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from .._current import current
 from ._cache import uncached
-from ._placeholders import placeholder
+from ._placeholders import is_computed, placeholder
 
 _OBSERVE = -1
 """The number of a hook that is not the user's."""
 _NUMBER = "stands_for_parameters"
 _TENSORS = ("_parameters", "_buffers")
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+"""Never called, but gone through: they have placeholders for parameters of other segments, as modules around have."""
 _OWN = {*_TENSORS, "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_follower"}
+_UNTOLD = {*_OWN, "training", "named_modules", "state_dict", "parameters"}
 
 
 def skeleton(
@@ -42,10 +45,10 @@ def skeleton(
     """
     if module in replaced:
         return replaced[module]
-    if all(each not in replaced and each not in observed for each in module.modules()):
+    is_around = not replaced.keys().isdisjoint(module.modules()) or isinstance(module, _LISTS)
+    if not is_around and observed.keys().isdisjoint(module.modules()):
         return module
     twin = twin_of(module)
-    is_around = not replaced.keys().isdisjoint(module.modules())
     for name, child in module._modules.items():
         if child is not None:
             twin._modules[name] = skeleton(child, replaced, keeps, observed, f"{path}{name}.")
@@ -58,8 +61,9 @@ def skeleton(
 
 def twin_of(module: nn.Module) -> nn.Module:
     """A shallow copy with the same tensors, children and hooks, in dicts of its own."""
-    twin = copy.copy(module)
+    twin: nn.Module = object.__new__(type(module))  # some classes refuse copy.copy, such as parametrized ones
     for name, value in vars(module).items():
+        twin.__dict__[name] = value
         if isinstance(value, dict) and name.startswith("_"):
             twin.__dict__[name] = copy.copy(value)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
@@ -92,6 +96,7 @@ class Follower:
         self._others = {name for name, value in own if value is not None and not keeps(value)}
         # What was there at the last time. During a run the copy itself may have a copy of what is shared.
         self._then: dict[tuple[str, str], Any] = {}
+        self._given: dict[str, Any] = {}
         vars(module).update(_parameters={}, _buffers={})
         self.follow()
         first = next(source.parameters(), None)
@@ -104,7 +109,7 @@ class Follower:
         """A copy of a layer alone does not copy the model; a copy of a pipe has copied the model before."""
         found = copy.copy(self)
         found.source = memo.get(id(self.source), self.source)
-        for name in ("module", "_then", "_children"):
+        for name in ("module", "_then", "_given", "_children"):
             setattr(found, name, copy.deepcopy(getattr(self, name), memo))
         return found
 
@@ -117,8 +122,11 @@ class Follower:
                 f"{', '.join(repr(self.path + name) for name in names)} of the model was replaced after it was "
                 "flattened, and the layers would compute with the module before; make a new pipe of the model"
             )
-        own = vars(self.module)
-        own.update({name: self._bound(value) for name, value in vars(self.source).items() if name not in _OWN})
+        own, before = vars(self.module), self._given
+        self._given = {name: self._bound(value) for name, value in vars(self.source).items() if name not in _OWN}
+        for name in before.keys() - self._given.keys():
+            own.pop(name, None)
+        own.update(self._given)
         hooks = OrderedDict({**self.source._forward_hooks, **self._observe})
         if own["_forward_hooks"] != hooks:
             own["_forward_hooks"] = hooks
@@ -131,6 +139,15 @@ class Follower:
         if _NUMBER in own["_buffers"]:
             first = next(self.source.parameters())
             self._set_placeholder(_NUMBER, first.dtype, torch.Size(), first.device)
+
+    def tell(self) -> None:
+        """After a forward: set in the model the attributes that the forward has set in the copy.
+
+        Not what it has computed of other segments, which tell their own.
+        """
+        for name, value in vars(self.module).items():
+            if name not in _UNTOLD and self._given.get(name, self) is not value and is_computed(value):
+                vars(self.source)[name] = self._given[name] = value
 
     def _set_placeholder(self, name: str, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
         """Set a buffer filled with NaN, where the one before is, unless that has this dtype and shape."""
@@ -190,7 +207,7 @@ def named_units(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules, with their names, that are not in ``blocks`` and are called as a whole or not at all."""
     for name, child in model.named_children():
-        if child in blocks:
+        if child in blocks or isinstance(child, _LISTS):
             continue
         if child in called or (blocks | called).isdisjoint(child.modules()):
             yield name, child

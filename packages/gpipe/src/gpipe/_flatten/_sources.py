@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree
 
+from microbatch import flatten
 from streams import DispatchMode
 
 from ..values._leaves import storage_id
@@ -50,7 +50,7 @@ class Sources(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def is_whole(tensor: Tensor) -> bool:

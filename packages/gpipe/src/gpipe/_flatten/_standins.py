@@ -279,6 +279,11 @@ class StandIn(nn.Module):
         self.real = Real(real)
         self._name, self._calls, self._numbers = name, calls, numbers
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """In a forward, which may ask ``isinstance(layer, Attention)``, that of the module."""
+        return StandIn if current.tape is None else type(self.real.module)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tape = current.tape
         assert tape is not None
@@ -326,6 +331,7 @@ def let_go(layers: nn.Module) -> None:
     """Let ``layers`` keep no data of a model whose other layers are elsewhere, nor follow it."""
     for module in layers.modules():
         vars(module).pop("_follower", None)
+        vars(module).pop("twins", None)
         if isinstance(module, StandIn):
             real = module.real
             state: list[Tensor] = [*real.module.parameters(), *real.module.buffers()]

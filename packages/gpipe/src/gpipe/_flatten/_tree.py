@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils import _pytree
+from torch.utils._pytree import TreeSpec
+
+from microbatch import flatten, leaf_paths, unflatten
 
 MISSING = object()
 
@@ -20,19 +22,19 @@ class Tree:
 
     __slots__ = ("spec",)
 
-    def __init__(self, spec: _pytree.TreeSpec) -> None:
+    def __init__(self, spec: TreeSpec) -> None:
         self.spec = spec
 
     def value(self, leaves: Iterable[Any]) -> Any:
-        return _pytree.tree_unflatten(leaves, self.spec)
+        return unflatten(leaves, self.spec)
 
     def moved(self, leaves: Iterable[Any], other: Tree) -> list[Any]:
         """The leaves of this structure at the places of another; :data:`MISSING` where this one has none."""
-        known = {path: leaf for (path, _), leaf in zip(self._paths(), leaves, strict=True)}
-        return [known.get(path, MISSING) for path, _ in other._paths()]
+        known = dict(zip(self._paths(), leaves, strict=True))
+        return [known.get(path, MISSING) for path in other._paths()]
 
-    def _paths(self) -> list[tuple[Any, Any]]:
-        return _pytree.tree_leaves_with_path(self.value(range(self.spec.num_leaves)))
+    def _paths(self) -> list[str]:
+        return [*leaf_paths(self.value(range(self.spec.num_leaves)), "")]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tree) and self.spec == other.spec
@@ -48,7 +50,7 @@ class Tree:
 
 def flattened(value: Any) -> tuple[list[Any], Tree]:
     """The leaves of ``value``, and its structure. None is a leaf."""
-    leaves, spec = _pytree.tree_flatten(value)
+    leaves, spec = flatten(value)
     return leaves, Tree(spec)
 
 

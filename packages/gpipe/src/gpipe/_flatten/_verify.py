@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from ._inputs import Inputs
 from ._own_loss import OwnLoss
@@ -17,6 +16,7 @@ from ._placeholders import is_placeholder
 from ._probe import kinds_of
 from ._segment import ModelBlock, Pick, Segment
 from ._shapes import Shapes
+from ._tree import flattened
 
 
 def expect_equal(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
@@ -59,13 +59,15 @@ def _in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
     with torch.no_grad():
         value = layers[0](*inputs.args, **inputs.kwargs)
         for layer in list(layers)[1:]:
+            if isinstance(layer, ModelBlock):
+                layer.expect_called_alike(value)
             value = layer(value)
         return value
 
 
 def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
     """The difference between two values, as text; None if there is none."""
-    pairs = _pytree.tree_leaves(expected), _pytree.tree_leaves(found)
+    pairs = flattened(expected)[0], flattened(found)[0]
     if len(pairs[0]) != len(pairs[1]):
         return f"{len(pairs[1])} values instead of {len(pairs[0])}"
     for a, b in zip(*pairs, strict=True):

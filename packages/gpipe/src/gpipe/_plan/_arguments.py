@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from microbatch import Batch, check, scatter
+from profiler.sandbox import copied
 
 from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
@@ -97,7 +98,7 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
         powers = [2**k for k in range(rows.bit_length())]
         candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
         even = (m for m in candidates if m <= rows and _made(rows, m) == m)
-        return sorted(m for m in even if m == 1 or -(-rows // m) >= least)
+        return sorted(m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least)  # the last has the fewest
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
     numbers = sorted({_number(number) for number in given})
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
@@ -119,9 +120,23 @@ def _number(number: Any) -> int:
 
 def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
     """``loss_fn`` as a function of an output and a target; TypeError if it does not take the ``target``."""
-    if not takes_output_alone(loss_fn, target) or loss_fn is None:
-        return loss_fn
-    return lambda output, _: loss_fn(output)
+    return Alone(loss_fn) if takes_output_alone(loss_fn, target) and loss_fn is not None else loss_fn
+
+
+class Alone(nn.Module):
+    """A loss function that takes the output alone, called with a target too."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, output: Any, _: Any) -> Any:
+        return self.loss_fn(output)
+
+
+def fresh(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+    """``loss_fn`` for some steps; of a module a copy, which may have a state and parameters of its own."""
+    return copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
 
 
 def read_schedules(schedule: str | None) -> Sequence[str]:

@@ -14,6 +14,7 @@ from torch import nn
 from microbatch import scatter
 
 from .._gpipe import GPipe
+from ._arguments import fresh
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
 from ._rehearse import total
@@ -99,6 +100,9 @@ def train(
     pipe = GPipe(layers, way.sizes, devices=own, chunks=way.chunks, checkpoint=way.modes)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
+    vars(pipe)["_told"] = True  # nobody has chosen its settings
     with closing(pipe):
         pipe.zero_grad()
-        return timed(pipe, x, y, loss_fn or total, way.program(microbatches) if way.split else way.schedule, STEPS)
+        return timed(
+            pipe, x, y, fresh(loss_fn) or total, way.program(microbatches) if way.split else way.schedule, STEPS
+        )

@@ -15,6 +15,7 @@ from profiler import Profile
 from profiler.sandbox import copied
 
 from .._flatten._shapes import expect_data
+from .._gpipe import GPipe
 from ..module._arguments import Device, checked_flag
 from ..module._cut import replicated
 from ..module._partition import as_sequential, refuse_duplicate_layers
@@ -100,6 +101,8 @@ def plan(
     >>> sum(found.balance), found.chunks, found.checkpoint
     (4, 4, ['never', 'never'])
     """
+    if isinstance(model, GPipe):
+        raise TypeError("model: expected the model, got a pipe of it; pipe[:] has its layers in a row")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
     sample = replicated(sample, "sample")
@@ -159,10 +162,12 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
         best = _rehearsed(request, found[0])
         if best.fits(spaces[k].memory):
             return [best, *found[1:]]
-        if not found[0].fits(spaces[k].limits):
-            break
+        fitted = found[0].fits(spaces[k].limits)
+        # Also before nothing fits: what is told as enough is multiplied by it.
         scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
+        if not fitted:
+            break
     raise explain(spaces[k], found[0], request.names)
 
 

@@ -14,6 +14,7 @@ from profiler import Profile, profile
 
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
+from ._arguments import fresh
 from ._candidate import Space
 from ._costs import Measured, SharedParameter
 from ._fleet import INSIDE, Layout, estimated
@@ -86,8 +87,8 @@ def _profile(request: Request) -> Profile:
         with intra_op_threads(max(1, threads // one.devices) if place.type == "cpu" else threads):
             found = profile(
                 request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-                rows=_sizes(one.rows * one.replicas, chunks, one.devices * one.replicas), loss_fn=request.loss_fn,
-                target=request.target, split_backward=True, timeout=SECONDS,
+                rows=_sizes(one.rows * one.replicas, chunks, one.devices * one.replicas), target=request.target,
+                loss_fn=fresh(request.loss_fn), split_backward=True, timeout=SECONDS,
             )  # fmt: skip
     is_timed = all(layer.seconds is not None for layer in found)
     return estimated(found, request.fleet) if request.fleet and not is_timed else found

@@ -21,6 +21,7 @@ from ..schedule import SCHEDULES
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
+from ._arguments import fresh
 from ._candidate import schedule_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fleet import FAKE
@@ -162,22 +163,22 @@ class Plan:
         Args:
             x: a mini-batch with the planned number of rows.
             y: the target.
-            loss_fn: the loss function; by default that of the plan.
+            loss_fn: the loss function; by default that of the plan. Of a module a copy is called.
             pipe: the pipe; by default the last one that :meth:`build` made.
 
         Returns:
             Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table.
 
         Raises:
-            ValueError: no pipe has been built, or there is no ``loss_fn``.
+            ValueError: no pipe has been built, or ``pipe`` has another balance.
+            TypeError: there is no ``loss_fn``, and the model computes no loss.
         """
         pipe = self._here.pipe() if pipe is None else pipe
         if pipe is None:
             raise ValueError("pipe: the plan has not been built; call plan.build(model) first, or give a pipe")
-        loss_fn = loss_fn or self._here.loss_fn
-        if loss_fn is None:
-            raise ValueError("loss_fn: the plan was made without one; give it, as in verify(x, y, loss_fn=...)")
-        return verify(self, pipe, x, y, loss_fn)
+        if pipe.balance != self.balance:
+            raise ValueError(f"pipe: expected the planned balance {self.balance}, got one with {pipe.balance}")
+        return verify(self, pipe, x, y, fresh(loss_fn or self._here.loss_fn))
 
     @property
     def mesh_shape(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
 from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..schedule import Kind, Schedule, replay
+from ._arguments import fresh
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._verify import peak_bytes
@@ -74,7 +75,7 @@ def peaks_of(
     few = len(scatter(inputs, few))
     placement = way.costs.measured.placement
     pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
-    program, loss = way.program(few), loss_fn or total
+    program, loss = way.program(few), fresh(loss_fn) or total
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
         pipe.step(inputs, targets, loss_fn=loss, schedule=program)

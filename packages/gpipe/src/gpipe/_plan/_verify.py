@@ -67,7 +67,7 @@ class Verification:
         return align(rows, left=1)
 
 
-def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
+def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None) -> Verification:
     """Train some steps, and compare measured with predicted time and memory.
 
     Args:
@@ -89,7 +89,12 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any]
 
 
 def timed(
-    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, steps: int = _STEPS
+    pipe: GPipe,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    schedule: str | Schedule,
+    steps: int = _STEPS,
 ) -> list[float]:
     """The seconds of each of ``steps`` steps of training, after others to warm up."""
 
@@ -105,7 +110,12 @@ def timed(
 
 
 def peak_bytes(
-    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, placement: Sequence[int]
+    pipe: GPipe,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    schedule: str | Schedule,
+    placement: Sequence[int],
 ) -> list[int]:
     """The peak of each device in a step, in bytes, without the state of an optimizer.
 
@@ -141,7 +151,10 @@ class _Peaks(Recorder):
 def as_before(pipe: GPipe) -> Iterator[None]:
     """A context that begins without gradients, and restores gradients and buffers at its end."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in pipe.buffers()]
+    owners = [module._buffers for module in pipe.modules()]
+    buffers = [
+        (own, name, buffer, buffer.clone()) for own in owners for name, buffer in own.items() if buffer is not None
+    ]
     pipe.zero_grad()
     try:
         yield
@@ -149,5 +162,5 @@ def as_before(pipe: GPipe) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for own, name, buffer, value in buffers:
+                own[name] = buffer.copy_(value)

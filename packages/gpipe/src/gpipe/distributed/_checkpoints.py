@@ -35,7 +35,8 @@ def save(
 
     Raises:
         FileExistsError: ``path`` holds something other than a checkpoint.
-        ValueError: ``optimizer`` has parameters that ``rank`` lacks; the paths differ; ``path`` is a URL.
+        ValueError: ``optimizer`` has parameters that ``rank`` lacks; the paths differ; ``path`` is a URL; an entry of
+            the state dict is a dict or a list.
         RemoteError: another process has failed.
         LostRankError: another process has ended. :func:`load` reads the last complete checkpoint.
     """
@@ -45,6 +46,11 @@ def save(
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         state: dict[str, Any] = {"model": rank.state_dict()}
+        for name, value in state["model"].items():
+            if isinstance(value, dict | list | tuple):  # written entry by entry, by names that no model has
+                raise ValueError(
+                    f"the entry {name!r} is a {type(value).__name__}; let get_extra_state() return a tensor"
+                )
         if optimizer is not None:
             state["optimizer"] = by_name(rank, optimizer)
         if first:

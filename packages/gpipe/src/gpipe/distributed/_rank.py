@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,9 +24,10 @@ from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_chunks, checked_flag, whole
-from ..module._choices import checked_choices, expect_fitting, laid_out
+from ..module._arguments import Device, checked_flag, whole
+from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
+from ..module._devices import expect_same_device
 from ..module._init import initializer_of
 from ..module._keywords import Call, as_value, called_with
 from ..module._partition import as_sequential, checked_balance
@@ -92,6 +94,8 @@ class Rank(Stepping):
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     """
 
+    _ANEW = "; make a new Rank of a model that has the layers"
+
     def __init__(
         self,
         module: nn.Module,
@@ -118,7 +122,7 @@ class Rank(Stepping):
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
         with self._replicas.agreement() as shared:
             with agreement(rendezvous) as found:
-                self._chunks = checked_chunks(chunks)
+                self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 initializer, layers = initializer_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
@@ -132,7 +136,7 @@ class Rank(Stepping):
                 placed.told = share.told(transport)
             self.training = layers.training
             self._take(share.partitions, layers)
-            self._devices = share.devices
+            self._devices, self._laid_out = share.devices, self._held()
             self._connect(share, groups, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
@@ -173,6 +177,25 @@ class Rank(Stepping):
     def ranks(self) -> list[int]:
         """The process of each stage, by its number in the group."""
         return list(self._ranks)
+
+    @property
+    def checkpoint(self) -> Choices:
+        """Which micro-batches are checkpointed, as the argument says."""
+        return copy.deepcopy(self._checkpoint)
+
+    @checkpoint.setter
+    def checkpoint(self, mode: object) -> None:
+        raise AttributeError(f"checkpoint of a Rank cannot be set to {mode!r}{self._ANEW}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rank:
+        """Called when the rank, or a module around it, is moved or changes its dtype."""
+        expect_same_device(fn, (*self.parameters(), *self.buffers()))
+        if self._model is not None:  # whose segments have copies of its buffers
+            raise TypeError(
+                "the dtype of a flattened model cannot be changed in a Rank, whose parts would keep that of before; "
+                "change it in the model, before the Rank is made"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -298,6 +321,7 @@ class Rank(Stepping):
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
         """What all ranks know of a run before it begins; ``given`` checks what this rank was given."""
         with self._processes.opening() as found:
+            self._expect_layers()
             found.alike = self._called_alike(method, schedule)
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import getattr_static
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,6 +52,8 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # the compiler traces this mode too; what it makes has no such hooks
+            return function(*args, **(kwargs or {}))
         # Whoever unpacks saved tensors, as torch.utils.checkpoint does to compute them again, expects to do so once.
         self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() is not None
         return function(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
@@ -30,6 +31,9 @@ class Divided(nn.Module):
     _model: nn.Module | None = None
     """The model that was flattened, or the part of it that is in this process."""
     _twins: Sequence[Follower] = ()
+    _laid_out: list[list[nn.Module]]
+    """The layers of each partition that the stages were made of."""
+    _ANEW = "; make a new pipe of its layers or others: GPipe(pipe[:], balance=...); the same optimizer may go on"
 
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
@@ -60,6 +64,24 @@ class Divided(nn.Module):
     def partitions(self) -> nn.ModuleList:
         """The layers in this process by partition: a view, which must not be changed."""
         return self._partitions
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", {}):
+            raise TypeError(f"layer {name!r} of a pipe cannot be replaced{self._ANEW}")
+        super().__setattr__(name, value)
+
+    def _held(self) -> list[list[nn.Module]]:
+        return [list(partition._modules.values()) for partition in self._partitions]  # type: ignore[arg-type]
+
+    def _expect_layers(self) -> None:
+        """Before a run: expect the layers that the stages were made of."""
+        held = self._held()
+        moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
+        if moved or held != self._laid_out:
+            raise RuntimeError(
+                "the layers of this pipe, or of its partitions, are not those that it was made of: some were added, "
+                f"removed or replaced{self._ANEW}"
+            )
 
     def _layers(self) -> dict[str, nn.Module]:
         return {name: layer for partition in self._partitions for name, layer in partition.named_children()}

@@ -21,8 +21,9 @@ class StageLayers(nn.Sequential):
     """It tells :data:`current` which layer is computed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiled partition is one layer: its code would be compiled again for each cell.
-        rng = None if torch.compiler.is_compiling() else current.rng
+        # A compiled partition is one layer: its code would be compiled again for each cell. Not is_compiling(), which
+        # is true while any thread compiles.
+        rng = None if torch.compiler.is_dynamo_compiling() else current.rng
         # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
         rng = None if rng is None or rng.module is not self else rng
         if rng is not None and current.blocks:

@@ -19,6 +19,7 @@ from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses, LossStage
 from ..engine._settings import with_settings
 from ..schedule import Schedule
+from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._keywords import NOTHING, Call, called_with
@@ -34,6 +35,15 @@ class Stepping(Divided):
     _devices: list[torch.device]
     _chunks: int
     _told = False  # of settings that are seldom meant
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that a mini-batch is cut into; may be set."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self.__dict__["_chunks"] = checked_chunks(chunks)
 
     @not_compiled
     def step(
@@ -105,7 +115,8 @@ class Stepping(Divided):
         if not self._told:
             self._told = True
             is_trained = self.training or self._last_segment() is None  # who has layers in a row has chosen a mode
-            tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._devices))
+            is_patched = "forward" in vars(self)
+            tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._combining(call):
             batches, losses = self._with_losses(LossStage, call, schedule)
@@ -206,6 +217,13 @@ class Stepping(Divided):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
+        kind = vars(type(self)).get("_plain_class", type(self))
+        owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+        if not owner.__module__.startswith("gpipe."):
+            raise RuntimeError(
+                f"{call.method}() does not call the forward of {owner.__qualname__}, as each micro-batch has a loss of "
+                "its own; let a layer or loss_fn do what it does, or use pipe(input) and backward()"
+            )
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

@@ -34,8 +34,13 @@ def expect_grad_mode() -> None:
         )
 
 
-def tell_of_settings(*, training: bool, chunks: int, stages: int) -> None:
+def tell_of_settings(*, training: bool, chunks: int, stages: int, is_patched: bool) -> None:
     """Log what is right, but seldom meant."""
+    if is_patched:
+        _log.warning(
+            "step() does not call the forward that was set on this pipe, as accelerate sets one for mixed precision; "
+            "put autocast around step(), or use pipe(input) and backward()"
+        )
     if not training:
         _log.warning(
             "step() trains a model in evaluation mode, as from_pretrained() returns it: without dropout and "
