@@ -112,6 +112,12 @@ def test_the_model_and_all_generators_stay_as_they_are() -> None:
     assert model.training
 
 
+def test_a_pipe_that_fails_is_a_finding() -> None:
+    """Of 5 rows in 4 micro-batches, the last has one, which batch norm refuses."""
+    found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), linear()), torch.randn(5, WIDTH)).findings
+    assert "pipeline" in [finding.code for finding in found]
+
+
 def test_the_text_names_layer_evidence_and_advice() -> None:
     text = str(check(between(nn.Softmax(0)), rows()))
     assert "error[mixes-rows]: layer '2' (Softmax): an output row depends on other rows" in text

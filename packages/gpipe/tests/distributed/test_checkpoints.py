@@ -401,6 +401,12 @@ def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
     assert not torch.equal(other[0].weight, model[0].weight)
 
 
+def test_an_entry_that_is_a_dict(tmp_path: Path) -> None:
+    kind = type("Kind", (nn.Linear,), {"get_extra_state": lambda self: {"a": 1}})
+    with pytest.raises(ValueError, match="the entry '_extra_state' is a dict"):
+        save(tmp_path / "path", kind(1, 1))
+
+
 def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
         load(tmp_path / "none", network())

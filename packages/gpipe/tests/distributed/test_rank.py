@@ -353,6 +353,30 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     expect_gradients(rank, model)
 
 
+def test_what_a_rank_cannot_follow_is_refused(worlds):
+    assert worlds(2).run(_changes) == [["TypeError", "AttributeError", "TypeError", kind] for kind in _LAST]
+
+
+_LAST = ("RuntimeError", "RemoteError")
+
+
+def _changes() -> list[str]:
+    """Other chunks are right."""
+    plain, found = network(), list[str]()
+    rank = Rank(copy.deepcopy(plain), [2, 6], chunks=4)
+    rank.chunks = 2
+    _expect_right(rank, plain, "1f1b")
+    name, layer = next(rank.named_children())
+    changes: list[tuple[Any, ...]] = [(setattr, rank, name, layer), (setattr, rank, "checkpoint", "always")]
+    for change, *arguments in [*changes, (rank.to, "meta"), (_expect_right, rank, plain, "1f1b")]:
+        if change is _expect_right and dist.get_rank() == 0:
+            rank.partitions[0]._modules[name] = nn.Identity()
+        with pytest.raises(Exception) as refused:  # noqa: PT011
+            change(*arguments)
+        found.append(type(refused.value).__name__)
+    return found
+
+
 def tied() -> nn.Sequential:
     torch.manual_seed(0)
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)

@@ -93,6 +93,16 @@ def test_runs_that_overlap(mode: str, reentrant: bool):
     torch.testing.assert_close({name: p.grad for name, p in pipe.named_parameters()}, expected)
 
 
+class Louder(GPipe):
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 * super().forward(x)
+
+
+def test_a_forward_of_a_subclass_is_refused_under_step() -> None:
+    with pytest.raises(RuntimeError, match=r"evaluate\(\) does not call the forward of Louder"):
+        Louder(linears(), [3], devices=["cpu"]).evaluate(rows(), loss_fn=lambda o: o.sum())
+
+
 class TestHooksOfThePipe:
     @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
     def test_they_are_refused_under_step(self, kind: str) -> None:

@@ -103,6 +103,15 @@ def left(module: nn.Module, schedule: str | None) -> list[Any]:
     return [*trained(module, x, schedule), x.grad, *[p.grad for p in module.parameters()]]
 
 
+def test_while_another_thread_compiles_layers_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, found = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [2], devices=["cpu"], checkpoint=[[True, False]]), []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)
+        torch.manual_seed(0)
+        found.append(pipe(torch.ones(4, 8)))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("schedule", "mode", "inline", "backend"),
     [
@@ -118,7 +127,7 @@ def test_compiled_layers_train_as_the_plain_model(schedule: str | None, mode: st
     """Wrapped, compiled in place, and a whole partition: a call and steps, more than once."""
     plain = blocks()
     layers = list(copy.deepcopy(plain))
-    layers[0] = wrapped(layers[0], {"backend": backend})
+    layers[0] = wrapped(layers[0], {"backend": backend, "fullgraph": True})
     in_place(layers[1], {"backend": backend})
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
     pipe.partitions[2].compile(backend=backend)

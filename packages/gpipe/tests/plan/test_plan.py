@@ -16,7 +16,7 @@ from microbatch import Replicate
 from profiler import profile
 
 from ..flatten.test_answers import Model
-from ..layers import Layer, assert_same, linears, rows
+from ..layers import Layer, assert_same, linears, piped, rows
 from ..plans import ROWS, model_of, profile_of
 
 CPUS = ["cpu", "cpu"]
@@ -90,7 +90,8 @@ def test_two_stages_on_each_device_are_planned_where_they_are_faster():
 
 
 def test_what_was_measured_is_shown_beside_what_was_predicted():
-    plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64)), rows(8), rows(8)
+    counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x)[1], calls=torch.zeros(()))  # a buffer made anew
+    plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
     found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], schedule="1f1b", calibrate=False)
     with pytest.raises(ValueError, match=r"pipe: the plan has not been built; call plan.build\(model\) first"):
         found.verify(x, y)
@@ -107,8 +108,10 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     assert [0.5 < ratio < 2 for ratio in shown.byte_ratios] == [True, True]
     assert len(shown.timeline.events) == 2 * 2 * found.chunks
     assert [line.split()[0] for line in str(shown).splitlines()[2:]] == ["a", "device", "device"]
-    with pytest.raises(TypeError, match="without a loss_fn the output must be the loss"):
+    with pytest.raises(TypeError, match="a target is given, but no loss_fn"):
         Plan.from_json(found.to_json()).verify(x, y, pipe=pipe)
+    with pytest.raises(ValueError, match="pipe: expected the planned balance"):
+        found.verify(x, y, pipe=piped(linears(3), [3]))
     pipe.close()
 
 
@@ -193,6 +196,18 @@ class TestModels:
         assert "one step of the engine" in found.notes[-1]
         with closing(found.build(net)) as pipe:
             torch.testing.assert_close(pipe(x), net(x))
+            assert check(pipe, x).findings == check(net, x).findings
+            with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
+                plan(pipe, x, CPUS)
+
+    def test_a_loss_with_a_state_keeps_it(self) -> None:
+        head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
+        before = copy.deepcopy(head.state_dict())
+        found = plan(linears(3), rows(8), CPUS, loss_fn=head, chunks=2)
+        with closing(found.build(linears(3))) as pipe:
+            found.verify(rows(8), pipe=pipe)
+        torch.testing.assert_close(head.state_dict(), before)
+        assert all(parameter.grad is None for parameter in head.parameters())
 
     def test_a_mask_for_all_rows_and_a_weighted_target(self) -> None:
         first, x, y = Layer(lambda s, given: given[0] * given[1].mean()), rows(8), {"y": rows(8), "w": 2.0}

@@ -1,6 +1,7 @@
 """Predicted bytes against those that storages take, counted one by one."""
 
 import copy
+import re
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -218,6 +219,15 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
     assert plan(model, x, devices, checkpoint="always", memory=room, **given).predicted.bytes == need
     with pytest.raises(Infeasible, match="short"):
         plan(model, x, devices, checkpoint="always", memory=[size - 1 for size in room], **given)
+
+
+def test_the_memory_that_is_told_to_be_enough_is_enough():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
+    given = {"chunks": 4, "schedule": "1f1b", "calibrate": False, "loss_fn": lambda o: squares(o, 0)}
+    with pytest.raises(Infeasible) as refused:
+        plan(model, torch.randn(ROWS, WIDTH), ["cpu", "cpu"], memory=1000, **given)
+    told = int(re.search(r"memory=(\d+)", str(refused.value))[1])
+    assert plan(model, torch.randn(ROWS, WIDTH), ["cpu", "cpu"], memory=told, **given)
 
 
 def test_devices_that_are_not_there_keep_no_scores_of_attention():

@@ -83,6 +83,8 @@ def test_numbers_of_micro_batches_reach_from_all_rows_to_one(rows: int):
     assert found[-1] == rows
     assert all(b <= 2 * a + 1 for a, b in pairwise(found))
     assert all(-(-rows // -(-rows // m)) == m for m in found)
+    # The last micro-batch has the fewest rows, and batch norm needs two.
+    assert all(rows - (m - 1) * -(-rows // m) >= 2 for m in read_chunks(None, rows, least=2)[1:])
 
 
 @few
