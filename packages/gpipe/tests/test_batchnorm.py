@@ -190,3 +190,12 @@ def test_a_batch_norm_that_would_lose_something_is_refused_and_nothing_is_replac
         GPipe(model, [1, 1], devices=["cpu"] * 2, deferred_batch_norm=True)
     assert model[0] is first
     assert model[1][0] is unusual
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pipe_in_a_layer_counts_a_mini_batch_once(mode: str) -> None:
+    """That of the pipe inside is a micro-batch of the one around it; a recomputation counts none."""
+    inner = GPipe(nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
+    outer = GPipe(nn.Sequential(nn.Linear(3, 3), inner), [2], devices=["cpu"], chunks=3, checkpoint=mode)
+    outer(torch.randn(12, 3)).sum().backward()
+    assert inner[0].num_batches_tracked == 3

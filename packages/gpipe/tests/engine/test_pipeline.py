@@ -16,7 +16,7 @@ from gpipe.skip import inspect_skip_layout
 from microbatch import Batch
 from streams import CPUStream
 
-from ..layers import Call, Pop, Stash, assert_same, each_way, linears, numbered, rows, within
+from ..layers import Call, Layer, Pop, Stash, assert_same, each_way, linears, numbered, piped, rows, within
 from ..schedules import balances
 
 Way = Callable[[], AbstractContextManager[Any]]
@@ -106,3 +106,10 @@ def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: 
     failing.clear()
     pipeline.run()
     torch.testing.assert_close([batch.tensor for batch in batches], inputs)
+
+
+def test_only_the_first_micro_batch_is_cloned_for_layers_that_may_work_in_place():
+    x, seen = rows(), list[int]()
+    note = Layer(lambda s, x: (seen.append(x.untyped_storage().data_ptr()), s.m[0](x))[1], linears(1))
+    piped(nn.Sequential(note), [1], chunks=3, checkpoint="never")(x)
+    assert [at == x.untyped_storage().data_ptr() for at in seen] == [False, True, True]

@@ -197,3 +197,15 @@ def test_a_compiled_partition_is_refused():
         pipe.partitions[0].compile(backend="eager")
         with pytest.raises(RuntimeError, match="partition 0 is compiled as a whole"):
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+
+
+def test_a_block_in_place_on_memory_that_two_of_its_inputs_share():
+    """Copies of both, kept for the recomputation, would not see each other's changes."""
+    last = nn.Linear(3, 3, dtype=DOUBLE)
+    twice = Layer(lambda s, x: (y := s.m[0](x), y.view_as(y)), linears(1))
+    changes = Layer(lambda s, pair: s.m[0](pair[0].mul_(2) * pair[1].tanh()), last)
+    model = nn.Sequential(twice, changes)
+    with closing(piped(model, [2], chunks=2, checkpoint=[[False, True]])) as pipe:
+        pipe(rows()).sum().backward()
+        model(rows()).sum().backward()
+        assert_same(pipe, model)

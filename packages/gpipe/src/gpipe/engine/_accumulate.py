@@ -103,7 +103,7 @@ class GradientSums:
 
 def added(a: Tensor, b: Tensor) -> Tensor:
     # Torch refuses to add a dense tensor to a sparse one.
-    return b + a if a.is_sparse and not b.is_sparse else a + b
+    return a + b if b.is_sparse else b + a
 
 
 @contextmanager
