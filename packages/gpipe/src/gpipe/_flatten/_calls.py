@@ -165,5 +165,6 @@ class Calls:
         if any(source.name == DRAWN for sources in self.needs.values() for source in sources):
             raise ValueError(
                 f"{name} cannot be divided: its forward draws random numbers before blocks and uses them after these, "
-                "where they would be drawn again; pass them as arguments, or let a module draw and return them"
+                "where they would be drawn again; pass them as arguments, or let a module draw and return them; "
+                "set a layerdrop to 0"
             )

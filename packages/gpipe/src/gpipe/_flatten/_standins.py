@@ -166,8 +166,8 @@ class Tape:
         if self._present() != self._context:
             raise RuntimeError(
                 f"block {name!r} is called under torch.no_grad() or torch.autocast() of the forward's own, and a pipe "
-                "calls it by itself; freeze what is not trained by requires_grad_(False), and put autocast around the "
-                "pipe"
+                "calls it by itself; freeze what is not trained by requires_grad_(False), put autocast around the "
+                "pipe, and leave torch.utils.checkpoint(use_reentrant=True) to GPipe(checkpoint=...)"
             )
 
     def early(self, name: str, calls: Sequence[Observed]) -> Any:

@@ -73,8 +73,8 @@ def plan(
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
             ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of replicas, with equal
             shares of the rows, and the number of stages of each replica.
-        target, loss_fn: as for :meth:`gpipe.GPipe.step`. Without ``loss_fn`` the loss counts as free. Of a module a copy
-            is called; another object with a state, such as a metric, may hold tensors without data afterwards.
+        target, loss_fn: as for :meth:`gpipe.GPipe.step`. Without ``loss_fn`` the loss counts as free. Of a module, a
+            copy is called; another object with a state, such as a metric, may hold tensors without data afterwards.
         optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
         memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default the
             memory of a GPU, and no limit on a CPU.
