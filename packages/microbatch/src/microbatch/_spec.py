@@ -122,9 +122,10 @@ def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
         return None
     if isinstance(rule, Mean | Sum) and isinstance(leaf, int | float | complex):
         return rule
+    way_out = _IN if place.root == "input" else _OUT
     raise TypeError(
         f"{place} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, None or a tree of them; "
-        + (_IN if place.root == "input" else _OUT)
+        f"{way_out}"
     )
 
 
