@@ -342,10 +342,6 @@ class GPipe(Stepping):
         # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 
-    def _follow_model(self, inputs: Any) -> None:
-        self._expect_layers()
-        super()._follow_model(inputs)
-
     def _lay_out(self, checkpoint: Choices) -> None:
         """Set what is checkpointed, and make the stages of the engine anew. On any error nothing has changed."""
         stages, layout = laid_out(self._partitions, self._devices, checkpoint)

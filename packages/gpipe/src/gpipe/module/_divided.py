@@ -110,9 +110,10 @@ class Divided(nn.Module):
     def _follow_model(self, inputs: Any) -> None:
         """Before a run: let the layers of a flattened model follow the model, as it is now.
 
-        RuntimeError if a module of it was replaced; ValueError if the model would compute something else for
-        ``inputs``.
+        RuntimeError if a layer, or a module of it, was replaced; ValueError if the model would compute something else
+        for ``inputs``.
         """
+        self._expect_layers()
         if self._model is not None:
             found = Inputs.of(inputs)
             asked = asked_of(self._model, found, [twin.source for twin in self._twins])
