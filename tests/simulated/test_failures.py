@@ -18,7 +18,7 @@ pytestmark = [
 def failing(backward: bool) -> Failing:
     """The identity, but for its second call, which fails: in its forward, or in its backward."""
     calls, wanted = count(1), "backward" if backward else "forward"
-    return Failing(lambda phase, _: ValueError("half-way") if phase == wanted and next(calls) == 2 else None)
+    return Failing(lambda phase, _: ValueError("half-way on this device") if phase == wanted and next(calls) == 2 else None)
 
 
 CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"]
@@ -32,8 +32,9 @@ def test_failures(placement: str, inline: bool, how: str, where: str, backward: 
     plain = model()
     layers = [failing(backward), *plain] if where == "first" else [*plain, failing(backward)]
     pipe = piped(nn.Sequential(*layers), placement, "never")
-    with running(inline), pytest.raises(ValueError, match="half-way"):
+    with running(inline), pytest.raises(ValueError, match="half-way") as failed:
         trained(pipe, rows().to(pipe.devices[0]), how, "own")
+    assert not any("was moved" in note for note in failed.value.__notes__)
     pipe.zero_grad()
     assert_trains_like(plain, pipe, how, "own", inline=inline)
 
