@@ -18,7 +18,8 @@ pytestmark = [
 def failing(backward: bool) -> Failing:
     """The identity, but for its second call, which fails: in its forward, or in its backward."""
     calls, wanted = count(1), "backward" if backward else "forward"
-    return Failing(lambda phase, _: ValueError("half-way on this device") if phase == wanted and next(calls) == 2 else None)
+    error = ValueError("half-way on this device")
+    return Failing(lambda phase, _: error if phase == wanted and next(calls) == 2 else None)
 
 
 CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"]
