@@ -112,8 +112,9 @@ def computed(value: Any, user: str) -> Any:
 
 def is_computed(value: Any) -> bool:
     """Whether this segment has the values of all tensors in ``value``."""
-    return all(each.is_known[0] for each in tensors_of(value) if isinstance(each, Placeholder)) and not any(
-        isinstance(each, Untouched) for each in tensors_of(value)
+    return not any(
+        not each.is_known[0] if isinstance(each, Placeholder) else isinstance(each, Untouched) or is_placeholder(each)
+        for each in tensors_of(value)
     )
 
 

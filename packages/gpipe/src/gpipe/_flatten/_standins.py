@@ -15,7 +15,7 @@ from .._current import current
 from ..values._leaves import storage_id
 from ._calls import Key, Like, Observed, like
 from ._collected import Collected, collector, copied
-from ._placeholders import Placeholder, Untouched, computed, unknown
+from ._placeholders import Placeholder, Untouched, computed, is_computed, unknown
 from ._script import output_name
 from ._tree import Tree, flattened
 
@@ -134,7 +134,8 @@ class Tape:
         """Give what was computed for a block of an earlier segment its values, which later code uses."""
         for k, leaf in enumerate(leaves):
             value = self._given.get((name, j, -1 - k))
-            if value is not None and storage_id(leaf) not in self._real:
+            # What this segment has computed itself is right, and its graph may have saved it.
+            if value is not None and not is_computed(leaf) and storage_id(leaf) not in self._real:
                 if like(leaf) != like(value):
                     raise RuntimeError(
                         f"block {name!r} was called with a tensor {like(value)}, and later code takes it for one "
