@@ -77,10 +77,9 @@ def flatten(
     >>> list(dict(flatten(Model(), torch.ones(1, 2)).named_children()))
     ['start', 'layers_0', 'layers_1', 'end']
     """
-    inputs, picked = (
-        Inputs.of(map_tensors(Tensor.clone, unwrap(sample)[0])),
-        _picker(pick),
-    )  # it may be changed in place
+    # A copy: a forward may change it in place, before it is refused.
+    inputs = Inputs.of(map_tensors(Tensor.clone, unwrap(sample)[0]))
+    picked = _picker(pick)
     if not has_data(model):
         inputs = with_values(inputs)
     expect_documents_apart(model, inputs)

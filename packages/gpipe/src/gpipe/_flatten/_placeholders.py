@@ -53,9 +53,9 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, plain: Tensor, is_known: list[bool]) -> Tensor:
-        # Fake tensors, by which profiles are made without a device, cannot be of another class.
-        found: Any = plain.as_subclass(cls) if type(plain) is Tensor else plain
-        if type(plain) is Tensor:
+        found: Any = plain
+        if type(plain) is Tensor:  # fake ones, by which profiles are made without a device, cannot be of another class
+            found = plain.as_subclass(cls)
             found.is_known = is_known
         if not is_known[0]:
             found.stands_in = True  # copies of it have this too
@@ -76,7 +76,7 @@ class Placeholder(Tensor):
             _expect_known(args[0], "the forward")
         kwargs = kwargs or {}
         with no_torch_function():
-            if not all(each.is_known[0] for each in tensors_of((args, kwargs)) if isinstance(each, cls)):
+            if not _is_known((args, kwargs)):
                 # Without a graph: where the result gets its values, zeros would flow back to it, and become NaN there.
                 args, kwargs = _pytree.tree_map_only(Tensor, _without_graph, (args, kwargs))
             return func(*args, **kwargs)
@@ -118,8 +118,12 @@ def is_computed(value: Any) -> bool:
     )
 
 
+def _is_known(value: Any) -> bool:
+    return all(each.is_known[0] for each in tensors_of(value) if isinstance(each, Placeholder))
+
+
 def _expect_known(value: Any, user: str) -> None:
-    if not all(each.is_known[0] for each in tensors_of(value) if isinstance(each, Placeholder)):
+    if not _is_known(value):
         raise RuntimeError(
             f"{user} uses what another part of the model computes, and did not with the sample, from which the layers "
             "were made; make a new pipe with a sample that the model treats alike"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -158,19 +158,15 @@ class Segment(Part):
         return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
-        with setting(tape=tape), suppress(Stop), self._telling():
-            found = inputs.call(self.net if net is None else net)
-            tape.expect_all()
-            return found
+        with setting(tape=tape), suppress(Stop):
+            try:
+                found = inputs.call(self.net if net is None else net)
+                tape.expect_all()
+                return found
+            finally:  # also where the last of the blocks stops it
+                for twin in vars(self).get("twins", ()):
+                    twin.tell()
         return None
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for twin in vars(self).get("twins", ()):
-                twin.tell()
 
     def _expect_few(self, inputs: Inputs) -> list[Tensor | None]:
         tensors = inputs.tensors()
