@@ -184,12 +184,14 @@ class TestPipesInside:
             started(run).result(300)
 
     @each_way
-    def test_a_loss_that_calls_the_pipe_is_refused(self, way: Way) -> None:
+    @pytest.mark.parametrize("trains", [True, False])
+    def test_a_loss_that_calls_the_pipe_is_refused(self, way: Way, trains: bool) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
 
         def run() -> None:
             with way():
-                pipe.step(rows(), rows(), loss_fn=lambda output, target: (output - pipe(target)).sum())
+                compute = pipe.step if trains else pipe.evaluate
+                compute(rows(), rows(), loss_fn=lambda output, target: (output - pipe(target)).sum())
 
         with pytest.raises(RuntimeError, match="loss function"):
             started(run).result(300)

@@ -23,16 +23,21 @@ class Any(nn.Module):
         super().__init__()
         self.told, self.last = told, last
         self.embed, self.linear, self.head = nn.Linear(2, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for name, _, _ in told if name == "block")
+        for kind in LISTS:
+            count = sum(name == kind for name, _, _ in told)
+            self.add_module(kind, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
         self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(WIDTH))
         self.register_buffer("table", torch.rand(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        made, blocks = [self.embed(x)], iter(self.blocks)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made, blocks = [self.embed(x)], {kind: iter(getattr(self, kind)) for kind in LISTS}
         for name, i, j in self.told:
             a, b = made[i % len(made)], made[j % len(made)]
-            made.append(next(blocks)(a).tanh() + a if name == "block" else STATEMENTS[name](self, a, b))
-        return self.head(made[-1] + made[self.last % len(made)])
+            made.append(next(blocks[name])(a).tanh() + a if name in blocks else STATEMENTS[name](self, a, b))
+        return self.head(made[-1]), made[self.last % len(made)]
+
+
+LISTS = ("block", "other")
 
 
 def _overwritten(_: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -49,6 +54,7 @@ STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "buffer": lambda model, a, b: a + model.table,
     "module": lambda model, a, b: model.norm(a),
     "linear": lambda model, a, b: model.linear(a).tanh(),
+    "changed": lambda model, a, b: model.linear(a).mul_(2).add_(b),
     "weight": lambda model, a, b: a @ model.linear.weight,
     "detach": lambda model, a, b: a.detach() * b,
     "view": lambda model, a, b: a.view(-1, 2, 2).transpose(1, 2).flatten(1),
@@ -58,8 +64,14 @@ STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "size": lambda model, a, b: a / b.shape[-1],
     "mode": lambda model, a, b: a * 2 if model.training else b,
 }
+
+
+def means(outputs: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
 NEAR = st.integers(-4, -1) | st.integers(0, 9)
-TOLD = st.lists(st.tuples(st.sampled_from(["block", *STATEMENTS]), NEAR, NEAR), min_size=2, max_size=14)
+TOLD = st.lists(st.tuples(st.sampled_from([*LISTS, *STATEMENTS]), NEAR, NEAR), min_size=2, max_size=14)
 
 
 @given(TOLD, NEAR, st.sampled_from(MODES), st.sampled_from(["1f1b", "zero_bubble", "call"]), st.data())
@@ -77,10 +89,10 @@ def test_a_forward_is_right_or_refused(
     balance = [cut, len(layers) - cut]
     with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint=mode)) as pipe:
         if how == "call":
-            pipe(x).square().mean().backward()
+            means(pipe(x)).backward()
         else:
-            pipe.step(x, loss_fn=lambda output: output.square().mean(), schedule=how)
-    plain(x).square().mean().backward()
+            pipe.step(x, loss_fn=means, schedule=how)
+    means(plain(x)).backward()
     found, expected = gradients(model), gradients(plain)
     for name in found.keys() | expected.keys():
         zeros = torch.zeros_like(plain.get_parameter(name))  # what is multiplied by nothing has no gradient, or zeros

@@ -100,7 +100,7 @@ class Ending:
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
         done = [found.get((BLOCK, 0, m), unknown(leaf, device)) for m, leaf in enumerate(segment.done)]
-        tape = Tape(device, {}, segment.first, [], done, found, {}, inputs.tensors())
+        tape = Tape(device, {}, segment.first, [], done, found, {}, inputs.tensors(), ())
         output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
         home = inputs.tensors()[0].device
         if isinstance(output, Tensor):

@@ -155,7 +155,7 @@ class Segment(Part):
         ]
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
         shapes, collected = carried.get("shapes", {}), carried.get("collected", {})
-        return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors)
+        return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors, self._written)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
         with setting(tape=tape), suppress(Stop):

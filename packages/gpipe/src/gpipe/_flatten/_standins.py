@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -37,6 +37,7 @@ class Tape:
         given: tensors that other modules of earlier segments returned, or were called with, and this one uses.
         collected: what hooks have collected up to the end of each list of blocks, by the number of its first block.
         inputs: the tensors that the model is called with.
+        written: the tensors that the forward may change in place.
 
     Attributes:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
@@ -55,8 +56,9 @@ class Tape:
         given: Mapping[Key, Tensor],
         collected: Mapping[int, Collected],
         inputs: Sequence[Tensor | None],
+        written: Collection[Key],
     ) -> None:
-        self.device, self._shapes, self._given = device, shapes, given
+        self.device, self._shapes, self._given, self._written = device, shapes, given, written
         self.collected = dict(collected)
         self._first, self._names, self.done = first, names, done
         self.arguments: list[tuple[list[Any], Tree]] = []
@@ -68,6 +70,12 @@ class Tape:
         self._context = self._present()
         self._counts = defaultdict[str, Iterator[int]](count)
         self._held: list[Any] = []
+
+    def saw(self, name: str, output: Any) -> None:
+        """Record what the module of this name returns, as it is now: a forward that changes it does so in each part."""
+        calls, (leaves, tree) = self.returned.setdefault(name, []), flattened(output)
+        kept = [leaf.clone() if (name, len(calls), m) in self._written else leaf for m, leaf in enumerate(leaves)]
+        calls.append((kept, tree))
 
     def shapes(self) -> ShapesByName:
         found = dict(self._shapes)
@@ -325,7 +333,7 @@ class StandIn(nn.Module):
 def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that records what the module of this name returns."""
     if (tape := current.tape) is not None:
-        tape.returned.setdefault(name, []).append(flattened(output))
+        tape.saw(name, output)
 
 
 def let_go(layers: nn.Module) -> None:
