@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from .._current import current
 from ..schedule import Step, Walk, replay
@@ -19,14 +18,14 @@ class Failures:
     After a failure, workers still do the steps that come before it in the schedule, since these may fail too.
 
     Attributes:
-        whole: returns the steps of all workers, which order failures.
+        walk: the steps of all workers, also in other processes, which order failures.
         earliest: when the first failed step was due, of all processes as far as is known; None if there is none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.whole: Callable[[], Walk] = tuple
-        self._ordered: Callable[[], Walk] | None = None
+        self.walk: Walk = ()
+        self._ordered: Walk | None = None
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
         self.earliest: When | None = None
@@ -68,7 +67,7 @@ class Failures:
 
     def _when(self, step: Step) -> When:
         # A run walks twice, through forwards and backwards, and the order is that of the present walk.
-        if self._ordered is not self.whole:
-            self._order = {each: (span.start, each.stage) for each, span in replay(self.whole()).items()}
-            self._ordered = self.whole
+        if self._ordered is not self.walk:
+            self._order = {each: (span.start, each.stage) for each, span in replay(self.walk).items()}
+            self._ordered = self.walk
         return self._order[step]

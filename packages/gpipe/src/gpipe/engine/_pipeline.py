@@ -126,15 +126,14 @@ class Pipeline:
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
-            order = partial(walk_of, schedule, run.size)
-            walk = order(self.processes.me)  # raises before anything has changed if the schedule does not fit
+            walk = walk_of(schedule, run.size)  # raises before anything has changed if the schedule does not fit
             # A failure leaves no parts of gradients where there were none.
             empty = [parameter for parameter in run.parameters if parameter.grad is None]
             adds = False
             try:
                 with self.processes.together(run):
                     refuse_data_parallel(run.kept_nodes)
-                    gradients = run.train(self._entering(batches), walk, order)
+                    gradients = run.train(self._entering(batches), walk)
                 whole = self.processes.whole(run)
                 # From here on gradients may be added to those that were there, also if a hook fails.
                 adds = True

@@ -32,7 +32,7 @@ from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
 from ._tied import Tied, contents_of
-from ._walks import Size, forwards_and_backwards, forwards_of
+from ._walks import Size, forwards_and_backwards
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
@@ -119,8 +119,7 @@ class Run:
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         self._transport.entrance.values.update(enumerate(inputs))
-        forwards = partial(forwards_of, self.size)
-        self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
+        self._walk(forwards_and_backwards(self.size)[0], self.context)
         if self._recomputed:
             with self._tied.applied():  # no stage computes now
                 self._then = [*map(LayersThen, self._recomputed)]
@@ -144,9 +143,8 @@ class Run:
         _all_wait(self._streams, now)
         self._transport.exit.gradients.update(enumerate(gradients))
         self.rng.begin()
-        backwards = forwards_and_backwards(self.size)[1]
         try:
-            self._walk(backwards, lambda: backwards)
+            self._walk(forwards_and_backwards(self.size)[1])
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         # By now the streams of this thread wait for those of the stages, where the gradients were computed.
@@ -156,17 +154,16 @@ class Run:
             accumulate_whole(whole.items())
         return [self._transport.entrance.get_gradients(i) for i in range(self.size.microbatches)], own
 
-    def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
+    def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
         """Compute forwards and backwards in the order of ``walk``; return the gradients of the inputs.
 
-        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`. Argument ``whole``
-        returns the steps of all workers, also in other processes; it is called only after a failure.
+        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
         """
         self._transport.entrance.values.update(enumerate(inputs))
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._stages.keys():
             self._stages[j].look_for_hooks()
-        self._walk(walk, whole, self.context)
+        self._walk(walk, self.context)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> dict[Tensor, Tensor]:
@@ -184,12 +181,12 @@ class Run:
         """Whether backwards may have added to gradients that were in ``.grad`` before."""
         return any(stage.adds for stage in self._stages.values())
 
-    def _walk(self, walk: Walk, whole: Callable[[], Walk], context: Context | None = None) -> None:
-        """Have every worker take its steps; raise the earliest failure if there is one.
+    def _walk(self, walk: Walk, context: Context | None = None) -> None:
+        """Have every worker take its steps in ``walk``; raise the earliest failure if there is one.
 
         Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
         """
-        self.failures.whole = whole
+        self.failures.walk = walk
         sections = current.serves + current.holds
         try:
             # Workers leave autocast one after the other, and cells that recompute enter it anew.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedule import SPLITTING, Action, Choice, Kind, Schedule, Step, Walk, fill_drain, halves, named, validate
-from ..schedule._named import lanes
+from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
 
 
 class Size(NamedTuple):
@@ -22,14 +21,10 @@ class Size(NamedTuple):
     checkpoint_stops: tuple[int, ...]
 
 
-def walk_of(schedule: Schedule | Choice, size: Size, worker: int | None = None) -> Walk:
-    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one.
-
-    Args:
-        worker: the one whose steps are needed, so that those of thousands of others need not be computed; None for all.
-    """
+def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
+    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one."""
     if isinstance(schedule, Choice):
-        return _named(schedule.name, schedule.split, size, worker)
+        return _named(schedule.name, schedule.split, size)
     return _own(schedule, size)
 
 
@@ -40,21 +35,11 @@ def _own(schedule: Schedule, size: Size) -> Walk:
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, split: tuple[int, ...], size: Size, worker: int | None) -> Walk:
-    if worker is None:
-        return named(name, *size, split).on(size.placement)
-    lane = lanes(name, *size, split if name in SPLITTING else None)[worker]
-    return (*[()] * worker, tuple(Step(j, Action(*action)) for j, action in lane))
+def _named(name: str, split: tuple[int, ...], size: Size) -> Walk:
+    return named(name, *size, split).on(size.placement)
 
 
 @lru_cache(maxsize=64)
 def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
     forwards, backwards = halves(fill_drain(size.microbatches, len(size.placement), size.checkpoint_stops))
     return forwards.on(size.placement), backwards.on(size.placement)
-
-
-def forwards_of(size: Size, worker: int | None = None) -> Walk:
-    if worker is None:
-        return forwards_and_backwards(size)[0]
-    steps = _named("fill_drain", (), size, worker)[worker]
-    return (*[()] * worker, tuple(step for step in steps if step.action.kind == Kind.FORWARD))

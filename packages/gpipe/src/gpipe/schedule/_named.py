@@ -71,11 +71,10 @@ def lanes(
 ) -> Sequence[Lane]:
     """The steps of each worker under :func:`named`.
 
-    They are made while they are read, unless stages share workers that the schedule would keep apart, so that each of
-    many processes can make its own alone.
+    They are made while they are read, unless stages share workers that the schedule would keep apart: a replay of many
+    stages need not hold them.
     """
     own = _own_placement(name, placement)
-    # A pipe of one rank in a thousand must not make the steps of the others.
     if own == list(placement):
         return _made(name, microbatches, own, checkpoint_stop, split)
     return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
