@@ -75,16 +75,13 @@ def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPa
     assert ([own for own, _, _ in found] == [usable()] * 2) == (pin == "0")
 
 
-@pytest.mark.parametrize(("value", "way", "times"), [(None, nullcontext, 2), ("0", nullcontext, 0), ("1", inline, 0)])
+@pytest.mark.parametrize(("way", "times"), [(nullcontext, 2), (inline, 0)])
 def test_helpers_of_the_caller_end_before_every_run_on_cpu_workers(
-    value: str | None, way: Any, times: int, monkeypatch: pytest.MonkeyPatch
+    way: Any, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless they are to stay, and where nobody needs their cores."""
+    """Unless nobody needs their cores."""
     calls: list[int] = []
     monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
-    monkeypatch.delenv("GPIPE_PAUSE_HELPERS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", value)
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
     with way():
         pipe(torch.ones(1, 2)).sum().backward()

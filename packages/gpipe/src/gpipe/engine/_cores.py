@@ -19,7 +19,6 @@ from .._current import current
 Cores = frozenset[int]
 
 _PIN = "GPIPE_PIN_WORKERS"
-_PAUSE = "GPIPE_PAUSE_HELPERS"
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
@@ -32,7 +31,7 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
     Every worker gets all of them where there is nothing to divide, or if ``GPIPE_PIN_WORKERS=0``.
     """
-    if not _switched_on(_PIN, "to give workers on the CPU cores of their own") or workers < 2 or len(cores) < workers:
+    if not _pins() or workers < 2 or len(cores) < workers:
         return [frozenset(cores)] * workers
     # Hyperthreads of a core, and then cores of a package, come next to each other, so that few of them are divided.
     near = sorted(cores, key=_position)
@@ -53,16 +52,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: bind(current.cores))
 
 
-def pauses_callers_helpers() -> bool:
-    """Whether the caller's helper threads end before workers on the CPU start: unless GPIPE_PAUSE_HELPERS=0."""
-    return _switched_on(_PAUSE, "to end the caller's helper threads before a run")
-
-
-def _switched_on(variable: str, purpose: str) -> bool:
-    value = os.environ.get(variable, "1")
+def _pins() -> bool:
+    value = os.environ.get(_PIN, "1")
     if value not in ("0", "1"):
         # No guess: a misspelt value would silently measure the other behaviour.
-        raise ValueError(f"{variable} must be 1, {purpose}, or 0; got {value!r}")
+        raise ValueError(f"{_PIN} must be 1, to give workers on the CPU cores of their own, or 0; got {value!r}")
     return value == "1"
 
 

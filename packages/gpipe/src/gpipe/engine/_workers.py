@@ -23,7 +23,7 @@ from streams import (
     use_stream,
 )
 
-from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
+from ._cores import Cores, bind, shares, usable
 from ._exclusive import Section
 
 Result = TypeVar("Result")
@@ -60,7 +60,7 @@ class Workers:
         self.placement = placement(devices)
         first = [self.placement.index(worker) for worker in range(len(set(self.placement)))]
         self._devices = [devices[j] for j in first]
-        self._pauses = pauses_callers_helpers() and any(device.type == "cpu" for device in self._devices)
+        self._are_on_cpu = any(device.type == "cpu" for device in self._devices)
         self.section = Section()
         self._scope: ExitStack | None = None
         self._process = 0
@@ -76,7 +76,7 @@ class Workers:
         try:
             in_queues, out_queues = self._open()
             self._share_processor(in_queues, out_queues)
-            if self._pauses:
+            if self._are_on_cpu:
                 pause_helpers()  # else they spin on the cores that the workers need
             for queue, (stream, compute) in zip(in_queues, works, strict=True):
                 queue.put(_Work(stream, compute, stop))
