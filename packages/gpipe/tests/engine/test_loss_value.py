@@ -89,11 +89,11 @@ def test_a_model_may_compute_its_loss(kind: str, count: int, chunks: int, inline
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda x: x, r"got a tensor of shape \(2, 3\); give loss_fn=\.\.\., or what the model computes its loss from"),
-        (lambda x: {"logits": x}, "got a dict with 'logits'; give loss_fn"),
-        (lambda x: {"loss": x}, "got a dict with 'loss'"),
-        (lambda x: (x.sum(), x), "got a tuple; set return_dict=True, give loss_fn"),
-        (lambda x: None, "got a NoneType"),
+        (lambda x: x, r"got float64\[2, 3\]; give loss_fn=\.\.\., or what the model computes its loss from"),
+        (lambda x: {"logits": x}, r"got {'logits': float64\[2, 3\]}; give loss_fn"),
+        (lambda x: {"loss": x}, r"got {'loss': float64\[2, 3\]}"),
+        (lambda x: (x.sum(), x), r"got \(float64\[\], float64\[2, 3\]\); set return_dict=True, give loss_fn"),
+        (lambda x: None, "got None"),
     ],
 )
 @each_schedule

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from microbatch import Batch, Mean, gather
 
+from ..values._describe import shapes
+
 LossFunction = Callable[..., Any]
 """A function of an output, and of a target if there is one, that returns what :func:`loss_value` takes."""
 
@@ -50,7 +52,7 @@ def own_loss(output: Any) -> Any:
         return _entry(output)
     raise TypeError(
         "without a loss_fn the output must be the loss: a scalar tensor, or with one as output.loss; got "
-        f"{_described(output)}; {'set return_dict=True, ' if isinstance(output, tuple) else ''}give loss_fn=..., or "
+        f"{shapes(output)}; {'set return_dict=True, ' if isinstance(output, tuple) else ''}give loss_fn=..., or "
         "what the model computes its loss from, such as labels"
     )
 
@@ -64,13 +66,6 @@ def _entry(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-
-
-def _described(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)}"
-    kind = f"a {type(output).__name__}"
-    return f"{kind} with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else kind
 
 
 def expect_trains(loss: Tensor) -> None:
