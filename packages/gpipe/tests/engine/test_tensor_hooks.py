@@ -132,7 +132,7 @@ def test_hooks_that_a_forward_leaves_on_parameters_are_refused(
 ) -> None:
     layers = [*linears(1), Layer(hooks_weight, *linears(1), register=register, tidy=tidy), *linears(1)]
     pipe = piped(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint=mode)
-    refused = pytest.raises(RuntimeError, match=r"registered a hook on the parameter '1.m.0.weight'")
+    refused = pytest.raises(RuntimeError, match="a layer registered a hook on a parameter")
     with nullcontext() if tidy else refused:
         trained(pipe, rows(), way)
     assert all((parameter.grad is not None) == tidy for parameter in pipe.parameters())

@@ -1,5 +1,5 @@
-"""Detect whether layers register hooks on tensors and parameters, use nodes of their graph, which may have hooks, or
-save tensors through hooks.
+"""Detect whether layers register hooks on tensors, use nodes of their graph, which may have hooks, or save tensors
+through hooks.
 """
 
 from __future__ import annotations
@@ -9,28 +9,10 @@ from inspect import getattr_static
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import saved_tensors_hooks
-
-
-def expect_no_more_hooks(
-    module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[int], after: Sequence[int]
-) -> None:
-    """Raise RuntimeError that names a parameter to which a forward of ``module`` has added hooks, by their counts.
-
-    They would stay for all micro-batches and recomputations, each of which adds its own.
-    """
-    for parameter, count, now in zip(parameters, before, after, strict=True):
-        if now > count:
-            # Names are made only here: making them takes longer than a run.
-            names = {each: name for name, each in module.named_parameters()}
-            raise RuntimeError(
-                f"the forward of a layer registered a hook on the parameter {names.get(parameter, '')!r}, which would "
-                "be called once for each micro-batch that adds one; register it before the run"
-            )
-
 
 # Who reads grad_fn may put a hook on the node later.
 _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "grad_fn").__get__)
