@@ -97,13 +97,5 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
 
 def _with_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors whose memory ``tensor`` uses: torch cannot record one that is sparse, but what it consists of."""
-    layout = tensor.layout
-    if layout is torch.strided:
-        return (tensor,)
-    if layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+    # Gradients of embeddings are of this layout. Torch refuses others, which no module has.
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
