@@ -108,7 +108,7 @@ def cut_rules(value: Any, spec: Any) -> Ruled:
 def ruled(value: Any, spec: Any, root: str) -> Ruled:
     leaves, tree = flatten(value)
     asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
-    _refuse_packed(value, asked, root)
+    _refuse_packed(value, root)
     pairs = enumerate(zip(leaves, asked, strict=True))
     return Ruled(value, leaves, [_rule(leaf, rule, LeafPath(value, i, root)) for i, (leaf, rule) in pairs], tree)
 
@@ -161,14 +161,11 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
         yield from _broadcast(branch, by_label.get(label), path + label)
 
 
-def _refuse_packed(tree: Any, rules: list[Rule], path: str) -> None:
-    """Raise for a PackedSequence that is to be cut: its consecutive rows belong to different samples."""
-    at = 0
-    for node in leaves_of(tree, is_leaf=lambda node: isinstance(node, PackedSequence)):
-        count = len(leaves_of(node)) if isinstance(node, PackedSequence) else 1
-        if isinstance(node, PackedSequence) and not all(isinstance(rule, Replicate) for rule in rules[at : at + count]):
-            raise TypeError(
-                f"{LeafPath(tree, at, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
-                "or Replicate() it in the spec"
-            )
-        at += count
+def _refuse_packed(tree: Any, root: str) -> None:
+    """Raise for a PackedSequence, whose consecutive rows belong to different samples."""
+    if any(map(_is_packed, leaves_of(tree, _is_packed))):
+        raise TypeError(f"{root} has a PackedSequence, whose rows are no samples; pad it, and let a layer pack it")
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
