@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._fsdp import fsdp_modules
+from ..values._leaves import version
 
 SMALL = 4096
 """Elements up to which a buffer is copied: kernels and NumPy may change it without counting, as batch norm does."""
@@ -183,15 +184,8 @@ def _is_small(buffer: Any) -> bool:
 def _versions(values: Iterable[Any]) -> list[int]:
     try:
         return [value._version if isinstance(value, Tensor) else 0 for value in values]
-    except RuntimeError:  # a tensor of inference mode has no such number
-        return [*map(_version, values)]
-
-
-def _version(value: Any) -> int:
-    try:
-        return value._version if isinstance(value, Tensor) else 0
-    except RuntimeError:
-        return 0
+    except RuntimeError:  # inference tensors
+        return [version(value) if isinstance(value, Tensor) else 0 for value in values]
 
 
 def _copied(value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from streams import current_stream, record_stream
 
-from ..values._leaves import storage_id
+from ..values._leaves import storage_id, version
 from ._stage import Stage
 
 
@@ -233,7 +233,7 @@ def _state(value: Any) -> Any:
     """The memory of a tensor, and its version; None for anything else."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return None
-    return storage_id(value), 0 if value.is_inference() else value._version
+    return storage_id(value), version(value)
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:

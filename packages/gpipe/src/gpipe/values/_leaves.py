@@ -112,11 +112,16 @@ def versions(activation: Activation) -> list[int]:
     """The version counter of each tensor."""
     try:
         return [*map(_version, activation.tensors)]
-    except RuntimeError:  # inference tensors have no version counter
-        return [0 if tensor.is_inference() else tensor._version for tensor in activation.tensors]
+    except RuntimeError:  # inference tensors
+        return [*map(version, activation.tensors)]
 
 
 _version = attrgetter("_version")
+
+
+def version(tensor: Tensor) -> int:
+    """The version counter; 0 of an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _enter(tensor: Tensor) -> Tensor:
