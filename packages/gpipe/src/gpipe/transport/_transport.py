@@ -52,9 +52,7 @@ class Transport:
         """A new channel from stage ``a`` to stage ``b``, with its ``number`` among all channels between stages."""
         channel = self._remote(number)
         if channel is None:
-            source, target = self._places[a], self._places[b]
-            on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
-            forth, back = (None, None) if on_cpu else carriers(source, target)
+            forth, back = carriers(self._places[a], self._places[b])
             channel = Channel(self._link(f"values {name}", forth), self._link(f"gradients {name}", back))
         self._inner.append(channel)
         return channel
