@@ -250,7 +250,7 @@ class TestModels:
         ({"chunks": 0}, ValueError, "chunks: expected numbers from 1 to 16, the rows of the sample, got 0"),
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
         ({"chunks": "4"}, TypeError, "chunks must be a number"),
-        ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'.*did you mean '1f1b'"),
+        ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'; choose one of"),
         (
             {"schedule": "interleaved"},
             ValueError,
@@ -258,7 +258,7 @@ class TestModels:
         ),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
-        ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*did you mean 'adam'"),
+        ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*'adam'"),
         ({"optimizer": -1}, ValueError, "optimizer: expected bytes for each parameter"),
         ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adam'"),
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),

@@ -17,9 +17,9 @@ def test_capitals_do_not_matter(name: str) -> None:
     assert named(name, 3, [0, 0]) == named(name.lower(), 3, [0, 0]) == SCHEDULES[name.lower()](3, [0, 0])
 
 
-@pytest.mark.parametrize(("name", "meant"), [("1f1b ", "1f1b"), ("fill-drain", "fill_drain"), ("zerobubble", "zero")])
-def test_what_was_meant_is_said(name: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
+@pytest.mark.parametrize("name", ["1f1b ", "fill-drain", "zerobubble"])
+def test_other_names_are_refused_with_a_list(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; choose one of 'fill_drain', '1f1b', "):
         named(name, 3, [0, 1])
 
 

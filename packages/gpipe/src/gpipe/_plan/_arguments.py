@@ -12,7 +12,6 @@ from torch import nn
 from microbatch import Batch, check, scatter
 from profiler.sandbox import copied
 
-from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
 from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
@@ -186,7 +185,7 @@ def _state_of(optimizer: str | float) -> Callable[[nn.Parameter], float]:
         times = STATES.get(optimizer.lower())
         if times is None:
             known = ", ".join(map(repr, STATES))
-            raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}{did_you_mean(optimizer, STATES)}")
+            raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}")
         return lambda parameter: times * parameter.nbytes
     if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise TypeError(

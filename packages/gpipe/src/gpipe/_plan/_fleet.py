@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
-from .._meant import did_you_mean
 from ..timeline._hops import Link
 from ._arguments import placed, read_bytes, read_chunks
 
@@ -126,7 +125,7 @@ def _described(name: str, devices: str) -> tuple[str, int, float, float]:
         known = ", ".join(_KINDS)
         raise ValueError(
             f"devices: expected a number and what they have, such as '8x80GB', or one of {known}, as in '8xH100'; or "
-            f"nodes and the devices of each, as in '64x8x80GB'; got {devices!r}{did_you_mean(name, _KINDS)}"
+            f"nodes and the devices of each, as in '64x8x80GB'; got {devices!r}"
         ) from None
 
 

@@ -10,7 +10,6 @@ import torch
 
 from streams import current_stream, has_streams, new_stream, record_event, wait_event
 
-from .._meant import did_you_mean
 from ..schedule import CHECKPOINT_MODES
 
 Device = torch.device | int | str
@@ -32,7 +31,7 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     text = str(mode)
     if text not in CHECKPOINT_MODES:
         modes = ", ".join(map(repr, CHECKPOINT_MODES))
-        raise ValueError(f"{name} is not one of {modes}: {text!r}{did_you_mean(text, CHECKPOINT_MODES)}")
+        raise ValueError(f"{name} is not one of {modes}: {text!r}")
     return text
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from .._meant import did_you_mean
 from ._actions import Action, Step
 from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split_one_by_one
 from ._modes import Stops, stop_of_each
@@ -140,15 +139,12 @@ def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
     return own
 
 
-def expect_name(name: str, names: Iterable[str]) -> None:
-    names = list(names)
+def expect_name(name: str, names: Collection[str]) -> None:
     if name.lower() not in names:
-        raise ValueError(
-            f"there is no schedule {name!r}; choose one of {', '.join(map(repr, names))}" + did_you_mean(name, names)
-        )
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, names))}")
 
 
-def expect_schedule(schedule: object, names: Iterable[str]) -> None:
+def expect_schedule(schedule: object, names: Collection[str]) -> None:
     if isinstance(schedule, str):
         expect_name(schedule, names)
     elif not isinstance(schedule, Schedule):
