@@ -72,7 +72,7 @@ class GPipe(Stepping):
         init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own
             device. ``"reset"`` calls the modules' own ``reset_parameters()``; a function is called with each module, as
             by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
-            ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, or else ``"owner/name"`` on its hub.
+            ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, as ``snapshot_download()`` returns one.
         blocks, pick: with a ``sample``: which lists of layers the model is cut at, and what the pipe returns of its
             output; see :func:`flatten`.
 

@@ -1,10 +1,8 @@
 """State dicts in files and folders are read as they are in memory."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,24 +65,11 @@ def test_the_model_is_what_was_saved(save: Save, text: bool, tmp_path: Path) -> 
     pipe.step(torch.rand(4, 4), torch.rand(4, 2), loss_fn=nn.functional.mse_loss)
 
 
-def test_a_model_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, allow_patterns: list[str]) -> str:
-        if name != "org/model":
-            raise OSError("404")
-        assert {"model.safetensors", "model.safetensors.index.json"} <= {*allow_patterns}
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
-    plain = two()
-    indexed_folder(plain.state_dict(), tmp_path)
-    torch.testing.assert_close(dict(piped("org/model").state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
-    with pytest.raises(FileNotFoundError, match=r"init='org/other': .* from the hub: 404"):
-        piped("org/other")
-
-
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder \(init='reset' is"):
         piped("rest")
+    with pytest.raises(FileNotFoundError, match=r"snapshot_download\(...\) for a model of Hugging Face's hub"):
+        piped("owner/name")
     with pytest.raises(ValueError, match=r"has no checkpoint: expected model\.safetensors\.index\.json or "):
         piped(tmp_path)
     torch.save(torch.ones(3), tmp_path / "tensor.pt")

@@ -12,20 +12,17 @@ import torch
 from torch import Tensor
 
 _IN_FOLDERS = ("model.safetensors.index.json", "model.safetensors")
-_OF_HUB = [*_IN_FOLDERS, "model-*.safetensors"]
 
 
 def state_dict_at(path: str | os.PathLike[str]) -> Any:
     """The state dict at ``path``, or whatever else ``torch.save`` has written there."""
     file = Path(path)
-    if isinstance(path, str) and path.count("/") == 1 and not file.exists():
-        file = _from_hub(path) or file
     if file.is_dir():
         file = next((file / name for name in _IN_FOLDERS if (file / name).exists()), file)
     if not file.exists():
         raise FileNotFoundError(
             f"init={os.fspath(path)!r}: there is no such file or folder (init='reset' is for the layers' own "
-            "reset_parameters())"
+            "reset_parameters(), init=huggingface_hub.snapshot_download(...) for a model of Hugging Face's hub)"
         )
     if file.is_dir():
         raise ValueError(
@@ -39,20 +36,6 @@ def state_dict_at(path: str | os.PathLike[str]) -> Any:
     if file.suffix == ".safetensors":
         return Safetensors([file])
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-
-
-def _from_hub(name: str) -> Path | None:
-    """The folder with the files of a model that Hugging Face's hub calls so; None without the package of the hub."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        return None
-    try:
-        return Path(snapshot_download(name, allow_patterns=_OF_HUB))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"init={name!r}: there is no such file or folder here, and no such model could be had from the hub: {error}"
-        ) from error
 
 
 class Safetensors(Mapping[str, Tensor]):
