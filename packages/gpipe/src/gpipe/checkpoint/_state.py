@@ -25,11 +25,8 @@ SMALL = 4096
 """Elements up to which a buffer is copied: kernels and NumPy may change it without counting, as batch norm does."""
 
 
-class _Absent:
-    """There is no value."""
-
-
-_ABSENT: Final = _Absent()
+_ABSENT: Final = object()
+"""Stands where there is no value."""
 
 
 class State:

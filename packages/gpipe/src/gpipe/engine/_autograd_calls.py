@@ -62,11 +62,7 @@ def _on_current_streams(roots: Sequence[Tensor]) -> list[Tensor]:
     Autograd assumes that all gradients with which a backward begins are ready on the stream of the first device. A node
     on the gradient's own device waits for the stream that was current when the node was made.
     """
-    if not _on_several(roots):
+    if len({root.device for root in roots if has_streams(root.device)}) < 2:
         return list(roots)
     with torch.enable_grad():
         return [_alias(root) for root in roots]
-
-
-def _on_several(roots: Sequence[Tensor]) -> bool:
-    return len({root.device for root in roots if has_streams(root.device)}) > 1

@@ -47,19 +47,10 @@ def expect_plain(value: Any, partition: int) -> None:
         return
     for index, leaf in enumerate(flatten(value)[0]):
         if not (isinstance(leaf, Tensor) or is_constant(leaf)):
+            path, kind = list(leaf_paths(value, "output"))[index], type(leaf).__qualname__
             raise TypeError(
-                f"{_path(value, index)} of partition {partition} is of type {type(leaf).__qualname__}, which may hold "
-                "tensors whose gradients would be lost; expected tensors, None and constants such as numbers and "
-                f"strings, in tuples, lists, dicts and dataclasses; {_way_out(type(leaf))}"
+                f"{path} of partition {partition} is of type {kind}, which may hold tensors whose gradients would be "
+                "lost; expected tensors, None and constants such as numbers and strings, in tuples, lists, dicts and "
+                "dataclasses; make it a dataclass, or a tree of tensors by "
+                f"torch.utils._pytree.register_pytree_node({kind}, flatten, unflatten), or pass its tensors"
             )
-
-
-def _path(value: Any, index: int) -> str:
-    return list(leaf_paths(value, "output"))[index]
-
-
-def _way_out(kind: type) -> str:
-    return (
-        "make it a dataclass, or a tree of tensors by "
-        f"torch.utils._pytree.register_pytree_node({kind.__qualname__}, flatten, unflatten), or pass its tensors"
-    )
