@@ -79,14 +79,15 @@ class GradientSums:
         with on_arrival(graph.leaves if graph.is_custom else (), _copy):
             found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
         own = found[len(flowing) :]
-        self._add(graph.leaves, own)
+        add_to(self._sums, zip(graph.leaves, own, strict=True))
         # Both terms of a sum have one gradient: the stage before may overwrite what it gets, but not the sum of a
         # parameter.
         sent = map(accumulated, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
-        self._add(ends, _engine.gradients(roots, gradients, ends, keep_graph=False))
+        found = _engine.gradients(roots, gradients, ends, keep_graph=False)
+        add_to(self._sums, zip(ends, found, strict=True))
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         # Before the first one is used: after an interrupt nothing is left that a later run would add again.
@@ -94,11 +95,14 @@ class GradientSums:
         for leaf, gradient in sums.items():
             yield leaf, scaled(gradient, scale)
 
-    def _add(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:
-                # Not in place: the first gradient may be shared, since both terms of a sum have one gradient.
-                self._sums[leaf] = added(self._sums[leaf], gradient) if leaf in self._sums else gradient
+
+def add_to(sums: dict[Tensor, Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
+    """``sums``, to which these ``gradients`` of leaves have been added."""
+    for leaf, gradient in gradients:
+        if gradient is not None:
+            # Not in place: the first gradient may be shared, since both terms of a sum have one gradient.
+            sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
+    return sums
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
@@ -170,13 +174,6 @@ _HOOKS: Callable[[Tensor], tuple[Hooks | None, Hooks | None]] = attrgetter(
 
 def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
     return [len(arriving or ()) + len(accumulated or ()) for arriving, accumulated in map(_HOOKS, leaves)]
-
-
-def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-    sums: dict[Tensor, Tensor] = {}
-    for leaf, gradient in gradients:
-        sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
-    return sums
 
 
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
-from ._accumulate import DeferredGradients, kept, summed
+from ._accumulate import DeferredGradients, add_to, kept
 from ._autograd_calls import accumulate_whole
 from ._exclusive import Sections
 from ._failures import Failures
@@ -174,7 +174,7 @@ class Run:
         scale: Scale = 1.0 if self.loss is None else self.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
         gradients = [*self.deferred.give_back(scale), *outside]
-        return summed(self._tied.joined(gradients) if self._tied.shares else gradients)
+        return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)
 
     @property
     def adds(self) -> bool:
