@@ -28,12 +28,11 @@ def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.dev
     at: dict[Tensor, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
         for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
-            if is_lazy(tensor) and at.get(tensor, (j, name))[0] != j:
+            if at.setdefault(tensor, (j, name))[0] != j and is_lazy(tensor):
                 raise ValueError(
                     f"{name!r} of partition {j} is shared with another partition and has no shape yet; call the model "
                     "once, with a sample, before you make a pipe of it"
                 )
-            at.setdefault(tensor, (j, name))
     _expect_whole(at, ["cpu" if place.type == "cpu" else str(place) for place in places])
 
 
@@ -41,17 +40,17 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
     """Raise ValueError if a module of several partitions is a pipe, or has a bound ``forward``: no shallow copy is
     right.
     """
-    earlier: dict[nn.Module, str] = {}
+    at: dict[nn.Module, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
+            first, its = at.setdefault(module, (j, name))
             bound = isinstance(module, Divided) or "forward" in vars(module)
-            if bound and module in earlier and holds_tensors(module):
+            if bound and first != j and holds_tensors(module):
                 raise ValueError(
-                    f"{name!r} of partition {j} is {earlier[module]} too, but it is a pipe, or its forward was set on "
-                    "the instance, as torch.compile does, so that it knows one set of parameters only; put both into "
-                    "one partition, or compile the layers around it"
+                    f"{name!r} of partition {j} is {its!r} of partition {first} too, but it is a pipe, or its forward "
+                    "was set on the instance, as torch.compile does, so that it knows one set of parameters only; put "
+                    "both into one partition, or compile the layers around it"
                 )
-        earlier |= {module: f"{name!r} of partition {j}" for name, module in partition.named_modules()}
 
 
 def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) -> None:
