@@ -240,7 +240,7 @@ class TestModels:
         ({"model": nn.Sequential()}, ValueError, "model: expected at least one layer, got none"),
         ({"model": nn.Sequential(*[nn.Linear(3, 3)] * 2)}, ValueError, "duplicate .*: '1' is the same layer as '0'"),
         ({"devices": []}, ValueError, "devices: expected at least one, got none"),
-        ({"devices": ["gpu"]}, ValueError, "there is no device type 'gpu'"),
+        ({"devices": ["gpu"]}, ValueError, "'gpu', which is not a device that can be used here"),
         ({"devices": "cpu"}, TypeError, "devices must be a list"),
         ({"devices": ["meta"]}, ValueError, "devices: nothing runs on 'meta'; text such as '8x80GB'"),
         ({"devices": ["cpu:0", "cpu:0"]}, ValueError, "devices: expected each one once, got cpu:0, cpu:0"),

@@ -84,8 +84,6 @@ def whole(number: Any) -> int:
 
 def parsed_device(device: Any, name: str) -> torch.device:
     """``device``, called ``name`` in errors, as a ``torch.device`` with tensors, whose work a pipeline can order."""
-    if isinstance(device, str) and device.split(":")[0] == "gpu":
-        raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(f"{name} must be a torch.device, a number or a name such as 'cuda:0' or 'cpu'; got {device!r}")
     try:
