@@ -98,15 +98,13 @@ def is_faked() -> bool:
 
 
 def transform() -> str | None:
-    level = torch._C._functorch.peek_interpreter_stack()
-    return None if level is None else f"torch.func.{level.key().name.lower()}"
-
-
-def is_forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-def tracer() -> str | None:
+    """The name of a transform or tracer that this thread is inside of."""
+    level: Any = torch._C._functorch.peek_interpreter_stack()
+    if level is not None:
+        return f"torch.func.{level.key().name.lower()}"
+    # Also without dual numbers here: any tensor that a layer has could be one.
+    if forward_ad._current_level >= 0:
+        return "torch.autograd.forward_ad"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     if torch.compiler.is_exporting():

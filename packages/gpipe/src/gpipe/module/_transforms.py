@@ -18,22 +18,9 @@ def refuse_transforms() -> None:
     transform = _torch.transform()
     if transform is not None:
         raise RuntimeError(
-            f"a pipe cannot run inside {transform} or what is made of it: its stages run on "
-            f"other threads, which take no part; call backward() on what the pipe returns, or {_WAY_OUT}"
+            f"a pipe cannot run inside {transform} or what is made of it, which would not see its stages on other "
+            f"threads; call backward() on what the pipe returns, transform or trace the layers, or {_WAY_OUT}"
         )
-    # Also inside a dual level without dual numbers here: any tensor inside the pipe could be one.
-    if _torch.is_forward_mode():
-        raise RuntimeError(
-            "a pipe has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, torch.func.linearize): "
-            f"tangents would be lost between its stages; call backward() on what the pipe returns, or {_WAY_OUT}"
-        )
-    tracer = _torch.tracer()
-    if tracer:
-        raise RuntimeError(
-            f"a pipe cannot be traced by {tracer}: what its stages compute on other threads would be missing from the "
-            f"graph; trace the layers, or {_WAY_OUT}"
-        )
-
     if _torch.watches_operations() and not settings().inline:
         raise RuntimeError(
             "a TorchDispatchMode is active, such as a FLOP counter, which would see no operation of the stages: they "
