@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,29 +47,12 @@ class Moments:
         self._count = total
 
 
-class Tracks(Protocol):
-    """A layer that tracks the statistics of mini-batches."""
-
-    def update(self, seen: Moments) -> None:
-        """Update the running statistics by those that were ``seen``."""
-
-
-MiniBatchStatistics = dict[Tracks, list[Moments]]
+MiniBatchStatistics = dict["DeferredBatchNorm", list[Moments]]
 """The statistics of the deferred batch norms of a stage for one mini-batch, until its last forward is done.
 
 They belong to the run and not to the layers, so those of a failed run are dropped. A layer that a forward calls k times
 has k moments, and is updated k times, as in the plain model.
 """
-
-
-def see(statistics: MiniBatchStatistics, layer: Tracks, microbatch: int, input: Tensor) -> None:  # noqa: A002
-    calls = statistics.setdefault(layer, [])
-    moments = next((each for each in calls if microbatch not in each.microbatches), None)
-    if moments is None:
-        moments = Moments()
-        calls.append(moments)
-    moments.microbatches.add(microbatch)
-    moments.add(input)
 
 
 def commit(statistics: MiniBatchStatistics) -> None:
@@ -181,7 +164,13 @@ class DeferredBatchNorm(_BatchNorm):
         if current.microbatch is None:
             self._see_alone(input)
         elif current.statistics is not None:
-            see(current.statistics, self, current.microbatch, input)
+            calls = current.statistics.setdefault(self, [])
+            moments = next((each for each in calls if current.microbatch not in each.microbatches), None)
+            if moments is None:
+                moments = Moments()
+                calls.append(moments)
+            moments.microbatches.add(current.microbatch)
+            moments.add(input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
         self._seen.add(input)
