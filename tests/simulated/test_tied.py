@@ -49,3 +49,10 @@ def test_a_buffer_of_several_layers_is_where_the_first_of_them_is():
     assert pipe[0].mask is pipe[2].mask
     assert pipe[0].mask.device == pipe.devices[0]
     assert_trains_like(layers, pipe, "1f1b", "own")
+
+
+def test_owners_on_several_devices_in_a_backward_of_the_caller_s():
+    first, second = linear(), linear()
+    layers = nn.Sequential(first, second, nn.Sequential(Tied(first), Tied(second)))
+    pipe = GPipe(copy.deepcopy(layers), [1, 1, 1], devices=devices("three devices"), chunks=3)
+    assert_trains_like(layers, pipe, "call", "own")

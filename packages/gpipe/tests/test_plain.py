@@ -85,10 +85,11 @@ def test_constants_beside_tensors_travel(pack: Callable[[Any], Any], mode: str):
         assert_trains_like(piped(model, [2, 1, 1], chunks=2, checkpoint=mode), model)
 
 
-@given(packings(CONSTANTS), st.sampled_from(sorted(OPAQUE)), st.booleans())
-def test_opaque_objects_are_refused_wherever_they_stand(pack: Callable[[Any], Any], name: str, last: bool):
-    layers = [*linears(1), Call(lambda x: pack(OPAQUE[name](x)))]
-    layers += [] if last else [Call(lambda value: rows())]
+@given(packings(CONSTANTS), st.sampled_from(sorted(OPAQUE)), st.booleans(), st.booleans())
+def test_opaque_objects_are_refused_wherever_they_stand(pack: Callable[[Any], Any], name: str, last: bool, later: bool):
+    turns = iter([later, False])
+    layers = [*linears(1), Call(lambda x: x if next(turns) else pack(OPAQUE[name](x)))]
+    layers += [] if last else [Call(lambda value: rows().requires_grad_())]
     balance = [1, 1] if last else [2, 1]
     pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu", "cpu"], chunks=2)
     with (

@@ -262,6 +262,21 @@ def test_once_the_layers_are_known_a_changed_input_is_refused(checkpoint: str) -
         output.sum().backward()
 
 
+def test_what_the_first_forward_adds_is_no_change_in_later_ones() -> None:
+    """The first keeps its graph; the others find it there, and are computed again."""
+    seen: list[Tensor] = []
+
+    def cached(layer: Layer, x: Tensor) -> Tensor:
+        layer.cache = getattr(layer, "cache", 2)
+        seen.append(x)
+        return x * layer.cache
+
+    pipe = piped(nn.Sequential(Layer(cached), *linears(1)), [1, 1], chunks=3, checkpoint="always")
+    pipe(rows()).sum().backward()
+    assert len(seen) == 3 + 2
+    pipe.close()
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is .*:DeprecationWarning")
 @each_mode
 def test_scripted_layers_work_without_recomputation(checkpoint: str) -> None:

@@ -305,3 +305,23 @@ def test_views_train_on_one_device_and_are_refused_on_several() -> None:
         expect_shareable(list(views()), others)
     expect_shareable(list(model(TIED)), [*others, torch.device("cpu")])
     expect_shareable([layer.requires_grad_(False) for layer in views()], others)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loss_over_parameters_that_partitions_share(schedule: str, known: bool) -> None:
+    """In a step it finds copies too, and would count them; in evaluation there are none on the same device."""
+    model = nn.Sequential(*linears(2))
+    model[1].weight = model[0].weight
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
+    parameters = [*pipe.parameters()]
+
+    def penalty(output: Tensor) -> Tensor:
+        return output.square().mean() + sum(
+            each.square().sum() for each in (parameters if known else pipe.parameters())
+        )
+
+    expected = penalty(model(rows()))
+    torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=penalty), expected)
+    with nullcontext() if known else pytest.raises(RuntimeError, match="loss_fn goes over parameters or modules"):
+        torch.testing.assert_close(pipe.step(rows(), loss_fn=penalty, schedule=schedule), expected)

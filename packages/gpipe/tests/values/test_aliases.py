@@ -302,7 +302,10 @@ def test_a_change_is_refused_where_torch_counts_none(mode: Any):
         pipe(rows())
     with inline(), mode():
         whole, part = piped(nn.Sequential(*linears(1), layers[0], nn.Identity()), [2, 1], chunks=2)(rows())
+        own = [Call(lambda x: (x, x[:, :1], -x)), Call(lambda v: v[2].mul_(2))]
+        found = piped(nn.Sequential(*linears(1), *own), [2, 1], chunks=2)(rows())
     torch.testing.assert_close(part, whole[:, :1])
+    torch.testing.assert_close(found, -2 * whole)
 
 
 @each_mode
@@ -407,3 +410,11 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
     pipe = piped(model, [1, 3], chunks=4, checkpoint=mode)
     with closing(pipe), pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
         pipe((x, x * 1)) if schedule == "forward" else pipe.step((x, x * 1), loss_fn=squares, schedule=schedule)
+
+
+@each_mode
+def test_layer_that_works_in_place_on_the_first_micro_batch_may_do_so_on_others(mode: str) -> None:
+    sometimes = Call(lambda x: x.mul_(2) if bool(x[0, 0].detach() > 0) else x)
+    x = torch.tensor([1.0, -2, 3], dtype=DOUBLE)[:, None].repeat(1, 3)
+    with closing(piped(nn.Sequential(nn.Identity(), sometimes), [1, 1], chunks=3, checkpoint=mode)) as pipe:
+        torch.testing.assert_close(pipe(x), torch.where(x > 0, 2 * x, x))

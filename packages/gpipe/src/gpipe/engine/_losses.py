@@ -18,6 +18,7 @@ from ..values._sharing import owned, refuse_shared_changes, uncounted_of
 from ._accumulate import DeferredGradients, GradientSums, below
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import HALVES, Scale, scale_of, sum_of
+from ._tied import Tied
 
 
 class Losses:
@@ -60,9 +61,9 @@ class Losses:
         self.sums = GradientSums()
         self.outputs: dict[int, Activation] = {}
 
-    def begin(self, rng: RunRNG, number: int) -> None:
+    def begin(self, rng: RunRNG, number: int, tied: Tied) -> None:
         """Begin a run. The loss draws random numbers as layer ``number`` would, behind all layers of the model."""
-        self._rng, self._number = rng, number
+        self._rng, self._number, self._tied = rng, number, tied
 
     def put_values(self, i: int, activation: Activation) -> None:
         # Numbers of its own, so that a loss that draws changes nothing in the layers.
@@ -161,6 +162,7 @@ class LossStage(Losses):
                 ".grad by itself, one micro-batch after the other; use use_reentrant=False, or pipe(input) and "
                 "backward()"
             )
+        self._tied.expect_once(graph.leaves)
         # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so the
         # sums are kept apart, and added at the end of the run.
         self.deferred.hold(graph.leaves)

@@ -73,11 +73,12 @@ class Run:
         self.size = Size(microbatches, pipeline.placement, stops)
         self.context = Context.capture()
         self.rng = RunRNG(pipeline.processes.seed)
+        found = [contents_of(stage.module) for stage in stages]
+        self._tied = Tied(stages, found)
         self.loss = loss
         if loss is not None:
             # The loss draws as a layer behind the last one would.
-            loss.begin(self.rng, stages[-1].numbers.stop)
-        found = [contents_of(stage.module) for stage in stages]
+            loss.begin(self.rng, stages[-1].numbers.stop, self._tied)
         own = [part.parameters for part in found] if self.keeps else [[]] * len(stages)
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
@@ -91,7 +92,6 @@ class Run:
         link = Link if self.observer is None else self.observer.link
         self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
-        self._tied = Tied(stages, found)
         self._stages = self._stage_runs(own)
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []

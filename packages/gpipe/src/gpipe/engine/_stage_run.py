@@ -239,7 +239,8 @@ class StageRun:
     def explained(self, error: BaseException, action: Action) -> BaseException:
         # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
         is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
-        if is_second and action.kind != Kind.FORWARD:
+        in_loss = current.microbatch is None
+        if is_second and (action.kind != Kind.FORWARD or in_loss):
             error, error.__cause__ = RuntimeError(_USED_UP), error
         stage = self.stage
         # A cell may be interrupted before it has any inputs.

@@ -132,6 +132,16 @@ class Tied:
                 if entries.get(name) is copy:  # a layer may have set something else
                     entries[name] = own
 
+    def expect_once(self, leaves: Iterable[Tensor]) -> None:
+        """Raise RuntimeError if a loss uses several of ``leaves`` that are copies of one: a loop has found them all."""
+        owners = [self._owners[leaf][1] for leaf in leaves if leaf in self._owners]
+        if len(owners) > len({*owners}):
+            raise RuntimeError(
+                "loss_fn goes over parameters or modules of the pipe, and finds those that partitions share several "
+                "times, since each partition has a copy during a step; list them before it, as in "
+                "parameters = list(pipe.parameters()), or use the optimizer's weight_decay"
+            )
+
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
         """``gradients`` with owners in place of copies, on the owners' devices, in the order of the stages."""
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
@@ -254,4 +264,4 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
+    return tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
