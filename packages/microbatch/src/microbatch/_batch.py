@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._tree import is_tensors, leaves_of, map_tensors
+from ._tree import flatten, is_tensors, leaves_of, unflatten
 
 Tensors = tuple[Tensor, ...]
 TensorOrTensors = Tensor | Tensors
@@ -109,8 +109,9 @@ class Batch:
             return
         if len(tensors) != len(self):
             raise IndexError(f"this batch holds {len(self)} tensors, got {len(tensors)} to replace them; give as many")
+        leaves, tree = flatten(self.value)
         fresh = iter(tensors)
-        self.value = map_tensors(lambda _: next(fresh), self.value)
+        self.value = unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
     def __repr__(self) -> str:
         return f"Batch({self.value!r})"

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from microbatch import Arguments as Arguments
-from microbatch import flatten, is_flat, map_tensors
+from microbatch import flatten, is_flat, unflatten
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -48,8 +48,9 @@ class Activation:
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Activation:
         fresh = tuple(tensors)
-        rest = iter(fresh)
-        value = fresh if self.value is self.tensors else map_tensors(lambda _: next(rest), self.value)
+        if isinstance(self.value, Tensor):
+            return Activation(fresh[0], fresh, self.marks)
+        value = fresh if self.value is self.tensors else _rebuilt(self.value, fresh)
         return Activation(value, fresh, self.marks)
 
 
@@ -57,6 +58,12 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return value if is_flat(value) else tuple([leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)])
+
+
+def _rebuilt(value: Any, tensors: Iterable[Tensor]) -> Any:
+    leaves, tree = flatten(value)
+    fresh = iter(tensors)
+    return unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
 def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
