@@ -12,7 +12,7 @@ from torch import nn
 from microbatch import Batch, check, scatter
 from profiler.sandbox import copied
 
-from ..module._arguments import checked_mode, listed, whole
+from ..module._arguments import checked_chunks, checked_mode, listed
 from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
 from ..schedule import looped_placement
@@ -99,8 +99,8 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
         even = (m for m in candidates if m <= rows and _made(rows, m) == m)
         return sorted(m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least)  # the last has the fewest
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
-    numbers = sorted({_number(number) for number in given})
-    if not numbers or numbers[0] < 1 or numbers[-1] > rows:
+    numbers = sorted({checked_chunks(number) for number in given})
+    if not numbers or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
     return sorted({_made(rows, number) for number in numbers})
 
@@ -108,13 +108,6 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
 def _made(rows: int, chunks: int) -> int:
     """How many micro-batches a pipe with so many ``chunks`` makes of ``rows``."""
     return -(-rows // -(-rows // chunks))
-
-
-def _number(number: Any) -> int:
-    try:
-        return whole(number)
-    except TypeError as error:
-        raise TypeError(f"chunks: {error}") from error
 
 
 def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
