@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from json import dumps
 
@@ -49,7 +48,6 @@ def plan(
     """
     expect_writable(html, ".html", ".json", ".txt")
     chosen = _devices(devices, fake)
-    _expect_units("memory", memory or ())
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     try:
@@ -80,12 +78,4 @@ def _devices(given: Sequence[str] | None, fake: str | None) -> Sequence[str] | s
         return given
     if fake is None or given is not None:
         raise ValueError(f"devices: give either --devices or --fake, got {'neither' if fake is None else 'both'}")
-    _expect_units("fake", [fake.rpartition("x")[2]])
     return fake
-
-
-def _expect_units(name: str, sizes: Sequence[str]) -> None:
-    """Raise ValueError for a size without a unit, or in bits: 80 and 80Gb may be mistaken for 80GB."""
-    for size in sizes:
-        if re.fullmatch(r"\s*[\d.]+\s*([A-Z]i?b|bits?|[A-Z]i?bits?)?\s*", size):
-            raise ValueError(f"{name}: expected bytes with their unit, such as 80GB or 24GiB, got {size!r}")

@@ -33,8 +33,8 @@ LOOPS = 2
 MODES = ("never", "except_last", "always")
 """The modes of checkpointing that are searched."""
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kKMGTP]?)(i?)B)?\s*")
-"""A number, and a unit with a capital B: ``b`` may be read as bits."""
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
+"""A number, and a unit with a capital B: ``b`` may be read as bits, and 80 as 80 GB."""
 
 
 def expect_rows(sample: Any) -> None:
@@ -68,7 +68,7 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if isinstance(size, str) and match is None:
         raise ValueError(f"{expected}; got {size!r}")
-    power = " KMGTP".find((match[2] or " ").upper()) if match else 0
+    power = " KMGTP".find(match[2].upper() or " ") if match else 0
     found = float(match[1]) * (1024 if match[3] else 1000) ** power if match else float(size)
     if not 0 < found < float("inf"):
         raise ValueError(f"{expected}; got {size!r}, which is not positive")
