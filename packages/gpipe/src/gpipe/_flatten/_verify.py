@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -30,7 +27,7 @@ def expect_equal(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs
         blocks = [layer.path for layer in layers if isinstance(layer, ModelBlock)]
         raise ValueError(
             f"{name} cannot be divided: with stand-ins for its blocks, {blocks[0]!r} to {blocks[-1]!r}, its forward "
-            f"fails{_place_of(error)} ({type(error).__name__}: {error}); {_REASON}"
+            f"fails ({type(error).__name__}: {error}); {_REASON}"
         ) from error
     wrong = _difference(expected, value, shapes)
     if wrong:
@@ -41,18 +38,6 @@ _REASON = (
     "let blocks compute this, or name other blocks or another part of the result: GPipe(model, sample=sample, "
     "blocks=[...], pick=...)"
 )
-
-
-def _place_of(error: BaseException) -> str:
-    """The line of the model's own code that raised it."""
-    lines = [
-        (frame.f_code.co_filename, line)
-        for frame, line in walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "gpipe", "streams")
-    ]
-    return "".join(
-        f" in {Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`" for file, line in lines[-1:]
-    )
 
 
 def _in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
