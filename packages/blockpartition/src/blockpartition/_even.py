@@ -8,7 +8,7 @@ halves, between those at which another number of blocks is as good.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from math import isqrt
 
 from ._search import filled_back
@@ -34,24 +34,7 @@ def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
 
 
 def most_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """Ends of the optimal partition with the least sum of squared loads, in O(n) a price."""
-    positions = _useful(prefix, bottleneck, blocks)
-    ends = least_squares([prefix[p] for p in positions], bottleneck, blocks)
-    return [positions[end] for end in ends]
-
-
-def _useful(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """The positions at which some block of an optimal partition can end."""
-    n, useful, highest = len(prefix) - 1, [0], 0
-    for j, lowest in enumerate(filled_back(prefix, bottleneck, blocks)[1:], 1):
-        highest = bisect_right(prefix, prefix[highest] + bottleneck) - 1
-        first = max(j, useful[-1] + 1, bisect_left(prefix, lowest))
-        useful += range(first, min(n - blocks + j, highest) + 1)
-    return useful
-
-
-def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """The ends of so many blocks up to the bottleneck with the least sum of squared loads."""
+    """The ends of so many blocks up to the bottleneck with the least sum of squared loads, in O(n) a price."""
     # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
     high, low = prefix[-1] ** 2 + 1, -1
     coarse, fine = cheapest(prefix, bottleneck, 2 * high + 1), list(range(len(prefix)))
