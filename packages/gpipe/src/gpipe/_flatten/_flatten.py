@@ -169,19 +169,13 @@ def _parts(
         net, picked, first = _net(model, trunks, calls, s, ending), None if trunk else pick, counts.total()
         segment = Segment(net, calls, inputs, names=trunk, first=first, number=s, namespace=namespace, pick=picked)
         segment.ending = None if trunk else ending
-        yield _title(s, len(trunks)), segment
+        yield ("end" if not trunk else f"between_{s}" if s else "start"), segment
         for place, name in enumerate(trunk):
             module, number, last = model.get_submodule(name), first + place, place == len(trunk) - 1
             block = ModelBlock(module, name, calls, place=place, number=number, last=last, namespace=namespace)
             counts[name] += 1
             again = f"_call_{counts[name]}" if counts[name] > 1 else ""
             yield name.replace(".", "_") + again, block
-
-
-def _title(segment: int, trunks: int) -> str:
-    if segment in (0, trunks):
-        return "end" if segment else "start"
-    return f"between_{segment}"
 
 
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:

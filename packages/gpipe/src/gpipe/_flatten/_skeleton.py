@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from .._current import current
 from ._cache import uncached
-from ._placeholders import is_computed, placeholder
+from ._calls import Like
+from ._placeholders import is_computed, unknown
 
 _OBSERVE = -1
 """The number of a hook that is not the user's."""
@@ -153,11 +153,9 @@ class Follower:
         """Set a buffer filled with NaN, where the one before is, unless that has this dtype and shape."""
         mine = self.module._buffers.get(name)
         if mine is None or (mine.dtype, mine.shape) != (dtype, shape):
-            value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-            found = torch.full(shape, value, dtype=dtype, device=device if mine is None else mine.device)
             # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside,
             # which may have this one already.
-            self.module._buffers[name] = placeholder(found)
+            self.module._buffers[name] = unknown(Like(shape, dtype), device if mine is None else mine.device)
             self.module._non_persistent_buffers_set.add(name)
 
     def lead(self) -> None:
