@@ -120,7 +120,7 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            "with use_stream(self._stream_of[stage.stage.index]):", "if True:"), INLINE),
     (Fault("gradients for several devices begin on the stream of one", CALLS,
            "_on_current_streams(roots)", "list(roots)"), KEPT),
-    (Fault("gradients for two devices begin on the stream of one", CALLS, "> 1", "> 2"), KEPT_TWICE),
+    (Fault("gradients for two devices begin on the stream of one", CALLS, "< 2", "< 3"), KEPT_TWICE),
     (Fault("gradients of shared weights are not recorded", TIED,
            "    record_stream(gradient, current_stream(gradient.device))", "    pass"), SHARED),
     (Fault("a timeline's events are on the default stream", RECORD,
