@@ -177,6 +177,28 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
             pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
 
 
+@each_mode
+def test_a_layer_may_seed_the_generator_when_nobody_draws_any_more(mode: str):
+    """For whoever draws after the run: that is its wish, and not a state that came back late."""
+    layers = nn.Sequential(nn.Dropout(), Call(lambda x: (torch.manual_seed(17), x * 1)[1]))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, checkpoint=mode)
+    torch.manual_seed(5)
+    pipe(torch.ones(4, 6))
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(17).get_state())
+
+
+@each_mode
+def test_a_pipe_inside_of_a_layer_draws_the_numbers_of_that_layer(mode: str):
+    """A recomputation draws them again: gradients flow through what the forward has kept."""
+    inside = GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"], chunks=2)
+    pipe = GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    x = torch.ones(8, 6, requires_grad=True)
+    y = pipe(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert {*y.flatten().tolist()} == {0.0, 2.0}
+
+
 @pytest.mark.parametrize("is_collecting", [True, False])
 def test_no_garbage_is_collected_while_a_state_is_read(is_collecting: bool):
     """Torch holds the lock of the generator then, for which other threads may wait."""
