@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gpipe import Arguments, GPipe, flatten
 
-from ..layers import gradients
+from ..layers import Layer, gradients
 
 WIDTH, ROWS = 4, 6
 
@@ -155,70 +155,52 @@ def test_what_the_last_layer_returns_can_be_chosen(pick: str | Callable[[Any], A
     torch.testing.assert_close(layers(batch(labels=True)), plain(**batch())["logits"])
 
 
-class Stages(nn.Module):
+def stages() -> nn.Module:
     """As convolutional networks are: several sequential lists, called as a whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(2, WIDTH)
-        self.layer1 = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-        self.layer2 = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-        self.head = nn.Linear(WIDTH, 1)
+    def row(count: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer2(self.layer1(self.stem(x).relu())))
+    ends = {"stem": nn.Linear(2, WIDTH), "head": nn.Linear(WIDTH, 1)}
+    return Layer(lambda s, x: s.head(s.layer2(s.layer1(s.stem(x).relu()))), **ends, layer1=row(2), layer2=row(3))
 
 
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """Lists in a list, which is not called itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(2, WIDTH)
-        self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.stem(x)
-        for group in self.groups:
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        hidden = s.stem(x)
+        for group in s.groups:
             for layer in group:
                 hidden = layer(hidden)
             hidden = hidden.relu()
         return hidden
 
+    groups = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+    return Layer(forward, stem=nn.Linear(2, WIDTH), groups=groups)
 
-class Tower(nn.Module):
+
+def tower() -> nn.Module:
     """Stages that are modules around blocks, each with a projection before them; blocks reuse an activation."""
 
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(WIDTH, WIDTH)
-            act = nn.ReLU(inplace=True)
-            self.blocks = nn.Sequential(
-                *(nn.Sequential(act, nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-            )
+    def stage() -> nn.Module:
+        act = nn.ReLU(inplace=True)
+        blocks = [nn.Sequential(act, nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        return Layer(lambda s, x: s.blocks(s.before(x)), before=nn.Linear(WIDTH, WIDTH), blocks=nn.Sequential(*blocks))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks(self.before(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(2, WIDTH)
-        self.stages = nn.Sequential(Tower.Stage(), Tower.Stage())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stages(self.stem(x)).tanh()
+    parts = nn.Sequential(stage(), stage())
+    return Layer(lambda s, x: s.stages(s.stem(x)).tanh(), stem=nn.Linear(2, WIDTH), stages=parts)
 
 
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (Tower, None),
-        (Stages, ["layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2"]),
-        (Nested, ["groups_0_0", "groups_0_1", "between_1", "groups_1_0", "groups_1_1"]),
+        (tower, None),
+        (stages, ["layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2"]),
+        (nested, ["groups_0_0", "groups_0_1", "between_1", "groups_1_0", "groups_1_1"]),
     ],
 )
-def test_several_lists_have_a_segment_between_them(make: type[nn.Module], names: list[str] | None):
+def test_several_lists_have_a_segment_between_them(make: Callable[[], nn.Module], names: list[str] | None):
     torch.manual_seed(0)
     model = make()
     plain, x = copy.deepcopy(model), torch.randn(ROWS, 2)
@@ -374,30 +356,19 @@ def test_a_forward_with_much_that_real_ones_have() -> None:
         assert not [layer for layer in pipe if hasattr(layer.net, "told")]
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Modules without a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.act = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3), nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.act(self.first(x)).relu())
+    parts = {"first": nn.Linear(2, WIDTH), "second": nn.Linear(WIDTH, 3), "act": nn.Tanh()}
+    return Layer(lambda s, x: s.second(s.act(s.first(x)).relu()), **parts)
 
 
-class Scaled(nn.Module):
-    """A module that has most of the parameters, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale, self.loss = Net(), nn.Parameter(torch.ones(3)), nn.MSELoss()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.net(x) * self.scale, x.new_ones(len(x), 3))
+def scaled(s: Layer, x: Tensor) -> Tensor:
+    """A module has most of the parameters; with a loss."""
+    return s.loss(s.net(x) * s.scale, x.new_ones(len(x), 3))
 
 
 def test_without_lists_the_modules_that_are_called_are_layers():
-    model, x = Scaled(), torch.randn(4, 2)
+    model, x = Layer(scaled, net=net(), scale=nn.Parameter(torch.ones(3)), loss=nn.MSELoss()), torch.randn(4, 2)
     layers = flatten(model, x)
     names = ["start", "net_first", "net_act", "between_1", "net_second", "end"]
     assert [name for name, _ in layers.named_children()] == names
@@ -521,13 +492,8 @@ def test_numbers_that_a_forward_reads_are_those_of_each_micro_batch(told: Callab
             torch.testing.assert_close(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
 
 
-class Passing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, value: Any) -> tuple[Tensor, Any]:
-        return self.linear(hidden), hidden.mean(1, keepdim=True) if value == "a tensor" else value
+def _passing(s: Layer, hidden: Tensor, value: Any) -> tuple[Tensor, Any]:
+    return s.m[0](hidden), hidden.mean(1, keepdim=True) if value == "a tensor" else value
 
 
 def _uses_what_blocks_return(model: Told, x: Tensor) -> Tensor:
@@ -543,7 +509,7 @@ values = st.sampled_from([None, 1, 2, "a tensor"])
 @given(values, values)
 def test_numbers_that_a_block_returns_are_those_of_the_sample_or_refused(then: Any, now: Any):
     model = Told(_uses_what_blocks_return)
-    model.body.blocks = nn.ModuleList(Passing() for _ in range(2))
+    model.body.blocks = nn.ModuleList(Layer(_passing, nn.Linear(WIDTH, WIDTH)) for _ in range(2))
     model.value, x = then, torch.randn(4, 2)
     with closing(GPipe(model, [2, 2], sample=x[:2], chunks=2)) as pipe:
         model.value = now
