@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
+from ..layers import Layer
+
 
 class Model(nn.Module):
     tags = ("small",)
@@ -54,19 +56,14 @@ def test_a_sequential_model_answers_nothing() -> None:
         pipe.append(nn.Linear(2, 2))
 
 
-class Replacing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.inner = copy.deepcopy(self.inner)
-        return self.inner(hidden)
+def replacing(s: Layer, hidden: Tensor) -> Tensor:
+    s.inner = copy.deepcopy(s.inner)
+    return s.inner(hidden)
 
 
 def test_a_forward_that_replaces_its_modules_is_refused() -> None:
     model = Model()
-    model.blocks = nn.ModuleList(Replacing() for _ in range(2))
+    model.blocks = nn.ModuleList(Layer(replacing, inner=nn.Linear(2, 2)) for _ in range(2))
     with pytest.raises(ValueError, match=r"cannot be divided: its forward makes the module 'blocks\.\d\.inner' anew"):
         GPipe(model, devices=["cpu"] * 2, sample=torch.zeros(1, 2))
 

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
 
+from ..layers import Layer
+
 WIDTH, ROWS = 4, 6
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:
-        return (self.linear(hidden) + shift).tanh()
+def block() -> Layer:
+    return Layer(lambda s, hidden, shift: (s.linear(hidden) + shift).tanh(), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Asking(nn.Module):
@@ -31,9 +28,9 @@ class Asking(nn.Module):
     def __init__(self, asked: Callable[[Asking, Tensor], Tensor]) -> None:
         super().__init__()
         self.embed = nn.Linear(2, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.middle = nn.LayerNorm(WIDTH)
-        self.others = nn.ModuleList(Block() for _ in range(2))
+        self.others = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
         self.extra = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("mean", torch.ones(WIDTH))

@@ -3,7 +3,6 @@
 import copy
 import re
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
 
-from ..layers import gradients
+from ..layers import Layer, gradients
 from .test_names import expect_listed
 
 WIDTH, ROWS = 4, 6
@@ -21,13 +20,8 @@ Program = list[tuple[int, str]]
 """The numbers of cells in the order in which they are called, and what is computed after each."""
 
 
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden.tanh())
+def new_cell() -> Layer:
+    return Layer(lambda s, hidden: s.m[0](hidden.tanh()), nn.Linear(WIDTH, WIDTH))
 
 
 class Loop(nn.Module):
@@ -36,7 +30,7 @@ class Loop(nn.Module):
     def __init__(self, program: Program, cells: list[nn.Module] | None = None, *, listed: bool = True) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, 3)
-        cells = cells or [Cell() for _ in range(3)]
+        cells = cells or [new_cell() for _ in range(3)]
         self.cells = nn.ModuleList(cells) if listed else nn.Module()
         for name, cell in enumerate([] if listed else cells):
             self.cells.add_module(str(name), cell)
@@ -123,7 +117,7 @@ def test_each_call_is_a_layer_wherever_the_pipe_is_cut(
     ids=["one cell", "two cells", "a list of one cell"],
 )
 def test_modules_that_are_called_several_times_are_found(program: Program, is_shared: bool, names: list[str]) -> None:
-    model = made(program, [Cell()] * 3 if is_shared else None)
+    model = made(program, [new_cell()] * 3 if is_shared else None)
     plain = copy.deepcopy(model)
     layers = flatten(model, batch(2))
     assert [name for name, _ in layers.named_children()] == ["start", *names, "end"]
@@ -156,7 +150,7 @@ def test_blocks_are_called_as_with_the_sample_or_refused(order: list[int], other
 
 
 def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
-    found, made_once = [], made([(0, "")] * 3, [nn.Sequential(Cell(), nn.Dropout(0.5))])
+    found, made_once = [], made([(0, "")] * 3, [nn.Sequential(new_cell(), nn.Dropout(0.5))])
     for mode in ("never", "always"):
         model = copy.deepcopy(made_once)
         with closing(GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=mode)) as pipe:
@@ -166,45 +160,29 @@ def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
-class Counting(Cell):
+def counting(s: Layer, hidden: Tensor) -> Tensor:
     """It knows how often it was called."""
-
-    calls = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(hidden) * self.calls
+    s.calls += 1
+    return s.m[0](hidden) * s.calls
 
 
-class Remembering(Cell):
+def remembering(s: Layer, hidden: Tensor) -> Tensor:
     """It adds what it returned in the call before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = {"before": torch.zeros(())}
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.memory["before"] = super().forward(hidden) + self.memory["before"].mean()
-        return self.memory["before"]
-
-
-class Norming(Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.norm(super().forward(hidden))
+    s.memory["before"] = s.m[0](hidden) + s.memory["before"].mean()
+    return s.memory["before"]
 
 
 @pytest.mark.parametrize(
-    ("cell", "named"),
+    ("own", "named"),
     [
-        (Counting, r"sets 'cells\.0\.calls' anew"),
-        (Remembering, r"sets \"cells\.0\.memory\['before'\]\" anew"),
-        (Norming, r"'cells\.0\.norm\.\w+', a buffer, changes"),
+        (Layer(counting, new_cell(), calls=0), r"sets 'cells\.0\.calls' anew"),
+        (
+            Layer(remembering, new_cell(), memory={"before": torch.zeros(())}),
+            r"sets \"cells\.0\.memory\['before'\]\" anew",
+        ),
+        (nn.Sequential(new_cell(), nn.BatchNorm1d(WIDTH)), r"'cells\.0\.1\.\w+', a buffer, changes"),
     ],
 )
-def test_what_one_call_leaves_for_the_next_is_refused(cell: Any, named: str) -> None:
+def test_what_one_call_leaves_for_the_next_is_refused(own: nn.Module, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        flatten(made([(0, "")] * 3, [cell()]), batch(2))
+        flatten(made([(0, "")] * 3, [own]), batch(2))

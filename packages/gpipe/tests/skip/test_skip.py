@@ -157,15 +157,8 @@ def test_broken_promises_are_named(layer: nn.Module, error: type[Exception], tex
 
 
 def test_skip_inside_a_nested_module_crosses_stages():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(linear(), Stash())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
+    block = Layer(lambda s, x: s.m[0](x), nn.Sequential(linear(), Stash()))
+    model = nn.Sequential(block, linear(), nn.Sequential(linear(), Pop()))
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
 
 
