@@ -16,6 +16,8 @@ from torch import nn
 
 from gpipe import GPipe, flatten
 
+from .layers import Layer
+
 dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch was built without torch.distributed")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
@@ -36,24 +38,18 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-class Looped(nn.Module):
-    """A model that is flattened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(network())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def looped(s: Layer, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a model that is flattened."""
+    for layer in s.m:
+        x = layer(x)
+    return x
 
 
 class Run:
     """A model, its optimizer and the schedule of its learning rate."""
 
     def __init__(self, balance: list[int] | None, flattened: bool = False) -> None:
-        self.model: nn.Module = Looped() if flattened else network()
+        self.model: nn.Module = Layer(looped, *network()) if flattened else network()
         if balance:
             layers = flatten(self.model, X[:2]) if flattened else self.model
             balance = [*balance[:-1], balance[-1] + len(layers) - LAYERS]
@@ -142,5 +138,5 @@ def test_it_goes_on_with_any_balance_or_as_the_plain_model(
             value.zero_()  # nothing may be left of what it was
     save(run, again)
     again.train(more)
-    found = {name.removeprefix("layers."): value for name, value in again.state.items()}
+    found = {name.removeprefix("m."): value for name, value in again.state.items()}
     torch.testing.assert_close(found, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from gpipe import GPipe
 from profiler._allocations import AllocationTracker
 
-from ..layers import running
+from ..layers import Layer, running
 from ..models import CHANNELS, PARTS, WIDTH, Counts
 from ..schedules import balances
 
@@ -199,19 +199,15 @@ def test_init_is_for_models_on_meta() -> None:
     piped(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1], init="reset")  # has nothing to initialise
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embed(x))
+def tied() -> nn.Module:
+    embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embed.weight
+    return Layer(lambda s, x: s.head(s.embed(x)), embed=embed, head=head)
 
 
 @pytest.mark.parametrize("missing", [None, "0.embed.weight", "0.head.weight"])
 def test_tied_weights_stay_tied(missing: str | None) -> None:
-    plain, model = nn.Sequential(Tied(), nn.ReLU()), on_meta(lambda: nn.Sequential(Tied(), nn.ReLU()))
+    plain, model = nn.Sequential(tied(), nn.ReLU()), on_meta(lambda: nn.Sequential(tied(), nn.ReLU()))
     state = {name: value for name, value in plain.state_dict().items() if name != missing}
     pipe = piped(model, [1, 1], init=state)
     assert pipe[0].embed.weight is pipe[0].head.weight
