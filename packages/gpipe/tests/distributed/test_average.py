@@ -15,7 +15,7 @@ import gpipe.distributed._average as average
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, average_gradients
 
-from ..layers import Tied
+from ..layers import Layer, Tied
 from .planted import Planted, expect_gradients, mesh_of_four, own_half
 from .test_rendezvous import expect_named
 
@@ -72,22 +72,16 @@ def _gradient(k: int, replica: int, kind: str) -> Tensor | None:
     return whole.to_sparse(1)
 
 
-class Sometimes(nn.Module):
+def sometimes(s: Layer, x: Tensor) -> Tensor:
     """Uses its layer for some inputs only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rarely = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.rarely(x) if x.mean() > 1 else x * 1.0
+    return x + s.rarely(x) if x.mean() > 1 else x * 1.0
 
 
 def network() -> nn.Sequential:
     """With a sparse gradient, a weight on both stages, and a layer that one replica alone uses."""
     torch.manual_seed(0)
-    first = nn.Linear(6, 6)
-    layers = [nn.Embedding(10, 6, sparse=True), first, nn.Tanh(), Sometimes(), nn.Linear(6, 6), Tied(first)]
+    first, rarely = nn.Linear(6, 6), Layer(sometimes, rarely=nn.Linear(6, 6))
+    layers = [nn.Embedding(10, 6, sparse=True), first, nn.Tanh(), rarely, nn.Linear(6, 6), Tied(first)]
     return nn.Sequential(*layers).double()
 
 

@@ -12,26 +12,17 @@ from gpipe import DeferredBatchNorm
 from gpipe.distributed import export
 from gpipe.schedule import Schedule
 
-from ..layers import Pop, Stash
+from ..layers import Call, Pop, Stash
 from .planted import batch, network
 
 OWN = "F0 F1 F2 F3 B1 B0 I3 B2 W3\nF0 F1 F2 F3 B1 B0 I3 B2 W3"
 
 
-class Apart(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.sin(), x.t()
-
-
-class Together(nn.Module):
-    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-        return both[0] + both[1].t()
-
-
 def forking() -> nn.Sequential:
     torch.manual_seed(0)
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
-    return nn.Sequential(first, Apart(), Together(), nn.Linear(6, 6), Apart(), Together(), last, nn.Tanh())
+    forks = [[Call(lambda x: (x.sin(), x.t())), Call(lambda both: both[0] + both[1].t())] for _ in range(2)]
+    return nn.Sequential(first, *forks[0], nn.Linear(6, 6), *forks[1], last, nn.Tanh())
 
 
 def normed() -> nn.Sequential:
@@ -124,21 +115,12 @@ def _summed(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-class _Returns(nn.Module):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Tensor) -> Any:
-        return self.value
-
-
 @pytest.mark.parametrize("value", [{"x": torch.ones(2)}, (torch.ones(2), None), (torch.ones(2),), None])
 def test_values_that_torch_cannot_send(value: Any):
     from gpipe.distributed._torch_runtime import ExportedStage
 
     with pytest.raises(TypeError, match=r"stage 0 returns .* use gpipe.distributed.Rank"):
-        ExportedStage(nn.Sequential(_Returns(value)), 0, 2)(torch.ones(2, 2))
+        ExportedStage(nn.Sequential(Call(lambda x: value)), 0, 2)(torch.ones(2, 2))
 
 
 def test_what_torch_cannot_keep_is_refused_on_every_rank(worlds):

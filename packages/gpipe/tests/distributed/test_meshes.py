@@ -5,23 +5,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.distributed import Rank
 
+from ..layers import Layer
 from .planted import expect_gradients
 
 
-class Block(nn.Module):
+def _block() -> Layer:
     """A layer that ``parallelize_module`` cuts; its output is that of a collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.up(x).relu())
-        return found
+    return Layer(lambda s, x: s.down(s.up(x).relu()), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
@@ -30,7 +24,7 @@ def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Block() for _ in range(4)])
+    plain = nn.Sequential(*[_block() for _ in range(4)])
     shape, names = MESHES[kind]
     model = copy.deepcopy(plain)
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
