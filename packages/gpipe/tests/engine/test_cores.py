@@ -17,7 +17,7 @@ from gpipe import GPipe, inline
 from gpipe.engine import _workers
 from gpipe.engine._cores import bind, shares, usable
 
-from ..layers import Call, rows
+from ..layers import Call, on_backward, rows
 
 cores = getattr(os, "sched_getaffinity", lambda _: ())(0)
 many_cores = pytest.mark.skipif(len(cores) < 2, reason="needs two cores, and a system that binds threads to them")
@@ -75,14 +75,14 @@ def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPa
     assert ([own for own, _, _ in found] == [usable()] * 2) == (pin == "0")
 
 
-@pytest.mark.parametrize(("way", "times"), [(nullcontext, 2), (inline, 0)])
-def test_helpers_of_the_caller_end_before_every_run_on_cpu_workers(
-    way: Any, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless nobody needs their cores."""
-    calls: list[int] = []
+@pytest.mark.parametrize("way", [nullcontext, inline])
+def test_helpers_of_the_caller_end_before_every_run_on_cpu_workers(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is computed; unless nobody needs their cores."""
+    calls: list[Any] = []
     monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
-    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    layer = Call(lambda x: on_backward((calls.append("forward"), x)[1], lambda: calls.append("backward")))
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
     with way():
-        pipe(torch.ones(1, 2)).sum().backward()
-    assert calls == [threading.get_ident()] * times
+        pipe(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    paused = [threading.get_ident()] if way is nullcontext else []
+    assert calls == [*paused, "forward", *paused, "backward"]

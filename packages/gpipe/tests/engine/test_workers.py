@@ -12,12 +12,8 @@ from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe.engine import _workers
-from streams import CPUStream
 
 from ..layers import DOUBLE, Call, assert_trains_like, linears, on_backward, piped, rows, within
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -177,12 +173,3 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
 
     assert in_child(train_again) == "True"
     assert_trains_like(pipe, linears())
-
-
-def test_helpers_of_the_caller_leave_the_cores_before_workers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(_workers, "pause_helpers", lambda: seen.append("paused"))
-    workers = _workers.Workers([torch.device("cpu")])
-    workers.run([(CPUStream, lambda: seen.append("computed"))], lambda: None)
-    workers.close()
-    assert seen == ["paused", "computed"]
