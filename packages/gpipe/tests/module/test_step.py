@@ -6,7 +6,6 @@ mode of the pipe computes from one seed must be the same.
 """
 
 import copy
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree
 
@@ -24,7 +24,7 @@ import gpipe
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
-from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running
 from ..models import PARTS, Oracle, Recipe, assert_close, optimize, pipe_of, recipes
 from ..schedules import CHOICES, V_SHAPED, some_schedule
 
@@ -288,22 +288,16 @@ class TestBadInput:
             self.pipe().step(rows(), rows(), loss_fn=F.mse_loss)
 
 
-class Witnessed(nn.Module):
-    """A layer whose output the backward needs, and which knows how many of these are alive at once."""
+def alive(s: Layer) -> int:
+    return sum(not ref.expired() for ref in s.refs)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.alive: set[int] = set()
-        self.most = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.layer(x).exp()
-        key = id(output.untyped_storage()), len(self.alive), torch.is_grad_enabled()
-        self.alive.add(hash(key))
-        weakref.finalize(output.untyped_storage(), self.alive.discard, hash(key))
-        self.most = max(self.most, len(self.alive))
-        return output - 1
+def witnessed(s: Layer, x: Tensor) -> Tensor:
+    """Its output is needed by the backward; notes how many of these are alive at once."""
+    output = s.m[0](x).exp()
+    s.refs.append(StorageWeakRef(output.untyped_storage()))
+    s.counts.append(alive(s))
+    return output - 1
 
 
 @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
@@ -312,12 +306,12 @@ def test_stage_holds_as_many_microbatches_as_its_program_says(
     where: Callable[[], AbstractContextManager[None]], schedule: str
 ) -> None:
     m, n = 12, 4
-    layers = [Witnessed() for _ in range(n)]
+    layers = [Layer(witnessed, nn.Linear(8, 8), refs=[], counts=[]) for _ in range(n)]
     pipe = GPipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
     x = torch.zeros(m, 8)
     with where():
         pipe.step(x, x, loss_fn=F.mse_loss, schedule=schedule)
     programs = SCHEDULES[schedule](m, range(n), 0)
-    assert [layer.most for layer in layers] == [in_flight(program) for program in programs]
-    assert [len(layer.alive) for layer in layers] == [0] * n
+    assert [max(layer.counts) for layer in layers] == [in_flight(program) for program in programs]
+    assert [alive(layer) for layer in layers] == [0] * n
     pipe.close()
