@@ -125,18 +125,15 @@ class InPlace(nn.Module):
         return (x if self.inplace else x.clone()).mul_(0.5).add_(0.1)
 
 
-class Counts(nn.Module):
+def counts() -> Layer:
     """Counts its calls in a buffer and another buffer, both of which its output depends on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("scale", torch.full((), 0.5))
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        s.calls += 1
+        s.scale = s.scale * 0.9
+        return x * s.scale + s.calls
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.scale = self.scale * 0.9
-        return x * self.scale + self.calls
+    return Layer(forward, calls=torch.zeros(()), scale=torch.full((), 0.5))
 
 
 def stashed(what: str, value: Any) -> Tensor | None:
@@ -245,7 +242,7 @@ PARTS = {
     "batch norm": Part(lambda: nn.BatchNorm1d(CHANNELS), by_microbatch=True),
     "cumulative batch norm": Part(lambda: nn.BatchNorm1d(CHANNELS, momentum=None), by_microbatch=True),
     "spectral norm": Part(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), by_microbatch=True),
-    "buffers": Part(Counts, by_microbatch=True),
+    "buffers": Part(counts, by_microbatch=True),
     "dropout": Part(lambda: nn.Dropout(0.4), draws=True),
     "dropout in place": Part(lambda: nn.Dropout(0.4, inplace=True), draws=True, in_place=True),
     "dropout of channels": Part(lambda: nn.Dropout1d(0.4), draws=True),

@@ -14,7 +14,7 @@ from gpipe import GPipe
 from profiler._allocations import AllocationTracker
 
 from ..layers import Layer, running
-from ..models import CHANNELS, PARTS, WIDTH, Counts
+from ..models import CHANNELS, PARTS, WIDTH, counts
 from ..schedules import balances
 
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]
         r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; of a checkpoint with more",
     ),
     "misshapen": (two, {**two().state_dict(), "3.weight": torch.ones(3)}, RuntimeError, r"size mismatch for 3\.weight"),
-    "no reset": (lambda: nn.Sequential(Counts(), nn.Linear(1, 1)), "reset", ValueError, r"not written to '0\.calls'"),
+    "no reset": (lambda: nn.Sequential(counts(), nn.Linear(1, 1)), "reset", ValueError, r"not written to '0\.calls'"),
     "nobody computes a buffer": (
         lambda: nn.Sequential(nn.Linear(1, 1), rotary()),
         nn.Sequential(nn.Linear(1, 1)).state_dict(),
