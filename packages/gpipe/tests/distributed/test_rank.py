@@ -21,7 +21,7 @@ from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import checkpoint_stops
 
-from ..layers import Tied
+from ..layers import Layer, Tied
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
 from .planted import Planted, batch, expect_gradients, network, planted_in
@@ -226,22 +226,14 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-class Watches(nn.Module):
+def watches(s: Layer, x: Tensor) -> Tensor:
     """Counts how many of its outputs are in memory; fails on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refs: list[Any] = []
-        self.most = 0
-        self.fails_at: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if current.microbatch == self.fails_at:
-            raise ArithmeticError("planted")
-        found = x * 1.0
-        self.refs.append(StorageWeakRef(found.untyped_storage()))
-        self.most = max(self.most, sum(not ref.expired() for ref in self.refs))
-        return found
+    if current.microbatch == s.fails_at:
+        raise ArithmeticError("planted")
+    found = x * 1.0
+    s.refs.append(StorageWeakRef(found.untyped_storage()))
+    s.most = max(s.most, sum(not ref.expired() for ref in s.refs))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
@@ -252,7 +244,8 @@ def test_an_evaluation_holds_no_more_than_one_f_one_b(worlds, ranks: list[int]):
 
 def _expect_short_queues(ranks: list[int]) -> None:
     n, m = len(ranks), 12
-    rank = Rank(nn.Sequential(*[Watches() for _ in ranks]), [1] * n, chunks=m, ranks=ranks)
+    watching = [Layer(watches, refs=[], most=0, fails_at=None) for _ in ranks]
+    rank = Rank(nn.Sequential(*watching), [1] * n, chunks=m, ranks=ranks)
     layers = [partition[0] for partition in rank.partitions]
     torch.manual_seed(0)  # the same on all ranks, whatever these have drawn in other tests
     x = torch.randn(m, 2**18 + 1)  # of which each row is a message of several transfers
