@@ -32,13 +32,6 @@ def deep() -> nn.Sequential:
     ).to(DOUBLE)
 
 
-def by_pickle(pipe: GPipe) -> GPipe:
-    return pickle.loads(pickle.dumps(pipe))  # type: ignore[no-any-return]
-
-
-each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-
-
 class TestNames:
     @given(balances(5))
     def test_all_names_are_those_of_the_model_in_its_order(self, balance: list[int]) -> None:
@@ -124,7 +117,7 @@ def test_a_move_is_denied(move: Callable[[GPipe], Any]) -> None:
     assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
 
 
-@each_copy
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 @pytest.mark.parametrize("used", [False, True])
 def test_a_copy_computes_alike_and_on_its_own(copied: Callable[[GPipe], GPipe], used: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(DOUBLE)

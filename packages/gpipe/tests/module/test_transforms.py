@@ -51,13 +51,6 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def stepped(pipe: GPipe) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
-        return pipe.step(x, X, loss_fn=F.mse_loss)
-
-    return step
-
-
 # Their own tools warn of each other.
 quietly = pytest.mark.filterwarnings("ignore")
 
@@ -70,7 +63,7 @@ def test_it_is_refused_by_name(name: str, where: str, by: str) -> None:
     transform, called = TRANSFORMS[name]
     pipe = piped(linears(), [1, 2], chunks=2)
     PIPES[:] = [pipe]
-    function = pipe if by == "call" else stepped(pipe)
+    function = pipe if by == "call" else lambda x: pipe.step(x, X, loss_fn=F.mse_loss)
     with (
         inline() if where == "inline" else nullcontext(),
         pytest.raises(RuntimeError, match=rf"a pipe cannot run inside .*{called}.*plain model: pipe\[:\]"),
