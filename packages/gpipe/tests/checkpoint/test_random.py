@@ -51,23 +51,21 @@ def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: 
     assert len(seeds) == 2 * len(cells)
 
 
-class Drawn(nn.Module):
+def drawn(s: Layer, x: Tensor) -> Tensor:
     """Draws several times from generators of its own, now and then seeded anew, or all with one seed."""
+    for which, how in s.plan:
+        generator = s.generators[which]
+        if how == "seeded":
+            generator.manual_seed(5)
+        elif how == "new":
+            generator = torch.Generator().manual_seed(3)
+        x = x * torch.rand(x.shape, generator=generator)
+    return x
 
-    def __init__(self, plan: list[tuple[int, str]]) -> None:
-        super().__init__()
-        self.plan = plan
-        self.generators = [torch.Generator().manual_seed(0) for _ in range(2)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        for which, how in self.plan:
-            generator = self.generators[which]
-            if how == "seeded":
-                generator.manual_seed(5)
-            elif how == "new":
-                generator = torch.Generator().manual_seed(3)
-            x = x * torch.rand(x.shape, generator=generator)
-        return x
+def drawing(plan: list[tuple[int, str]]) -> nn.Sequential:
+    generators = [[torch.Generator().manual_seed(0) for _ in range(2)] for _ in range(2)]
+    return nn.Sequential(*(Layer(drawn, plan=plan, generators=own) for own in generators))
 
 
 @given(
@@ -78,8 +76,8 @@ class Drawn(nn.Module):
 @settings(max_examples=settings.default.max_examples // 2)
 def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bool):
     torch.manual_seed(0)  # as theirs, so that nobody mistakes one for the other
-    pipe = GPipe(nn.Sequential(Drawn(plan), Drawn(plan)), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-    plain = nn.Sequential(Drawn(plan), Drawn(plan))
+    pipe = GPipe(drawing(plan), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    plain = drawing(plan)
     with running(inline):
         for _ in range(2):
             x = torch.ones(6, 5, requires_grad=True)

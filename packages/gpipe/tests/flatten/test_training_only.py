@@ -11,20 +11,14 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
 
-from ..layers import gradients
+from ..layers import Layer, gradients
 
 WIDTH, ROWS = 4, 6
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.shift = 0.0
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        self.kept = found = (self.linear(x) + self.shift).tanh() * scale
-        return found
+def block(s: Layer, x: Tensor, scale: float = 1.0) -> Tensor:
+    s.kept = found = (s.m[0](x) + s.shift).tanh() * scale
+    return found
 
 
 class Told(nn.Module):
@@ -34,7 +28,7 @@ class Told(nn.Module):
         super().__init__()
         self.embed = nn.Linear(2, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Layer(block, nn.Linear(WIDTH, WIDTH), shift=0.0) for _ in range(3))
         self.extra = nn.Parameter(torch.full((WIDTH,), 0.5))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -219,7 +213,7 @@ def penalty_of_blocks(model: Told, x: Tensor, scale: float) -> Tensor:
 
 def kept_by_modules(model: Told, x: Tensor, scale: float) -> Tensor:
     found = plain(model, x, scale)
-    kept = [each.kept.mean() for each in model.modules() if isinstance(each, Block)] if model.training else []
+    kept = [each.kept.mean() for each in model.modules() if isinstance(each, Layer)] if model.training else []
     return found + sum(kept)
 
 
