@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
 
-from ..layers import Tied
+from ..layers import Layer, Tied
 from .planted import long_but
 from .test_rendezvous import expect_named
 
@@ -42,26 +42,20 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(first, deep, frozen, Tied(first), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
-class Whole(nn.Module):
+def whole(seed: int = 0) -> Layer:
     """A model that is flattened into as many layers, under names of its own; its head is tied to its first layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
-        self.head.weight = self.embed.weight
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(k, 4), nn.Tanh()) for k in (3, 4, 4, 4)])
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        x = s.embed(x)
+        for block in s.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return s.head(s.norm(x))
 
-
-def whole(seed: int = 0) -> Whole:
     torch.manual_seed(seed)
-    return Whole().double()
+    embed, head = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+    head.weight = embed.weight
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(k, 4), nn.Tanh()) for k in (3, 4, 4, 4)])
+    return Layer(forward, embed=embed, head=head, blocks=blocks, norm=nn.BatchNorm1d(4)).double()
 
 
 class Setup(NamedTuple):
