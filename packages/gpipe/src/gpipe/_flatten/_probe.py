@@ -82,7 +82,9 @@ class Trial(NamedTuple):
     def _kind(self, values: Values) -> LossKind | None:
         with Reductions() as seen:
             self._loss(values)
-        if seen.is_cut:
+        # What a mean that is computed by hand divides by may be a count, which the sample need not show: a mask of a
+        # module, or weights of classes that it does not have. Only the number of items is one for all rows.
+        if seen.is_cut or any(float(each) != ITEMS for each in seen.divisors):
             return None
         # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
         constants = {0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}

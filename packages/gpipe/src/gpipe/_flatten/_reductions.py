@@ -19,7 +19,10 @@ class Reductions(TorchFunctionMode):
     Attributes:
         counts: for each mean what it divides by, on the device of the loss.
         sums: how many sums there were.
-        is_cut: whether a number was cut off, as by ``clamp``: losses of parts are then no parts of the loss.
+        divisors: tensors of one number by which something was divided by hand.
+        is_cut: whether a number was cut off, as by ``clamp``, or a mean taken by hand of what a mask selects: losses of
+            parts are then no parts of the loss. Also whether torch's CTC was computed, which reads beyond its memory if
+            labels are tried that do not exist.
     """
 
     # Of what the loss compares something with: numbers, and tensors that are read only where a loss is tried.
@@ -29,7 +32,8 @@ class Reductions(TorchFunctionMode):
         super().__init__()
         self.counts: list[Tensor] = []
         self.sums = 0
-        self.is_cut = False
+        self.divisors: list[Tensor] = []
+        self.is_cut = self._selects = False
         self._compared = []
 
     def any(self) -> bool:
@@ -46,6 +50,10 @@ class Reductions(TorchFunctionMode):
         found = function(*args, **kwargs)
         name = getattr(function, "__name__", "").strip("_")
         self.is_cut |= name in _CUTS and isinstance(found, Tensor) and not found.dim() and found.is_floating_point()
+        self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
+        self.is_cut |= name == "mean" and self._selects and not found.dim()
+        if name in _DIVISIONS:
+            self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
         if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
@@ -67,11 +75,21 @@ class Reductions(TorchFunctionMode):
 
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_CUTS = {"clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "relu", "where"}
+_CUTS = {"clamp", "clamp_max", "clamp_min", "clip", "ctc_loss", "maximum", "minimum", "relu", "where"}
+_DIVISIONS = {**dict.fromkeys(("div", "divide", "true_divide", "truediv", "itruediv"), 1), "reciprocal": 0, "rdiv": 0}
+"""Which argument they divide by."""
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
+    return isinstance(value, (int, float)) or _is_single(value)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool
 
 
 def _labels(
