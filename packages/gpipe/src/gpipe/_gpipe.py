@@ -190,9 +190,9 @@ class GPipe(Stepping):
         ending = self._ending()
         if ending is None:
             return self._output(inputs)
-        with ending.recording():
+        with ending.recording() as recording:
             found = self._output(without_loss_only(inputs))
-        return ending.whole(Inputs.of(unwrap(inputs)[0]), found)
+        return ending.whole(Inputs.of(unwrap(inputs)[0]), found, recording)
 
     def _output(self, inputs: Any) -> Any:
         inputs = checked(inputs, self.in_spec)
@@ -200,7 +200,11 @@ class GPipe(Stepping):
             return inputs.bare
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
-        return gathered(outputs, batches, self.out_spec)
+        try:
+            return gathered(outputs, batches, self.out_spec)
+        except ValueError:
+            self._expect_no_losses()
+            raise
 
     def close(self) -> None:
         """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones.

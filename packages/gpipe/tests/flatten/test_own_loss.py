@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, flatten, inline
 
+from ..layers import Layer
+
 IGNORED, CLASSES = -100, 7
 Loss = Callable[..., Tensor]
 
@@ -449,6 +451,59 @@ def test_fields_that_cannot_be_told_are_left_out() -> None:
     found, expected = pipe(**batch(4, 3, 3)), plain(**batch(4, 3, 3))
     assert expected.keys() - found.keys() == {"weight"}
     torch.testing.assert_close(found, {name: expected[name] for name in found})
+
+
+class Beside(Model):
+    """What its modules return follows the rows on another dimension, or not at all: a position for each token."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        places = self.trunk.embed(torch.arange(tokens.shape[1])[None] % CLASSES)
+        hidden = (self.trunk.embed(tokens) + places).transpose(0, 1)
+        for block in self.trunk.blocks:
+            hidden = block(hidden)
+        found: Tensor = self.head(hidden.transpose(0, 1))
+        return found
+
+
+class Loads(Model):
+    """Its loss needs a number for each expert, which blocks hand on."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        experts = (Layer(_expert, layer, load=torch.zeros(4, dtype=torch.float64)) for layer in self.trunk.blocks)
+        self.trunk.blocks = nn.ModuleList(experts)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        state = self.trunk.embed(tokens), None
+        for block in self.trunk.blocks:
+            state = block(*state)
+        return self.head(state[0]) + state[1].square().sum()
+
+
+def _expert(layer: Layer, hidden: Tensor, load: Tensor | None) -> tuple[Tensor, Tensor]:
+    return layer.m[0](hidden), hidden.mean((0, 1)) + (layer.load if load is None else load)
+
+
+class OtherWeight(Model):
+    """Calls a function with the weight of a module of the start, not the module."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.trunk(tokens)["hidden"], self.trunk.embed.weight)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 4), (2, 3), (4, 2)])
+@pytest.mark.parametrize("kind", [Beside, Loads, OtherWeight])
+def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model], rows: int, length: int) -> None:
+    """A loss that needs it is refused by name, in a step and in a call; one that does not is right."""
+    plain = kind(tokens)
+    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=2, sample=batch(rows, length, 9))
+    if kind is Beside:
+        assert_same(pipe, plain, batch(4, 5, 3))
+        assert_same_output(pipe, plain, batch(4, 5, 3))
+        return
+    for method in (pipe.step, pipe.evaluate, pipe):
+        with pytest.raises(ValueError, match=r"computes a loss that cannot be put together.*pick=\"logits\""):
+            method(**batch(4, 5, 3))
 
 
 def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:

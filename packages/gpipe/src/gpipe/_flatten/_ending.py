@@ -8,8 +8,11 @@ modules. It then computes the loss.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
@@ -18,7 +21,7 @@ from ._calls import Called, Key, Like, Observed, is_as_then
 from ._inputs import Inputs
 from ._placeholders import unknown
 from ._skeleton import skeleton
-from ._standins import StandIn, Tape
+from ._standins import ShapesByName, StandIn, Tape
 from ._tree import MISSING
 
 if TYPE_CHECKING:
@@ -33,6 +36,19 @@ LOSS_ONLY = frozenset({"num_items_in_batch"})
 """Arguments by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
 
 
+@dataclass
+class Recording:
+    """A call of a pipe that returns the whole output of its model.
+
+    Attributes:
+        shapes: what modules of earlier segments returned for a micro-batch. What does not follow the rows, as a
+            position for each token, has these sizes for all rows too.
+    """
+
+    ending: Ending
+    shapes: ShapesByName = field(default_factory=dict)
+
+
 class Ending:
     """The end of a model's forward, without the modules next to the loss.
 
@@ -42,12 +58,17 @@ class Ending:
         rows: of the sample.
 
     Attributes:
+        follows: the tensors that have twice as many rows for twice as many inputs, so that those of micro-batches can
+            be concatenated; None before this was tried.
+        tried: what modules of earlier segments returned for the sample, and for the sample twice.
         fields: the fields of the output that it can compute.
         missing: the others.
     """
 
     def __init__(self, calls: Mapping[str, list[Observed]], places: Collection[int], rows: int) -> None:
         self.calls, self._places, self._rows = calls, places, rows
+        self.follows: frozenset[Key] | None = None
+        self.tried: tuple[ShapesByName, ShapesByName] = {}, {}
         self.fields: frozenset[str] = frozenset()
         self.missing: list[str] = []
 
@@ -78,21 +99,29 @@ class Ending:
                         f"{name!r} was called more often than with the sample, or returned another structure; flatten "
                         "the model with a sample that it treats alike"
                     )
-                # What follows no rows cannot be concatenated: a loss that needs it is refused on the sample.
-                for m, then in enumerate(known.outputs):
-                    if now[m] is not MISSING and (_has_rows(then, self._rows) or _has_tokens(then, known.outputs)):
-                        found[name, number, m] = now[m]
-        return found
+                found.update({(name, number, m): leaf for m, leaf in enumerate(now) if isinstance(leaf, Tensor)})
+        # What follows no rows, as a position bias, is left out: a loss that needs it is refused on the sample.
+        return found if self.follows is None else {key: found[key] for key in found if key in self.follows}
 
     def net(self, segment: Segment) -> nn.Module:
         modules = {name: segment.net.get_submodule(name) for name in self.calls}
         replaced = {module: StandIn(module, name, self.calls[name]) for name, module in modules.items()}
         return skeleton(segment.net, replaced, lambda tensor: True, {})
 
-    def __call__(self, segment: Segment, inputs: Inputs, found: Returned, net: nn.Module | None = None) -> Any:
+    def __call__(
+        self,
+        segment: Segment,
+        inputs: Inputs,
+        found: Returned,
+        shapes: ShapesByName | None = None,
+        net: nn.Module | None = None,
+    ) -> Any:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
 
         The loss is on the device of the inputs, where trainers add losses up.
+
+        Args:
+            shapes: what modules of earlier segments returned for some rows; by default that is taken from the sample.
         """
         device = next(iter(found.values())).device
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
@@ -100,7 +129,8 @@ class Ending:
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
         done = [found.get((BLOCK, 0, m), unknown(leaf, device)) for m, leaf in enumerate(segment.done)]
-        tape = Tape(device, {}, segment.first, [], done, found, {}, inputs.tensors(), ())
+        known = self._of_all_rows(shapes or {}, inputs.rows())
+        tape = Tape(device, known, segment.first, [], done, found, {}, inputs.tensors(), ())
         output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
         home = inputs.tensors()[0].device
         if isinstance(output, Tensor):
@@ -112,6 +142,22 @@ class Ending:
             fields["loss"] = fields["loss"].to(home)
         whole: Any = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole
+
+    def _of_all_rows(self, shapes: ShapesByName, rows: int) -> ShapesByName:
+        """``shapes``, of a micro-batch, with the sizes for so many ``rows`` where these follow the rows."""
+        one, two = self.tried
+        names = shapes.keys() & one.keys() & two.keys()
+        calls = {name: zip(shapes[name], one[name], two[name], strict=False) for name in names}
+        times = rows / max(1, self._rows)
+        return {name: tuple(tuple(map(partial(_sized, times), *call)) for call in each) for name, each in calls.items()}
+
+
+def _sized(times: float, now: Any, one: Any, two: Any) -> Any:
+    """``now``, with ``times`` the size of ``one`` where ``two``, which has twice the rows, is larger."""
+    if not all(isinstance(each, Like) for each in (now, one, two)):
+        return now
+    sizes = zip(now.shape, one.shape, two.shape, strict=False)
+    return Like(torch.Size([size if a == b else round(a * times) for size, a, b in sizes]), now.dtype)
 
 
 def without_loss_only(inputs: Any) -> Any:
@@ -137,10 +183,7 @@ def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence
     found = dict(_around(model, calls, blocks, rows))
     if any(blocks[-1] in model.get_submodule(name).modules() for name in found):
         return Ending(found, (), rows)
-    # Other tensors, such as position biases that all rows share, cannot be concatenated.
-    last = enumerate(calls[blocks[-1]][-1].outputs)
-    places = [m for m, leaf in last if isinstance(leaf, Like) and leaf.shape and rows and not leaf.shape[0] % rows]
-    return Ending(found, places, rows)
+    return Ending(found, [m for m, leaf in enumerate(calls[blocks[-1]][-1].outputs) if isinstance(leaf, Like)], rows)
 
 
 def _around(
@@ -164,9 +207,3 @@ def _around(
 
 def _has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, Like) and leaf.shape[:1] == (rows,)
-
-
-def _has_tokens(leaf: Any, outputs: Sequence[Any]) -> bool:
-    """Whether it has an entry for each token of the first tensor, as the logits of routers have."""
-    first = next(each for each in outputs if isinstance(each, Like))
-    return isinstance(leaf, Like) and leaf.shape[:-1] == (first.shape[:2].numel(),)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from microbatch import Arguments
@@ -59,3 +60,14 @@ class Inputs(NamedTuple):
 
     def rows(self) -> int:
         return next((tensor.shape[0] for tensor in self.tensors() if tensor.dim()), 0)
+
+    def twice(self) -> Inputs:
+        """With all rows a second time."""
+        rows = self.rows()
+        leaves, tree = self.leaves()
+        found = [torch.cat([leaf, leaf]) if _has_rows(leaf, rows) else leaf for leaf in leaves]
+        return Inputs(*tree.value(found))
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and rows > 0 and leaf.shape[0] % rows == 0

@@ -23,9 +23,13 @@ KINDS = ("counts", "rows", "sum")
 where it sees sums, else weighted by rows; always weighted by rows; always added."""
 
 
-_NEITHER = (
+NEITHER = (
     "it is neither a mean over rows or over labels that count, nor a sum (a balancing loss of experts is a product of "
-    "means)"
+    "means; a mean that is divided by hand may be one over any number)"
+)
+BEYOND = (
+    "it is computed from more than what the last block and the modules after it return, such as the weight of another "
+    "module, as in F.linear(x, self.embedding.weight)"
 )
 
 
@@ -55,10 +59,11 @@ class OwnLoss:
     Args:
         model: the name of the model's class, for errors.
         has_ending: whether the pipe itself returns the loss of all rows.
+        reason: why losses are not combined where they cannot be.
     """
 
-    def __init__(self, model: str, kinds: Kinds, *, has_ending: bool = True) -> None:
-        self._model, self._kinds, self._has_ending = model, kinds, has_ending
+    def __init__(self, model: str, kinds: Kinds, *, has_ending: bool = True, reason: str = NEITHER) -> None:
+        self._model, self._kinds, self._has_ending, self._reason = model, kinds, has_ending, reason
 
     def __deepcopy__(self, memo: object) -> OwnLoss:
         return self
@@ -70,7 +75,7 @@ class OwnLoss:
         """
         kind = self._kinds[counted]
         if kind is None:
-            raise self._refused(_NEITHER)
+            raise self._refused(self._reason)
         with Reductions() as seen:
             found = output()
         if not has_own_loss(found):  # which the caller reports
@@ -88,8 +93,12 @@ class OwnLoss:
 
     def whole(self) -> MiniBatchLoss:
         if not any(self._kinds.values()):
-            raise self._refused(_NEITHER)
+            raise self._refused(self._reason)
         return MiniBatchLoss(self._refused)
+
+    def of_parts(self) -> CombineError:
+        """The error for a call whose outputs are the losses of several micro-batches."""
+        return self._refused(self._reason if self._kinds[False] is None else "a pipe with pick= has no other output")
 
     def _refused(self, reason: str) -> CombineError:
         whole = (

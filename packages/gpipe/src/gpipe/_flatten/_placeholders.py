@@ -130,6 +130,9 @@ def _expect_known(value: Any, user: str) -> None:
         )
 
 
+_LIKE = frozenset([Tensor.to, Tensor.type_as])
+
+
 class Untouched(Tensor):
     """The output of a block where only the next block used it with the sample. Nothing else may use it or its sizes."""
 
@@ -140,6 +143,9 @@ class Untouched(Tensor):
                 "the forward asks for the sizes of what a block returns, and did not with the sample, from which the "
                 "layers were made; make a new pipe with a sample that the model treats alike"
             )
+        if func in _LIKE and not isinstance(args[0], cls):  # only its dtype is read: the result is a plain tensor
+            with no_torch_function():
+                return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
 from ._calls import Calls, Key, Like, is_as_then, like
 from ._collected import collecting
-from ._ending import Ending, Returned, split_loss_only
+from ._ending import Ending, Recording, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
 from ._own_loss import OwnLoss
@@ -127,21 +127,25 @@ class Segment(Part):
     def _result(self, tape: Tape, inputs: Inputs, loss_only: Mapping[str, Any]) -> Any:
         """What is picked of the output of the model, or what the caller of the pipe makes one for all rows of."""
         wanted = settings().wanted
-        if self.ending is not None and wanted is self.ending:
+        if isinstance(wanted, Recording) and wanted.ending is self.ending:
             self.run(tape, inputs)
-            return self.ending.recorded(self, tape)
+            wanted.shapes = tape.shapes()
+            return wanted.ending.recorded(self, tape)
         output = partial(self._picked, tape, inputs._replace(kwargs={**inputs.kwargs, **loss_only}))
         if self.own_loss is not None and wanted is self.own_loss:
             return self.own_loss.part(output, counted=bool(loss_only))
         return output()
 
-    def recording(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
         """A context in which this segment, the last one, returns what :meth:`whole` needs in place of the output."""
-        return with_settings(wanted=self.ending)
-
-    def whole(self, inputs: Inputs, found: Returned) -> Any:
         assert self.ending is not None
-        return computed(self.ending(self, inputs, found), "the output")
+        recording = Recording(self.ending)
+        with with_settings(wanted=recording):
+            yield recording
+
+    def whole(self, inputs: Inputs, found: Returned, recording: Recording) -> Any:
+        return computed(recording.ending(self, inputs, found, recording.shapes), "the output")
 
     def _picked(self, tape: Tape, inputs: Inputs) -> Any:
         assert self._pick is not None

@@ -295,7 +295,11 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tape = current.tape
-        assert tape is not None
+        if tape is None:
+            raise RuntimeError(
+                f"{self._name!r} is called after the forward, as by torch.utils.checkpoint in the forward, which "
+                "repeats a part of it; leave checkpointing to GPipe(checkpoint=...)"
+            )
         if not self._numbers:
             return tape.early(self._name, self._calls)
         return tape.block(self._name, self._calls, self._numbers, (args, kwargs))

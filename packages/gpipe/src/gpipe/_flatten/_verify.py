@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._inputs import Inputs
-from ._own_loss import OwnLoss
+from ._own_loss import BEYOND, NEITHER, OwnLoss
 from ._placeholders import is_placeholder
 from ._probe import kinds_of
 from ._segment import ModelBlock, Pick, Segment
@@ -67,6 +67,10 @@ def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
     return None
 
 
+def _is_twice(more: Tensor, own: Tensor) -> bool:
+    return own.dim() > 0 and more.shape == (2 * len(own), *own.shape[1:])
+
+
 def _fields(output: Any, picked: Any) -> dict[Any, Any]:
     if isinstance(output, dict):
         return output
@@ -90,8 +94,11 @@ def add_own_loss(
     ending.fields = frozenset(fields)
     returned = None
     try:
-        with torch.no_grad(), last.recording():
-            found = _in_a_row(layers, inputs)
+        with torch.no_grad(), last.recording() as recording:
+            found, one = _in_a_row(layers, inputs), recording.shapes
+            more, ending.tried = _in_a_row(layers, inputs.twice()), (one, recording.shapes)
+            ending.follows = frozenset(key for key, own in found.items() if key in more and _is_twice(more[key], own))
+            found = {key: own for key, own in found.items() if key in ending.follows}
             output = ending(last, inputs, found)
     except Exception:  # it needs more than what modules around the loss return
         ending.fields = frozenset()
@@ -104,4 +111,5 @@ def add_own_loss(
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     last.ending = ending if whole and returned is not None else None
     kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)
-    last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None)
+    reason = BEYOND if returned is None else NEITHER
+    last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None, reason=reason)

@@ -228,12 +228,14 @@ class Rank(Stepping):
             return without_loss_only(given)
 
         batches = self._agreed("forward", None, inputs).batches
-        with nullcontext() if ending is None else ending.recording(), torch.no_grad():
+        with nullcontext() if ending is None else ending.recording() as recording, torch.no_grad():
             outputs = self._pipeline.forward(batches, self._checkpoint_stops(0), Versions())
         if not self._pipeline.ends:
             return None
         found = gathered(outputs, batches, self.out_spec)
-        return found if ending is None else ending.whole(Inputs.of(unwrap(given)[0]), found)
+        if ending is None or recording is None:
+            return found
+        return ending.whole(Inputs.of(unwrap(given)[0]), found, recording)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.

@@ -179,6 +179,12 @@ class Stepping(Divided):
         last = self._end(-1) if self._balance else None
         return last if isinstance(last, Segment) else None
 
+    def _expect_no_losses(self) -> None:
+        """Raise ValueError if outputs are losses that a model computes itself: no ``out_spec`` combines them."""
+        last = self._last_segment()
+        if last is not None and last.own_loss is not None and self.out_spec is None:
+            raise last.own_loss.of_parts()
+
     def _own_loss(self, call: Call) -> OwnLoss | None:
         """How losses that a flattened model computes itself are combined."""
         last = self._last_segment()
