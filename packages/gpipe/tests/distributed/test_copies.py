@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from gpipe.distributed import Rank
+from gpipe.distributed._tied import Twin, TwinState
 
 from ..layers import Tied
 from .planted import batch, network
@@ -37,6 +38,21 @@ def _step_after(change: str) -> None:
     if change == "pruned" and dist.get_rank() != 1:
         prune.identity(next(m for m in rank.modules() if "weight" in m._parameters), "weight")
     rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) -> None:
+    """Not by a decay of three hundred steps (3e-4) or, in half precision, of 1%: what is less does not change these."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    is_half = dtype.itemsize == 2
+
+    def state(factor: float) -> TwinState:
+        module = nn.Module()
+        module.weight = nn.Parameter((weight * factor).to(dtype))
+        return Twin(0, [0, 1], module, "weight").state()
+
+    assert state(1.0).is_like(state(1 - (2e-4 if is_half else 2e-5)))
+    assert not state(1.0).is_like(state(1 - (1e-2 if is_half else 3e-4)))
 
 
 @pytest.mark.parametrize("who", ["loss", "layer"])
