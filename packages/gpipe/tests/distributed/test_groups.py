@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import LostRankError, Rank, load, save
+from gpipe.distributed import GradScaler, LostRankError, Rank, load, save
 
 from ..worlds import world
 from .planted import expect_gradients
@@ -72,9 +73,11 @@ def _close_one() -> None:
     _expect_right(closed)
     for _ in range(2):
         closed.close()
-    for use in (closed, closed.step):
+    optimizer = torch.optim.SGD(closed.parameters())
+    uses = [(each, torch.zeros(6, 4)) for each in (closed, closed.step, partial(closed.evaluate, loss_fn=Tensor.mean))]
+    for use, given in (*uses, (closed.clip_grad_norm_, 1.0), (GradScaler(closed).unscale_, optimizer)):
         with pytest.raises(RuntimeError, match="was closed"):
-            use(torch.zeros(6, 4))
+            use(given)
     assert closed.stages == other.stages == [dist.get_rank()]
     assert all(p.grad is not None for p in closed.parameters())
     torch.testing.assert_close(closed.state_dict(), other.state_dict())

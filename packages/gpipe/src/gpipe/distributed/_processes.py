@@ -128,6 +128,7 @@ class Ranks(Processes):
 
     def of_others(self) -> set[Tensor]:
         """The tensors of this rank that another one owns."""
+        self._expect_all()
         return self._twins.of_others()
 
     def whole(self, run: Run) -> dict[Tensor, Tensor]:

@@ -251,6 +251,7 @@ class Rank(Stepping):
 
         Raises:
             LostRankError: another rank has ended.
+            RuntimeError: this rank was closed.
         """
         norm = self._gradient_norm()
         clip(self.parameters(), max_norm, norm)
