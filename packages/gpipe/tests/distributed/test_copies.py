@@ -111,16 +111,3 @@ def test_a_rank_cannot_be_copied(worlds: Any) -> None:
 
 def _copy() -> None:
     copy.deepcopy(Rank(network(), [4, 4]))
-
-
-def test_a_rank_that_clips_while_another_begins_a_step_is_told(worlds: Any) -> None:
-    (_, lost), (_, text) = worlds(2).answers(_out_of_order)
-    assert "LostRankError: " in lost
-    assert "in the same order" in text
-
-
-def _out_of_order() -> None:
-    rank = Rank(network(), [4, 4], chunks=2)
-    if dist.get_rank():
-        rank.clip_grad_norm_(1.0)
-    rank.step(*batch(), loss_fn=nn.functional.mse_loss)

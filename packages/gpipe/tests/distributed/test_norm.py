@@ -1,6 +1,7 @@
 """Gradients of all ranks together: their norm, what is clipped by it, and overflows on one of them."""
 
 import copy
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -57,6 +58,34 @@ def _expect_clipped(how: str, max_norm: float) -> None:
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     torch.testing.assert_close(rank.clip_grad_norm_(max_norm), expected)
     expect_gradients(rank, plain)
+
+
+def test_ranks_that_clip_while_others_begin_a_step_are_told(worlds: Any) -> None:
+    """At once, on all ranks, whoever does; and the next step and norm are right."""
+    worlds(3).run(_expect_in_order)
+
+
+def _expect_in_order() -> None:
+    plain = nn.Sequential(*[network()[0] for _ in range(3)])
+    rank = Rank(copy.deepcopy(plain), [1, 1, 1], chunks=2)
+    loss_of(plain(X)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer = torch.optim.SGD(rank.parameters())
+    calls = {
+        "step": lambda: rank.step(X, loss_fn=loss_of),
+        "evaluate": lambda: rank.evaluate(X, loss_fn=loss_of),
+        "clip_grad_norm_": lambda: rank.clip_grad_norm_(1.0),
+        "GradScaler.unscale_": lambda: GradScaler(rank).unscale_(optimizer),
+    }
+    for own, others in permutations(calls, 2):
+        for who in range(3):
+            with pytest.raises(ValueError, match=f"the method that is called is .*{own}") as told:
+                calls[own if dist.get_rank() == who else others]()
+            assert others in str(told.value)
+            rank.zero_grad()
+        rank.step(X, loss_fn=loss_of)
+        torch.testing.assert_close(rank.clip_grad_norm_(1.0), norm)
+        expect_gradients(rank, plain)
 
 
 @pytest.mark.parametrize("unscales", [False, True])

@@ -21,7 +21,7 @@ def norm_over(
 
     Args:
         group: all processes by default; reduces on devices whose backend it has.
-        meet: exchanges reports between the same members, for other devices.
+        meet: exchanges reports between the same members, also to find out whether one does not take part.
         gradients: those that only this member has, maybe none; of sharded ones each member of the mesh has a part.
     """
     with torch.no_grad():
@@ -38,6 +38,7 @@ def _whole(norm: Any) -> Tensor:
 
 def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
+        meet({})  # a reduction in which a member does not take part would never end
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
         return square
     squares = [each["square"] for each in meet({"square": square.item()})]

@@ -128,7 +128,6 @@ class Ranks(Processes):
 
     def of_others(self) -> set[Tensor]:
         """The tensors of this rank that another one owns."""
-        self._expect_all()
         return self._twins.of_others()
 
     def whole(self, run: Run) -> dict[Tensor, Tensor]:
@@ -166,7 +165,12 @@ class Ranks(Processes):
             raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
         self._rendezvous.expect_open()
 
-    def meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
+    def closing(self, report: Report) -> list[Report]:
+        """End what began with :meth:`opening` and is no run: return the reports of all, or raise the error of one."""
+        self._expect(backwards=False)
+        return self._end(None, [], report)
+
+    def _meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
         """Send a report to all ranks, and return those of all; or find out who is ``lost``."""
         self._expect_all()
         with self._reaching():
@@ -176,7 +180,7 @@ class Ranks(Processes):
 
     @contextmanager
     def opening(self) -> Iterator[Opening]:
-        """A context for checks of this rank before a run.
+        """A context for checks of this rank before a run, or before another call of all ranks.
 
         No rank waits for all others: the rank of the first stage goes on at once, and each other rank when it has
         received the announcement of the run. A rank that finds an error, or has other arguments than the rank of the
@@ -238,7 +242,7 @@ class Ranks(Processes):
         for link in self._links.values():
             link.expect(self._microbatches, back=backwards)
 
-    def _end(self, run: Run | None, errors: Errors, report: Report) -> None:
+    def _end(self, run: Run | None, errors: Errors, report: Report) -> list[Report]:
         """Meet the other ranks at the end of a run, and raise its earliest failure on any of them."""
         lost = [error for error in errors if isinstance(error, UnreachableError)]
         if errors and not lost:
@@ -246,7 +250,7 @@ class Ranks(Processes):
             for link in self._links.values():  # receive all messages, so that no rank waits for this one to take them
                 with suppress(UnreachableError):  # the meeting finds out who is lost
                     link.drain(expected=True)
-        reports = self.meet(report, *lost)
+        reports = self._meet(report, *lost)
         has_failed = any("failed" in each for each in reports)
         if any(each.get("drew") for each in reports):
             take_seed()
@@ -264,6 +268,7 @@ class Ranks(Processes):
         if has_failed:
             self._raise_earliest(reports, errors)
         expect_alike([each.get("copies", {}) for each in reports], self._members)
+        return reports
 
     def _poison(self, run: Run | None) -> None:
         for link in self._links.values():
@@ -278,7 +283,7 @@ class Ranks(Processes):
 
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
-        for k, each in enumerate(self.meet({"events": observer.export_events(now)})):
+        for k, each in enumerate(self._meet({"events": observer.export_events(now)})):
             if k != self.me:
                 observer.import_events(each["events"], now)
 

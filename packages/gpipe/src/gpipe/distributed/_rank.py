@@ -241,7 +241,7 @@ class Rank(Stepping):
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         All ranks call this together, after gradients were averaged over replicas. A weight that stages of several ranks
-        share counts once; of sharded gradients all shards count. On accelerators the host does not wait.
+        share counts once; of sharded gradients all shards count. The host does not wait for accelerators.
 
         Args:
             max_norm: the largest norm; smaller gradients stay as they are.
@@ -252,15 +252,18 @@ class Rank(Stepping):
         Raises:
             LostRankError: another rank has ended.
             RuntimeError: this rank was closed.
+            ValueError: another rank calls another method; on every rank.
         """
-        norm = self._gradient_norm()
+        norm = self._gradient_norm("clip_grad_norm_")
         clip(self.parameters(), max_norm, norm)
         return norm
 
-    def _gradient_norm(self) -> Tensor:
+    def _gradient_norm(self, method: str) -> Tensor:
+        with self._processes.opening() as found:
+            found.alike = {"the method that is called": method}
         others = self._processes.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
-        return norm_over(self._group, self._processes.meet, own, self._devices[0])
+        return norm_over(self._group, self._processes.closing, own, self._devices[0])
 
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
