@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -24,22 +25,48 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+class Capped(nn.Module):
+    def forward(self, output: Tensor, cap: float = 0.1) -> Tensor:
+        return output.clamp(max=cap).mean()
+
+
+TAKES_ONE: dict[str, Callable[..., Any]] = {
+    "default": lambda output, cap=0.1: output.clamp(max=cap).mean(),
+    "keyword": lambda output, *, cap=0.1: output.clamp(max=cap).mean(),
+    "any": lambda *given: Capped()(*given),
+    "optional target": lambda output, target=None: square(output) if target is None else target,
+    "module": Capped(),
+    "method": Capped().forward,
+    "partial": partial(Capped(), cap=0.2),
+    "no signature": torch.median,
+    "no signature, overloaded": torch.linalg.vector_norm,
+}
+
+
 class TestWithoutTarget:
-    def test_a_function_of_two_gets_none(self) -> None:
+    @pytest.mark.parametrize("name", TAKES_ONE)
+    def test_defaults_of_other_arguments_stay(self, name: str) -> None:
+        loss_fn, model = TAKES_ONE[name], linears()
+        expected, pipe = loss_fn(model(rows())), piped(model, [1, 2], chunks=1)
+        torch.testing.assert_close(pipe.step(rows(), loss_fn=loss_fn), expected.detach())
+        torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=loss_fn), expected.detach())
+
+    def test_a_second_argument_that_is_required_is_none(self) -> None:
         seen: list[Any] = []
 
         def both(output: Tensor, target: Any) -> Tensor:
             seen.append(target)
             return square(output)
 
-        for loss_fn in (both, lambda output, target="default": both(output, target), lambda *given: both(*given)):
+        for loss_fn in (both, partial(both), wraps(both)(lambda *given: both(*given))):
             piped(linears(), [1, 2], chunks=3).step(rows(), loss_fn=loss_fn)
         assert seen == [None] * 9
 
     def test_a_target_that_nobody_takes_is_refused(self) -> None:
         pipe = piped(linears(), [1, 2], chunks=3)
-        with pytest.raises(TypeError, match="a target is given, but loss_fn takes the output alone"):
-            pipe.step(rows(), rows(), loss_fn=square)
+        for loss_fn in (square, partial(square), lambda output, *, cap=0.1: square(output)):
+            with pytest.raises(TypeError, match="a target is given, but loss_fn takes the output alone"):
+                pipe.step(rows(), rows(), loss_fn=loss_fn)
         with pytest.raises(TypeError, match="a target is given, but no loss_fn that takes it"):
             pipe.step(rows(), rows())
 

@@ -68,10 +68,11 @@ class Stepping(Divided):
             input: the only argument of :meth:`forward`, which may be a mapping, or :class:`Arguments` for several.
             target: tensors, or a tree of them, cut like ``input`` and moved to the last device. ``Split(y, dim=1)`` and
                 ``Replicate(y)`` around a part set how it is cut.
-            loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
-                target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
-                dict of metrics. If nothing counts, the loss is nan and the gradients are zeros, as of torch's means. By
-                default the output is the loss, or has it as ``.loss``; for a flattened model, that of all rows.
+            loss_fn: called with the output and the target of each micro-batch; without a target, with the output alone,
+                or with None if it requires a second argument. Returns a scalar, or ``(sum, count)``; either may be
+                followed by a dict of metrics. If nothing counts, the loss is nan and the gradients are zeros, as of
+                torch's means. By default the output is the loss, or has it as ``.loss``; for a flattened model, that of
+                all rows.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`.
                 ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and
                 ``"fill_drain"``. ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as

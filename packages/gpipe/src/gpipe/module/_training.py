@@ -116,27 +116,32 @@ def _arguments(
 
 
 def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
-    """Whether ``loss_fn`` is called with the output alone; TypeError if it does not take the ``target``."""
+    """Whether ``loss_fn`` is called with the output alone: there is no ``target``, and it does not require one.
+
+    TypeError if it does not take the ``target``.
+    """
     if loss_fn is None and target is not None:
         raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the output and the target; got {loss_fn!r}")
-    alone = loss_fn is None or _takes_one(loss_fn)
-    if alone and target is not None:
+    if loss_fn is None or target is None:
+        return loss_fn is None or _takes(loss_fn, 1)
+    if not _takes(loss_fn, 2) and _takes(loss_fn, 1):
         raise TypeError("a target is given, but loss_fn takes the output alone; let it take both, or leave it out")
-    return alone
+    return False
 
 
-def _takes_one(loss_fn: LossFunction) -> bool:
+def _takes(loss_fn: LossFunction, count: int) -> bool:
+    """Whether ``loss_fn`` can be called with ``count`` arguments, as far as it says."""
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     code = getattr(function, "__code__", None)
-    if code is not None and code.co_argcount > 1 + inspect.ismethod(function):
-        return False  # said at once of most: a signature takes as long as two cells
+    if code is not None and not code.co_flags & inspect.CO_VARARGS:  # a signature takes as long as two cells
+        most: int = code.co_argcount - inspect.ismethod(function)
+        return most - len(function.__defaults__ or ()) <= count <= most
     try:
-        signature = inspect.signature(function)
+        return binds(inspect.signature(function), *[None] * count)
     except (TypeError, ValueError):  # builtin functions need not say
-        return False
-    return not binds(signature, None, None) and binds(signature, None)
+        return True
 
 
 def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
