@@ -54,10 +54,10 @@ def test_said_twice() -> None:
     assert scatter((Split(x, dim=1),), 2, (Split(1),))[0][0].shape == (3, 2)
     for wrapped, spec in [(Split(x, dim=1), Split(0)), (Replicate(x), Split(0)), (Split(x), Replicate())]:
         with pytest.raises(
-            ValueError, match=r"^input\[1\] is given as .*, but the spec says .*; declare it in one place"
+            ValueError, match=r"^input\[1\] is given as .*, but .* is declared for it too; give it one rule"
         ):
             scatter((x, wrapped), 2, (None, spec))
-    with pytest.raises(ValueError, match="declare it in one place"):
+    with pytest.raises(ValueError, match="give it one rule"):
         scatter((x, Replicate(Split(x, dim=1))), 2)
 
 

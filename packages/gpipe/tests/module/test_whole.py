@@ -1,6 +1,7 @@
 """What is no tensor goes whole into each micro-batch, and nothing that has rows does so without a word."""
 
 import enum
+import re
 from collections import UserDict, deque
 from collections.abc import Callable
 from contextlib import closing
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gpipe
 from gpipe import GPipe
-from microbatch import Replicate
+from gpipe._plan._arguments import expect_target
+from microbatch import Replicate, Split
 
 from ..layers import linears, piped, rows
 
@@ -143,3 +146,32 @@ def test_targets_too():
     assert seen[:3] == [Color.RED] * 3
     with pytest.raises(TypeError, match=r"^target has a list of 7"):
         pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn)
+
+
+WRONG_TARGETS: dict[str, Any] = {
+    "scalar": torch.tensor(3.0),
+    "scalar in a dict": {"y": rows(7), "w": torch.tensor(1.0)},
+    "no dimension": {"y": Split(rows(7), dim=2)},
+    "numbers": list(range(7)),
+    "array": rows(7).numpy(),
+    "sparse": rows(7).to_sparse(),
+    "sparse in a tuple": (rows(7), rows(7).to_sparse()),
+    "packed": nn.utils.rnn.pack_sequence([rows(4), rows(3)]),
+    "two rules": Split((rows(7), Replicate(rows(7))), dim=0),
+    "none to cut": Replicate(3),
+    "counts": Split(rows(7), counts=[3, 3]),
+    "other micro-batches": (rows(7), rows(1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TARGETS)
+def test_what_is_wrong_with_a_target_names_the_target_and_what_can_be_done_there(name: str):
+    pipe, target = piped(linears(), [1, 2], chunks=3), WRONG_TARGETS[name]
+    for call in (
+        lambda: pipe.step(rows(7), target, loss_fn=F.mse_loss),
+        lambda: pipe.evaluate(rows(7), target, loss_fn=F.mse_loss),
+        lambda: expect_target(target, rows(7)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"\btarget\b") as caught:
+            call()
+        assert not re.search(r"^input|\binput\[|\bspec\b", str(caught.value))

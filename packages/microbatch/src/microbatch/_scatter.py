@@ -15,7 +15,7 @@ from ._tree import is_flat, is_tensors, leaves_of, unflatten
 from ._versions import Versions
 
 
-def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
+def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> list[Batch]:
     """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
 
     Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
@@ -30,6 +30,7 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
         chunks: the largest number of micro-batches.
         spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
             in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample.
+        root: the name of the value in messages.
 
     Returns:
         The micro-batches, in the order of the rows.
@@ -43,17 +44,17 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
     """
-    return _scatter(value, chunks, spec, copies)
+    return _scatter(value, chunks, spec, root, copies)
 
 
-def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch], Versions]:
+def scatter_views(value: Any, chunks: int, spec: Any = None, root: str = "input") -> tuple[list[Batch], Versions]:
     """Cut `value` into views of it, without a copy. Gradients flow back to `value`.
 
     Each micro-batch has a version counter of its own. An in-place layer on one changes `value` too. `Versions.sync`
     tells autograd about such changes, and about changes that the caller makes to `value`: call it before the backward.
 
     Args:
-        value, chunks, spec: as for `scatter`.
+        value, chunks, spec, root: as for `scatter`.
 
     Returns:
         The micro-batches in the order of the rows, and the object whose `sync` updates version counters.
@@ -68,15 +69,16 @@ def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch
     (tensor([1., 1., 0., 0.]), 1, 0, 1)
     """
     versions = Versions()
-    return _scatter(value, chunks, spec, views(versions)), versions
+    return _scatter(value, chunks, spec, root, views(versions)), versions
 
 
-def check(value: Any, spec: Any = None) -> None:
+def check(value: Any, spec: Any = None, root: str = "input") -> None:
     """Raise unless `value` can be a mini-batch: tensors, None, and trees of them. Reads no data.
 
     Args:
         value: the value that is to be cut. Other objects are allowed only inside `Replicate(...)`.
         spec: rules, as for `scatter`.
+        root: the name of the value in messages.
 
     Raises:
         TypeError: a leaf cannot be cut; the message names the path of the first, as in `input['mask'][1]`.
@@ -86,39 +88,39 @@ def check(value: Any, spec: Any = None) -> None:
     >>> check((torch.ones(2), 42))
     Traceback (most recent call last):
     TypeError: input[1] is of type int, which cannot be split; expected a tensor, None or a tree of them; \
-Replicate() around it, or in the spec, hands it whole to every micro-batch
+Replicate() around it hands it whole to every micro-batch
     """
     if spec is not None or not is_flat(value):
-        cut_rules(value, spec)
+        cut_rules(value, spec, root)
 
 
-def _scatter(value: Any, chunks: int, spec: Any, cut: Cut) -> list[Batch]:
+def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut) -> list[Batch]:
     number = counted(chunks)
     if spec is None and isinstance(value, Tensor):
-        sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, "input"))
+        sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, root))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and value and is_tensors(value):
-        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, number, cut)]
-    bare, leaves, rules, tree = cut_rules(value, spec)
-    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, number, cut)]
+        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, number, cut)]
+    bare, leaves, rules, tree = cut_rules(value, spec, root)
+    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, root, number, cut)]
 
 
 def _rows(
-    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: int, cut: Cut
+    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, root: str, chunks: int, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
     columns = {
-        i: _column(leaf, rule, chunks, cut, LeafPath(value, i, "input"))
+        i: _column(leaf, rule, chunks, cut, LeafPath(value, i, root))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
         if isinstance(rule, Split)
     }
     if not columns:
-        raise ValueError("input has no tensor to split; a mini-batch needs at least one, whose rows are its samples")
+        raise ValueError(f"{root} has no tensor to split; it needs at least one, whose rows are its samples")
     (first, (sizes, _)), *others = columns.items()
     for i, (other, _) in others:
         if len(other) != len(sizes):
             raise ValueError(
-                f"chunks={chunks} makes {_story(value, first, sizes)} but {_story(value, i, other)}; "
+                f"chunks={chunks} makes {_story(value, first, sizes, root)} but {_story(value, i, other, root)}; "
                 "all tensors of a mini-batch must give equally many, or have Split(counts=...), the rows of each sample"
             )
     # What is not cut is the same object in each micro-batch.
@@ -127,19 +129,19 @@ def _rows(
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
 
 
-def _story(value: Any, index: int, sizes: Sizes) -> str:
+def _story(value: Any, index: int, sizes: Sizes, root: str) -> str:
     shape = tuple(leaves_of(value)[index].shape)
-    return f"{len(sizes)} micro-batches of {LeafPath(value, index, 'input')} with shape {shape}"
+    return f"{len(sizes)} micro-batches of {LeafPath(value, index, root)} with shape {shape}"
 
 
 def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it in the spec")
+        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or put Replicate() around it")
     if not -tensor.dim() <= rule.dim < tensor.dim():
         raise ValueError(
             f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
-            "or Replicate() it in the spec"
+            "or put Replicate() around it"
         )
     size, counts = tensor.size(rule.dim), rule.counts
     assert not callable(counts)

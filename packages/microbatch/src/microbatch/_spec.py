@@ -43,12 +43,13 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
     return ruled(tree, spec, root).rules
 
 
-def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
+def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]:
     """Separate a value from the rules in it.
 
     Args:
         value: a tree, with or without `Split` and `Replicate` around parts.
         spec: further rules, as for `scatter`.
+        root: the name of the value in messages.
 
     Returns:
         The value without rules, and a spec with all rules, for `scatter(value, chunks, spec)`.
@@ -63,11 +64,11 @@ def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
         return value, None
     leaves, tree = flatten(value)
     if not any(map(wraps, leaves)):
-        return value, spec if spec is None else _resolved(value, spec)
-    asked = enumerate(zip(leaves, _broadcast(value, spec, "input"), strict=True))
-    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, "input"))]
+        return value, spec if spec is None else _resolved(value, spec, root)
+    asked = enumerate(zip(leaves, _broadcast(value, spec, root), strict=True))
+    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, root))]
     # A rule may be around a value that has rules in it.
-    return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told))
+    return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told), root)
 
 
 def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
@@ -78,13 +79,13 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
     inner = leaves_of(leaf.value)
     # What has no tensors can only be replicated, so any rule of its branch is meant for the rest of that.
     if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
-        raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; declare it in one place")
+        raise ValueError(f"{place} is given as {own!r}, but {rule!r} is declared for it too; give it one rule")
     return [own] * len(inner)
 
 
-def _resolved(value: Any, spec: Any) -> Leafwise:
+def _resolved(value: Any, spec: Any, root: str) -> Leafwise:
     batch = value.kwargs if isinstance(value, Arguments) and not value.args else value
-    return Leafwise([resolved(rule, batch) for rule in _broadcast(value, spec, "input")])
+    return Leafwise([resolved(rule, batch) for rule in _broadcast(value, spec, root)])
 
 
 class Ruled(NamedTuple):
@@ -94,12 +95,12 @@ class Ruled(NamedTuple):
     tree: TreeSpec
 
 
-def cut_rules(value: Any, spec: Any) -> Ruled:
-    found = ruled(*unwrap(value, spec), "input")
+def cut_rules(value: Any, spec: Any, root: str) -> Ruled:
+    found = ruled(*unwrap(value, spec, root), root)
     for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
             raise TypeError(
-                f"the spec says {rule!r} for {LeafPath(found.value, i, 'input')}, which puts outputs together; an "
+                f"the spec says {rule!r} for {LeafPath(found.value, i, root)}, which puts outputs together; an "
                 "input needs Split(dim) or Replicate()"
             )
     return found
@@ -122,14 +123,14 @@ def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
         return None
     if isinstance(rule, Mean | Sum) and isinstance(leaf, int | float | complex):
         return rule
-    way_out = _IN if place.root == "input" else _OUT
+    way_out = _OUT if place.root == "output" else _IN
     raise TypeError(
         f"{place} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, None or a tree of them; "
         f"{way_out}"
     )
 
 
-_IN = "Replicate() around it, or in the spec, hands it whole to every micro-batch"
+_IN = "Replicate() around it hands it whole to every micro-batch"
 _OUT = "Replicate() in the spec (of a pipe, in out_spec) says that it is the same for all micro-batches"
 
 

@@ -100,7 +100,7 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
     model.zero_grad()
     layers, inputs = _layers(model, sample)
     steps = walk(layers, Signal(unwrap(inputs)[0], {}))
-    loss.of([(steps[-1].gave.output.value, unwrap(target)[0], 1)])
+    loss.of([(steps[-1].gave.output.value, unwrap(target, root="target")[0], 1)])
     return Record(layers, inputs, target, dtype, steps)
 
 
@@ -140,7 +140,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
     target = Signal(unwrap(record.target)[0], {})
     whole = Signal((record.output.value, target.value), {})
     if record.target is not None:
-        targets = scatter(replicated(record.target, "target"), chunks)
+        targets = scatter(replicated(record.target, "target"), chunks, root="target")
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
     cut = finest(whole, dims, real)
     parts = [(*part.value, rows) for part, rows in zip(cut.signals(whole, dims), cut.rows, strict=True)]

@@ -53,7 +53,7 @@ def expect_target(target: Any, sample: Any) -> None:
     """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``."""
     if target is not None:
         value = checked(target, None, "target")
-        expect_same_rows(scatter(value.bare, 1, value.spec), scatter(sample, 1))
+        expect_same_rows(scatter(value.bare, 1, value.spec, "target"), scatter(sample, 1))
 
 
 def read_bytes(size: int | float | str, name: str = "memory") -> int:

@@ -33,10 +33,12 @@ class Checked(NamedTuple):
     Attributes:
         bare: the value as it was passed, without rules around its parts.
         spec: a spec with these rules.
+        root: the name of the value in errors.
     """
 
     bare: Any
     spec: Any
+    root: str
 
 
 def checked(value: Any, spec: Any, root: str = "input") -> Checked:
@@ -45,14 +47,14 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
     If ``spec`` is a tree, it has to contain ``Replicate()`` for these.
     """
     if isinstance(value, Tensor) and spec is None:
-        return Checked(value, None)
+        return Checked(value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
         spec = Arguments((), dict(spec))
     if spec is None or isinstance(spec, Split):
         value = replicated(value, root, 0 if spec is None else spec.dim)
-    bare, spec = unwrap(value, spec)
-    check(bare, spec)
-    return Checked(bare, spec)
+    bare, spec = unwrap(value, spec, root)
+    check(bare, spec, root)
+    return Checked(bare, spec, root)
 
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
@@ -60,7 +62,7 @@ def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch],
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     # Each view has its own version counter: a layer in place on one does not count as a change of the others.
-    return scatter_views(there, chunks, value.spec)
+    return scatter_views(there, chunks, value.spec, value.root)
 
 
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
