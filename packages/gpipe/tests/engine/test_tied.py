@@ -1,5 +1,6 @@
 """Parameters that several stages share train as in the plain model, whatever shares what."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -15,7 +16,19 @@ from gpipe import GPipe
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, each_way, linears, rows, trained, within
+from ..layers import (
+    DOUBLE,
+    MODES,
+    Call,
+    Layer,
+    assert_same,
+    assert_trains_like,
+    each_way,
+    linears,
+    rows,
+    trained,
+    within,
+)
 
 HOWS = (None, "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
 
@@ -285,6 +298,25 @@ def test_what_cannot_be_copied_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipe_of(shared(made()))
     GPipe(shared(made()), [3], devices=["cpu"])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_two_partitions_tie_their_weights(kind: type[nn.RNNBase]) -> None:
+    def layers(first: nn.Module, last: nn.Module) -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(each, Call(lambda both: both[0])) for each in (first, last)))
+
+    a, b = kind(3, 3, batch_first=True, dtype=DOUBLE), kind(3, 3, batch_first=True, dtype=DOUBLE)
+    for name, _ in a.named_parameters():
+        setattr(b, name, getattr(a, name))
+    # One partition may hold it twice; two are refused, whatever is around it.
+    with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is '0\.0' of partition 0 too, but .*weight_ih_l0"):
+        pipe_of(layers(a, a))
+    x = rows(24).view(6, 4, 3)
+    plain = copy.deepcopy(layers(a, a))
+    assert_trains_like(GPipe(layers(a, a), [2], devices=["cpu"], chunks=3), plain, x)
+    for place in (nullcontext, apart):
+        with place():
+            assert_trains_like(pipe_of(layers(a, b)), plain, x)
 
 
 def views() -> nn.Sequential:

@@ -37,19 +37,27 @@ def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.dev
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
-    """Raise ValueError if a module of several partitions is a pipe, or has a bound ``forward``: no shallow copy is
-    right.
+    """Raise ValueError if a module of several partitions is a pipe, recurrent, or has a bound ``forward``: no shallow
+    copy is right.
     """
     at: dict[nn.Module, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
             first, its = at.setdefault(module, (j, name))
-            bound = isinstance(module, Divided) or "forward" in vars(module)
-            if bound and first != j and holds_tensors(module):
+            if first == j or not holds_tensors(module):
+                continue
+            both = f"{name!r} of partition {j} is {its!r} of partition {first} too, but it"
+            if isinstance(module, Divided) or "forward" in vars(module):
                 raise ValueError(
-                    f"{name!r} of partition {j} is {its!r} of partition {first} too, but it is a pipe, or its forward "
-                    "was set on the instance, as torch.compile does, so that it knows one set of parameters only; put "
-                    "both into one partition, or compile the layers around it"
+                    f"{both} is a pipe, or its forward was set on the instance, as torch.compile does, so that it "
+                    "knows one set of parameters only; put both into one partition, or compile the layers around it"
+                )
+            # Its forward makes these lists again where weights are others, as those of a copy are.
+            if isinstance(module, nn.RNNBase):
+                raise ValueError(
+                    f"{both} is of class {type(module).__name__}, which keeps lists of its parameters; put both into "
+                    "one partition, or give each partition a layer of its own and tie all weights, as in "
+                    "b.weight_ih_l0 = a.weight_ih_l0"
                 )
 
 
