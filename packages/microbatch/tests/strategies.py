@@ -96,12 +96,6 @@ def count(rows: int, chunks: int) -> int:
     return -(-rows // -(-rows // chunks)) if rows else chunks
 
 
-def cut_alike(rows: int, others: int, chunks: int) -> bool:
-    """Whether tensors with these numbers of rows are cut at the same samples."""
-    mine, theirs = ([len(part) for part in torch.ones(n).chunk(chunks)] for n in (rows, others))
-    return [n * others for n in mine] == [n * rows for n in theirs]
-
-
 @st.composite
 def tensors(draw: st.DrawFn, rows: int, dim: int = 0) -> Tensor:
     shape = draw(st.lists(st.integers(1, 3), min_size=dim, max_size=dim + 1))
@@ -149,7 +143,7 @@ def problems(draw: st.DrawFn) -> Problem:
     """A value that splits into at most `chunks` micro-batches, with the spec that says how."""
     chunks = draw(st.integers(1, 6))
     first = draw(st.integers(0, 9))
-    rows = [n for n in range(10) if cut_alike(first, n, chunks)]
+    rows = [n for n in range(10) if count(n, chunks) == count(first, chunks)]
     value, spec = draw(st.recursive(leaves(rows), _trees, max_leaves=5))
     # One tensor that is split, wherever the draw went: without any there are no rows.
     anchor = draw(tensors(first))
@@ -161,7 +155,7 @@ def flat_problems(draw: st.DrawFn) -> Problem:
     """A tensor, or a plain tuple of tensors: what needs neither tree nor spec."""
     chunks = draw(st.integers(1, 6))
     first = draw(st.integers(0, 9))
-    rows = [n for n in range(10) if cut_alike(first, n, chunks)]
+    rows = [n for n in range(10) if count(n, chunks) == count(first, chunks)]
     if draw(st.booleans()):
         return Problem(draw(tensors(first)), chunks, None)
     many = draw(st.lists(st.sampled_from(rows).flatmap(tensors), min_size=1, max_size=4))

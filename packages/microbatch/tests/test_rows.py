@@ -65,8 +65,11 @@ def test_rows_on_another_dimension_are_found_there(rows: list[int], make: Any, d
 
 
 def test_any_of_several_numbers_of_rows_will_do() -> None:
+    parts = scatter((torch.ones(3), torch.ones(4)), 2)  # rows 2, 1 and 2, 2
+    assert [batch.rows for batch in parts] == [(2, 2), (1, 2)]
+
     def gathered(*sizes: int) -> Tensor:
-        return gather([Batch(torch.ones(size), rows) for size, rows in zip(sizes, [(2, 2), (1, 2)], strict=True)])
+        return gather([Batch(torch.ones(size), batch.rows) for size, batch in zip(sizes, parts, strict=True)])
 
     assert [len(gathered(*sizes)) for sizes in [(2, 1), (2, 2), (4, 2), (6, 6)]] == [3, 4, 6, 12]
     with pytest.raises(ValueError, match=r"the micro-batches have \[2, 1\] or \[2, 2\], its shapes are \(1,\), \(3,\)"):

@@ -1,4 +1,4 @@
-"""The rows of micro-batches, and whether tensors and outputs follow them."""
+"""The rows of micro-batches, and whether an output follows them."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,6 @@ from torch import Tensor
 
 from ._batch import Batch
 from ._paths import LeafPath
-
-
-def expect_proportional(columns: Sequence[tuple[int, ...]], root: str) -> None:
-    """Raise ValueError unless tensors of n and of k·n rows, whose rows are `columns`, are cut at the same samples.
-
-    10 rows in 4 chunks are 3, 3, 3 and 1, where 20 are 5 each.
-    """
-    first, *others = columns
-    if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
-        totals = " and ".join(str(sum(column)) for column in columns)
-        parts = " and ".join(", ".join(map(str, column)) for column in columns)
-        raise ValueError(
-            f"tensors of the {root} have {totals} rows (in micro-batches of {parts}), which do not belong together; "
-            "give all a row for each sample, or as many for each that both divide evenly into the chunks; or put "
-            "Replicate(...) around one that goes whole to each micro-batch, Split(..., counts=...) around one with "
-            "other numbers for each sample"
-        )
 
 
 def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: LeafPath) -> None:

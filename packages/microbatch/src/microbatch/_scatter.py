@@ -9,7 +9,6 @@ from torch import Tensor
 from ._batch import Batch
 from ._cut import Cut, Sizes, copies, counted, rows_of_parts, rows_of_samples, views
 from ._paths import LeafPath
-from ._rows import expect_proportional
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
 from ._tree import is_flat, is_tensors, leaves_of, unflatten
@@ -20,8 +19,7 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> l
     """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
 
     Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
-    `chunks` empty micro-batches. Tensors of one value may differ in rows if they are cut at the same samples: 10 and 30
-    rows in 5 chunks are 2 and 6 in each, but in 4 they are refused.
+    `chunks` empty micro-batches. Tensors of one value may differ in rows if they give the same number of micro-batches.
 
     The micro-batches are copies, so an in-place layer on one changes neither the others nor `value`. A single
     micro-batch is `value` itself, not copied. `scatter_views` does not copy.
@@ -40,8 +38,8 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> l
     Raises:
         TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
         ValueError: chunks < 1; there is no tensor to cut, or one without dimensions; tensors give different numbers of
-            micro-batches, or are cut at different samples; counts do not add up to the rows; `spec` does not fit. The
-            message names the path, as in `input['mask'][1]`.
+            micro-batches; counts do not add up to the rows; `spec` does not fit. The message names the path, as in
+            `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
@@ -127,9 +125,7 @@ def _rows(
             )
     # What is not cut is the same object in each micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
-    rows = list(dict.fromkeys(sizes for sizes, _ in columns.values()))
-    if len(rows) > 1:
-        expect_proportional(rows, root)
+    rows = dict.fromkeys(sizes for sizes, _ in columns.values())
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
 
 

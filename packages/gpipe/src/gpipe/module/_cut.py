@@ -79,6 +79,22 @@ def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
         )
 
 
+def expect_proportional(inputs: Sequence[Batch]) -> None:
+    """Raise ValueError unless tensors of n and of k·n rows are cut at the same samples.
+
+    10 rows in 4 chunks are 3, 3, 3 and 1, where 20 are 5 each.
+    """
+    if len(inputs[0].rows) < 2:
+        return
+    first, *others = columns = _columns(inputs)
+    if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
+        raise ValueError(
+            f"tensors of the input have {_described(columns)}, which do not belong together; give all a row for each "
+            "sample, or as many for each that both divide evenly into the chunks; or put Replicate(...) around one "
+            "that goes whole to each micro-batch, Split(..., counts=...) around one with other numbers for each sample"
+        )
+
+
 def _columns(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
     return list(zip(*[batch.rows for batch in batches], strict=True))
 

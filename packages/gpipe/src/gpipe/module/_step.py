@@ -20,7 +20,7 @@ from ..engine._losses import Losses, LossStage
 from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ._arguments import checked_chunks
-from ._cut import Checked, checked, cut
+from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._keywords import NOTHING, Call, called_with
 from ._training import Kind, expect_grad_mode, losses_of, returned, tell_of_settings
@@ -197,7 +197,9 @@ class Stepping(Divided):
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare)
-        return cut(inputs, self._pipeline.stages[0].device, self._chunks)
+        batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
+        expect_proportional(batches)
+        return batches, versions
 
     def _with_losses(
         self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
