@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gpipe import Arguments, GPipe, flatten
 
@@ -267,7 +268,15 @@ def _in_place(model: Told, x: Tensor) -> Tensor:
     return model.head(hidden + aside if model.training else hidden)
 
 
-WAYS = [_long_skip, _asked, _stepwise, _in_place]
+def _like(model: Told, x: Tensor) -> Tensor:
+    """A mask gets the dtype of what the block before returned, of which nothing else is used."""
+    hidden, mask = model.embed(x), (x > 0).any(1, keepdim=True)
+    for k, block in enumerate(model.body.blocks):
+        hidden = block(hidden, mask.to(hidden) if k % 2 else mask.type_as(hidden))[0]
+    return model.head(hidden)
+
+
+WAYS = [_long_skip, _asked, _stepwise, _in_place, _like]
 
 
 @pytest.mark.parametrize("told", WAYS)
@@ -279,15 +288,26 @@ def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable
     x = batch()["x"]
     layers = flatten(model, x[:2])
     torch.testing.assert_close(pickle.loads(pickle.dumps(copy.deepcopy(layers)))(x), plain(x))
-    for balance, checkpoint in product(([2, len(layers) - 2], [1, 1, 1, len(layers) - 3]), ("always", "never")):
+    for balance, mode in product(([2, len(layers) - 2], [1, 1, 1, len(layers) - 3]), ("always", "never")):
         for each in (model, plain):
             each.zero_grad()
-        pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+        pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
         pipe.step(x, loss_fn=lambda output, _: output.square().mean(), schedule="1f1b")
         plain(x).square().mean().backward()
         torch.testing.assert_close(gradients(model), gradients(plain))
         assert set(pipe.state_dict()) == set(plain.state_dict())
         pipe.close()
+
+
+def test_a_checkpoint_of_the_forward_around_blocks_is_refused() -> None:
+    def told(model: Told, x: Tensor) -> Tensor:
+        hidden = model.embed(x)
+        for block in model.body.blocks:
+            hidden = checkpoint(lambda y, block=block: y + block(y, None)[0].tanh(), hidden, use_reentrant=False)
+        return model.head(hidden)
+
+    with pytest.raises(RuntimeError, match=r"leave checkpointing to GPipe\(checkpoint=\.\.\.\)"):
+        GPipe(Told(told).double(), devices=["cpu"] * 2, sample=batch()["x"])
 
 
 def test_a_hook_that_is_set_later_is_seen_by_every_part_that_uses_the_module():
