@@ -150,7 +150,7 @@ def test_step_trains_what_the_plain_loss_trains(case: Case):
     torch.testing.assert_close([each for _, each in calls], [each for _, each in heard])
 
 
-def reentrant(s: Layer, output: Tensor, _: Any) -> Any:
+def reentrant(s: Layer, output: Tensor) -> Any:
     """A head whose activations are computed again, in a backward of their own."""
     each = torch_checkpoint(lambda o: (o * s.weight).exp(), output, use_reentrant=True)
     return (each.sum(), each.numel()) if s.counted else each.mean()
