@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten, inline
+from microbatch import Replicate
 
 from ..layers import Layer
 
@@ -465,6 +466,22 @@ class Beside(Model):
         return found
 
 
+class Masked(Model):
+    """Each token gets those before it in every block, by a mask that is the same for all rows."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        mixed = (Layer(lambda s, hidden, mask: s.m[0](mask @ hidden), each) for each in self.trunk.blocks)
+        self.trunk.blocks = nn.ModuleList(mixed)
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        hidden = self.trunk.embed(tokens)
+        for block in self.trunk.blocks:
+            hidden = block(hidden, mask)
+        logits = self.head(hidden)
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
 class Loads(Model):
     """Its loss needs a number for each expert, which blocks hand on."""
 
@@ -504,6 +521,24 @@ def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model], rows: in
     for method in (pipe.step, pipe.evaluate, pipe):
         with pytest.raises(ValueError, match=r"computes a loss that cannot be put together.*pick=\"logits\""):
             method(**batch(4, 5, 3))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 6), (3, 5)])
+def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch(rows: int, length: int) -> None:
+    def masked(rows: int, length: int) -> dict[str, Any]:
+        mask = torch.ones(length, length, dtype=torch.float64).tril()
+        return {name: each for name, each in batch(rows, length, 3).items() if name != "ends"} | {"mask": mask}
+
+    def wrapped(inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "mask": Replicate(inputs["mask"])}
+
+    plain = Masked(tokens)
+    sample = wrapped(masked(rows, length))
+    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample)
+    inputs = masked(4, 4)
+    expected = plain(**inputs)["loss"]
+    for found in (pipe.step(**wrapped(inputs)), pipe.evaluate(**wrapped(inputs)), pipe(**wrapped(inputs))["loss"]):
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -61,13 +61,13 @@ class Inputs(NamedTuple):
     def rows(self) -> int:
         return next((tensor.shape[0] for tensor in self.tensors() if tensor.dim()), 0)
 
-    def twice(self) -> Inputs:
-        """With all rows a second time."""
-        rows = self.rows()
+    def twice(self) -> Iterator[Inputs]:
+        """With all rows a second time, of all that may have rows; then, if that fails, of what has exactly as many."""
         leaves, tree = self.leaves()
-        found = [torch.cat([leaf, leaf]) if _has_rows(leaf, rows) else leaf for leaf in leaves]
-        return Inputs(*tree.value(found))
+        for has_rows in (lambda size: size % max(1, self.rows()) == 0, self.rows().__eq__):
+            found = [torch.cat([each, each]) if is_sized(each) and has_rows(len(each)) else each for each in leaves]
+            yield Inputs(*tree.value(found))
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and rows > 0 and leaf.shape[0] % rows == 0
+def is_sized(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

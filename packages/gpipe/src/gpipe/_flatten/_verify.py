@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ def _difference(expected: Any, found: Any, shapes: Shapes | None) -> str | None:
     return None
 
 
+def _of_twice(layers: nn.Sequential, inputs: Inputs) -> Any:
+    for more in inputs.twice():  # a mask for all rows may have as many rows as several samples, but must not grow
+        with suppress(Exception):
+            return _in_a_row(layers, more)
+    return {}
+
+
 def _is_twice(more: Tensor, own: Tensor) -> bool:
     return own.dim() > 0 and more.shape == (2 * len(own), *own.shape[1:])
 
@@ -96,7 +104,7 @@ def add_own_loss(
     try:
         with torch.no_grad(), last.recording() as recording:
             found, one = _in_a_row(layers, inputs), recording.shapes
-            more, ending.tried = _in_a_row(layers, inputs.twice()), (one, recording.shapes)
+            more, ending.tried = _of_twice(layers, inputs), (one, recording.shapes)
             ending.follows = frozenset(key for key, own in found.items() if key in more and _is_twice(more[key], own))
             found = {key: own for key, own in found.items() if key in ending.follows}
             output = ending(last, inputs, found)
