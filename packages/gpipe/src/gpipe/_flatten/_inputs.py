@@ -63,11 +63,15 @@ class Inputs(NamedTuple):
 
     def twice(self) -> Iterator[Inputs]:
         """With all rows a second time, of all that may have rows; then, if that fails, of what has exactly as many."""
+        rows = self.rows()
         leaves, tree = self.leaves()
-        for has_rows in (lambda size: size % max(1, self.rows()) == 0, self.rows().__eq__):
-            found = [torch.cat([each, each]) if is_sized(each) and has_rows(len(each)) else each for each in leaves]
+        for exactly in (False, True):
+            found = [torch.cat([leaf, leaf]) if _has_rows(leaf, rows, exactly) else leaf for leaf in leaves]
             yield Inputs(*tree.value(found))
 
 
-def is_sized(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def _has_rows(leaf: Any, rows: int, exactly: bool) -> bool:
+    """Whether ``leaf`` is a tensor with so many rows or, unless ``exactly`` as many, with several for each of them."""
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return False
+    return len(leaf) == rows if exactly else len(leaf) % max(1, rows) == 0
