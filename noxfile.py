@@ -312,6 +312,7 @@ def bench_torch(session: nox.Session, version: str) -> None:
 
 
 def install(session: nox.Session, *what: str | Path) -> None:
+    keep_bytecode(session)
     session.install("-c", "constraints.txt", *map(str, what))
 
 
@@ -322,7 +323,17 @@ def install_all(session: nox.Session, *groups: str) -> None:
 
 def install_with(session: nox.Session, torch: str, *groups: str) -> None:
     """All five packages with a PyTorch that is not the one of constraints.txt."""
+    keep_bytecode(session)
     session.install(f"torch=={torch}", *EDITABLE, *group(*groups))
+
+
+def keep_bytecode(session: nox.Session) -> None:
+    """Let Python keep what it has compiled in the folder of the session, also where it is told to keep nothing.
+
+    Images of containers tell it so. Then every process would compile PyTorch again, which takes longer than many tests.
+    """
+    folder = Path(session.virtualenv.location).resolve() / "bytecode"
+    session.env.update({"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)})
 
 
 def group(*names: str) -> tuple[str, ...]:
