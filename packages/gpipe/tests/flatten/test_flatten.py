@@ -166,8 +166,8 @@ def stages() -> nn.Module:
     return Layer(lambda s, x: s.head(s.layer2(s.layer1(s.stem(x).relu()))), **ends, layer1=row(2), layer2=row(3))
 
 
-def nested() -> nn.Module:
-    """Lists in a list, which is not called itself."""
+def nested(alike: bool = True) -> nn.Module:
+    """Lists in a list, which is not called itself, of layers of one kind or of two."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         hidden = s.stem(x)
@@ -177,7 +177,11 @@ def nested() -> nn.Module:
             hidden = hidden.relu()
         return hidden
 
-    groups = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+    def layer() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    pairs = [[layer(), layer() if alike else nn.Sequential(layer())] for _ in range(2)]
+    groups = nn.ModuleList(map(nn.ModuleList, pairs))
     return Layer(forward, stem=nn.Linear(2, WIDTH), groups=groups)
 
 
@@ -199,6 +203,7 @@ def tower() -> nn.Module:
         (tower, None),
         (stages, ["layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2"]),
         (nested, ["groups_0_0", "groups_0_1", "between_1", "groups_1_0", "groups_1_1"]),
+        (partial(nested, False), ["groups_0_0", "groups_0_1", "between_1", "groups_1_0", "groups_1_1"]),
     ],
 )
 def test_several_lists_have_a_segment_between_them(make: Callable[[], nn.Module], names: list[str] | None):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten, inline
-from microbatch import Replicate
+from microbatch import Replicate, Split
 
 from ..layers import Layer
 
@@ -85,6 +85,28 @@ class TwoParts(Model):
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.first(tokens) + super().logits(tokens)
+
+
+class TiedByHand(Model):
+    """The last layer is an operation with the weight of the first one."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.trunk(tokens)["hidden"], self.trunk.embed.weight)
+
+
+class LossInTheHead(Model):
+    """The last module returns the logits, and the loss behind them."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(loss, dtype)
+        last = nn.Linear(4, CLASSES, dtype=dtype)
+        self.head = Layer(lambda s, hidden, *given: (s.last(hidden), loss(s.last(hidden), *given)), last=last)
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor, ends: Tensor, num_items_in_batch: Any = None
+    ) -> dict[str, Tensor]:
+        logits, loss = self.head(self.trunk(tokens)["hidden"], labels, ends, num_items_in_batch)
+        return {"loss": loss, "logits": logits}
 
 
 def tokens(logits: Tensor, labels: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -238,7 +260,10 @@ def assert_same_gradients(pipe: GPipe, plain: nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("loss", "kind"), [*product(RIGHT, [Model, InTheList]), (tokens, TwoParts)])
+PARTS = [(tokens, TwoParts), (tokens, TiedByHand), (tokens, LossInTheHead)]
+
+
+@pytest.mark.parametrize(("loss", "kind"), [*product(RIGHT, [Model, InTheList]), *PARTS])
 @given(
     count=st.integers(1, 7),
     length=st.integers(1, 5),
@@ -438,19 +463,21 @@ def test_nothing_of_a_run_is_held(fails: bool) -> None:
 
 
 class Tells(Model):
-    """Returns what the first stage computed, and a weight there, which the last one does not have."""
+    """Returns what the first stage computed, also in a block, which is not computed again."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, ends: Any = None) -> dict[str, Any]:  # type: ignore[override]
-        trunk = self.trunk(tokens)
-        logits = self.head(trunk["hidden"])
-        known = {"loss": self.loss(logits, labels), "logits": logits, "embedded": trunk["embedded"]}
-        return {**known, "weight": self.trunk.embed.weight}
+        embedded = self.trunk.embed(tokens)
+        early = hidden = self.trunk.blocks[0](embedded)
+        for block in self.trunk.blocks[1:]:
+            hidden = block(hidden)
+        logits = self.head(self.trunk.norm(hidden))
+        return {"loss": self.loss(logits, labels), "logits": logits, "embedded": embedded, "early": early}
 
 
 def test_fields_that_cannot_be_told_are_left_out() -> None:
     pipe, plain = both(tokens, Tells)
     found, expected = pipe(**batch(4, 3, 3)), plain(**batch(4, 3, 3))
-    assert expected.keys() - found.keys() == {"weight"}
+    assert expected.keys() - found.keys() == {"early"}
     torch.testing.assert_close(found, {name: expected[name] for name in found})
 
 
@@ -501,15 +528,73 @@ def _expert(layer: Layer, hidden: Tensor, load: Tensor | None) -> tuple[Tensor, 
     return layer.m[0](hidden), hidden.mean((0, 1)) + (layer.load if load is None else load)
 
 
-class OtherWeight(Model):
-    """Calls a function with the weight of a module of the start, not the module."""
+class Album(Trunk):
+    """Puts a picture in the place of each token 0, of which a row may have any number."""
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.trunk(tokens)["hidden"], self.trunk.embed.weight)
+    def forward(self, tokens: Tensor, pictures: Tensor) -> Tensor:  # type: ignore[override]
+        if int((tokens == 0).sum()) != len(pictures):
+            raise ValueError("a picture for each place")
+        hidden = self.embed(tokens).masked_scatter((tokens == 0)[..., None], pictures)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Pictures(Model):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.trunk = Album(torch.float64)
+
+    def forward(self, tokens: Tensor, pictures: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.trunk(tokens, pictures))
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+class Clicks(nn.Module):
+    """A loss of probabilities, which knows no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
+
+    def forward(self, x: Tensor, clicked: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        found = self.head(x)[:, 0]
+        return {"loss": F.binary_cross_entropy(found, clicked), "logits": found}
+
+
+def test_a_loss_may_take_probabilities_alone() -> None:
+    plain, inputs = Clicks().double(), {"x": torch.randn(7, 3).double(), "clicked": torch.ones(7).double()}
+    inputs["clicked"][::2] = 0
+    pipe = GPipe(
+        copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample={k: v[:2] for k, v in inputs.items()}
+    )
+    assert_same(pipe, plain, inputs)
+    assert_same_output(pipe, plain, inputs)
+
+
+def with_pictures(*tokens: list[int]) -> dict[str, Tensor]:
+    found = torch.tensor(tokens)
+    pictures = torch.randn(int((found == 0).sum()), 4, dtype=torch.float64)
+    return {"tokens": found, "pictures": pictures, "labels": found}
+
+
+def test_what_has_a_number_of_its_own_for_each_row_grows_with_the_rows() -> None:
+    plain = Pictures(tokens)
+    counts = Split(counts=lambda inputs: (inputs["tokens"] == 0).sum(1))
+    sample = with_pictures([0, 1, 0], [2, 0, 1])
+    pipe = GPipe(
+        copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=sample, in_spec={"pictures": counts}
+    )
+    given = with_pictures([0, 1], [2, 3], [0, 0], [4, 5])
+    assert_same(pipe, plain, given)
+    assert_same_output(pipe, plain, given)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 4), (2, 3), (4, 2)])
-@pytest.mark.parametrize("kind", [Beside, Loads, OtherWeight])
+@pytest.mark.parametrize("kind", [Beside, Loads])
 def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model], rows: int, length: int) -> None:
     """A loss that needs it is refused by name, in a step and in a call; one that does not is right."""
     plain = kind(tokens)

@@ -7,7 +7,7 @@ modules. It then computes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,7 @@ class Ending:
         found: Returned,
         shapes: ShapesByName | None = None,
         net: nn.Module | None = None,
+        local: Callable[[Tensor], Tensor] | None = None,
     ) -> Any:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
 
@@ -122,6 +123,7 @@ class Ending:
 
         Args:
             shapes: what modules of earlier segments returned for some rows; by default that is taken from the sample.
+            net, local: a copy of :meth:`net`, and what makes a parameter of one of its modules like those of the copy.
         """
         device = next(iter(found.values())).device
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
@@ -131,6 +133,7 @@ class Ending:
         done = [found.get((BLOCK, 0, m), unknown(leaf, device)) for m, leaf in enumerate(segment.done)]
         known = self._of_all_rows(shapes or {}, inputs.rows())
         tape = Tape(device, known, segment.first, [], done, found, {}, inputs.tensors(), ())
+        tape.local = local or (lambda tensor: tensor.to(device))
         output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
         home = inputs.tensors()[0].device
         if isinstance(output, Tensor):
@@ -193,17 +196,17 @@ def _around(
     rows: int,
     path: str = "",
 ) -> Iterator[tuple[str, list[Observed]]]:
-    """The largest modules but blocks that return a value for rows; the rest of the forward is the loss."""
+    """The largest modules but blocks that return values for rows, and no loss; the rest of the forward is the loss."""
     for name, child in module.named_children():
         called = calls.get(child, [])
         if child in blocks:
             continue
-        firsts = [next((leaf for leaf in call.outputs if isinstance(leaf, Like)), None) for call in called]
-        if called and all(_has_rows(leaf, rows) for leaf in firsts):
+        if called and all(_has_rows(call.outputs, rows) for call in called):
             yield path + name, called
         else:
             yield from _around(child, calls, blocks, rows, f"{path}{name}.")
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Like) and leaf.shape[:1] == (rows,)
+def _has_rows(outputs: Sequence[Any], rows: int) -> bool:
+    shapes = [leaf.shape for leaf in outputs if isinstance(leaf, Like)]
+    return bool(shapes) and shapes[0][:1] == (rows,) and all(shapes)

@@ -62,16 +62,14 @@ class Inputs(NamedTuple):
         return next((tensor.shape[0] for tensor in self.tensors() if tensor.dim()), 0)
 
     def twice(self) -> Iterator[Inputs]:
-        """With all rows a second time, of all that may have rows; then, if that fails, of what has exactly as many."""
+        """With all rows a second time: of all tensors that may have rows; of those with exactly as many; of any.
+
+        The first of these with which the model runs is right: a mask for all rows must not grow, and tensors with a
+        number of their own for each row, as of pictures, must.
+        """
         rows = self.rows()
         leaves, tree = self.leaves()
-        for exactly in (False, True):
-            found = [torch.cat([leaf, leaf]) if _has_rows(leaf, rows, exactly) else leaf for leaf in leaves]
+        for has_rows in (lambda size: size % max(1, rows) == 0, rows.__eq__, lambda size: True):
+            grows = [isinstance(leaf, Tensor) and leaf.dim() and has_rows(len(leaf)) for leaf in leaves]
+            found = [torch.cat([leaf, leaf]) if more else leaf for leaf, more in zip(leaves, grows, strict=True)]
             yield Inputs(*tree.value(found))
-
-
-def _has_rows(leaf: Any, rows: int, exactly: bool) -> bool:
-    """Whether ``leaf`` is a tensor with so many rows or, unless ``exactly`` as many, with several for each of them."""
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return False
-    return len(leaf) == rows if exactly else len(leaf) % max(1, rows) == 0

@@ -28,8 +28,8 @@ NEITHER = (
     "means; a mean that is divided by hand may be one over any number)"
 )
 BEYOND = (
-    "it is computed from more than what the last block and the modules after it return, such as the weight of another "
-    "module, as in F.linear(x, self.embedding.weight)"
+    "it cannot be computed from what the last block and the modules after it return for each row, such as where rows "
+    "are not dimension 0, or a block returns a loss of its own"
 )
 
 

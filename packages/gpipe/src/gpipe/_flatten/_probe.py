@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,10 @@ class Trial(NamedTuple):
 
     def _kind(self, values: Values) -> LossKind | None:
         with Reductions() as seen:
-            self._loss(values)
+            whole = self._loss(values)
         # What a mean that is computed by hand divides by may be a count, which the sample need not show: a mask of a
         # module, or weights of classes that it does not have. Only the number of items is one for all rows.
-        if seen.is_cut or any(float(each) != ITEMS for each in seen.divisors):
+        if whole is None or seen.is_cut or any(float(each) != ITEMS for each in seen.divisors):
             return None
         # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
         constants = {0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}
@@ -134,13 +135,15 @@ def kinds_of(
     """
     rows, generator = inputs.rows(), torch.Generator().manual_seed(0)
     values = Values(
-        Values(inputs, {}).mapped(lambda tensor: _more(tensor.cpu(), rows, generator)).inputs,
+        Values(inputs, {}).mapped(lambda tensor: _more(_moved(tensor), rows, generator)).inputs,
         {key: _random(tensor, rows, generator) for key, tensor in returned.items()},
     )
 
+    local = cache(_moved)
+
     def trial(training: bool) -> Trial:
         net = _local(ending.net(segment), training)
-        return Trial(model, lambda values: pick(ending(segment, *values, net=net)))
+        return Trial(model, lambda values: pick(ending(segment, *values, net=net, local=local)))
 
     with torch.no_grad():
         # A balancing loss of experts is a product of means, and may be so small that those of parts seem to add up.
@@ -155,15 +158,15 @@ def kinds_of(
 
 
 def _local(net: nn.Module, training: bool) -> nn.Module:
-    """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
-        local = local.float() if local.is_floating_point() else local.clone()
-        return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
-
     held = [t for module in net.modules() for own in (module._parameters, module._buffers) for t in own.values()]
-    return copy.deepcopy(net, {id(tensor): moved(tensor) for tensor in held if tensor is not None}).train(training)
+    return copy.deepcopy(net, {id(tensor): _moved(tensor) for tensor in held if tensor is not None}).train(training)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data."""
+    local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+    local = local.to(torch.get_default_dtype()) if local.is_floating_point() else local.clone()
+    return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
 
 
 def _more(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:
@@ -173,7 +176,8 @@ def _more(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     each = tensor.reshape(rows, -1, *tensor.shape[1:])
     found = torch.stack([each[j % rows].roll(j, -1) if tensor.dim() > 1 else each[j % rows] for j in range(ROWS)])
     if tensor.is_floating_point():
-        found = found + 0.1 * torch.randn(found.shape, generator=generator).to(found)
+        noise = 0.1 * torch.randn(found.shape, generator=generator).to(found)
+        found = (found + noise).clamp(tensor.min(), tensor.max())  # some are probabilities
     return found.flatten(0, 1)
 
 
@@ -182,5 +186,7 @@ def _random(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     if not tensor.is_floating_point():
         return _more(torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu(), rows, generator)
     shape = (ROWS * (tensor.shape[0] // rows), *tensor.shape[1:])
+    if not tensor.is_meta and bool(tensor.clamp(0, 1).equal(tensor)):  # probabilities
+        return torch.rand(shape, generator=generator)
     scale = torch.arange(1, shape[0] + 1).reshape(-1, *[1] * (len(shape) - 1))
     return torch.randn(shape, generator=generator) * scale

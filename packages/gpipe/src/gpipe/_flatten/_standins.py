@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -42,6 +42,7 @@ class Tape:
     Attributes:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
+        local: makes of a parameter or buffer of another layer what this forward computes with; None gives placeholders.
         fakes: for what stands for an output of one of these blocks, its number and place.
         foreseen: whether blocks of earlier segments returned sizes that follow from the sample and their arguments.
     """
@@ -64,6 +65,7 @@ class Tape:
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
         self.foreseen = True
+        self.local: Callable[[Tensor], Tensor] | None = None
         self._likely: dict[int, Like] = {}
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._real = {storage_id(leaf) for leaf in (*done, *given.values(), *inputs) if isinstance(leaf, Tensor)}
@@ -200,7 +202,7 @@ class Tape:
 
 def _likely(leaf: Any, then: Like | None, now: Like | None) -> Any:
     """``leaf`` of a result, as it is now: sizes and dtype that were those of the first argument follow this."""
-    if not isinstance(leaf, Like) or then is None or now is None or not now.dtype.is_floating_point:
+    if not isinstance(leaf, Like) or then is None or now is None:
         return leaf
     sizes = [new if size == old else size for size, old, new in zip(leaf.shape, then.shape, now.shape, strict=False)]
     dtype = now.dtype if leaf.dtype == then.dtype else leaf.dtype
@@ -265,6 +267,8 @@ class Likeness:
                 tape = current.tape
                 if tape is None:  # it may be written to, by an initialisation
                     return unknown(like(tensors[name]), torch.device("meta"))
+                if tape.local is not None and tensors[name] is not None:
+                    return tape.local(tensors[name])
                 return unknown(like(tensors[name]), tape.device, writable=False)
         if name in vars(module):
             stand_in.real.asked.add((module, name))

@@ -66,7 +66,19 @@ def _elements(model: nn.Module, name: str) -> Trunk:
         raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name") from None
     if not isinstance(found, _LISTS):
         return [name]
-    return [f"{name}.{child}" if name else child for child in found._modules]
+    return [f"{name}.{child}" if name else child for child, _ in _inside(found)]
+
+
+def _inside(layers: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The elements of a list, with their names in it, and in place of a list among them, which is not called, its own.
+
+    Such as attention and feed-forward of each layer, in lists of two.
+    """
+    for name, layer in layers._modules.items():
+        if isinstance(layer, nn.ModuleList):
+            yield from ((f"{name}.{inner}", module) for inner, module in _inside(layer))
+        elif layer is not None:
+            yield name, layer
 
 
 def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
@@ -82,7 +94,7 @@ def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
         modules = map(model.get_submodule, chain.from_iterable(trunks))
         return sum(counts[module] * _size(module) for module in modules)
 
-    alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for layer in layers.children()))
+    alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for _, layer in _inside(layers)))
     again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
     mixed, sequences = (_in_order(model, called, _lists(model, fits)) for fits in (_in_list, _in_sequence))
     if _lists(model, _alike) and (not alike or 2 * work(alike) >= work(mixed)):
