@@ -113,13 +113,14 @@ class TestArguments:
 
     @each_mode
     @each_way
-    @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
+    @pytest.mark.parametrize("said", ["by the spec", "by the spec for the mask", "around the argument"])
     def test_a_mask_for_all_gets_the_sum_of_its_gradients(self, mode: str, way: Any, said: str) -> None:
         model = nn.Sequential(Masked(), *linears(2))
-        spec = Arguments((None,), {"mask": Replicate(), "scale": Replicate()}) if said == "by the spec" else None
+        whole = Replicate if said == "around the argument" else (lambda each: each)
+        spec: Any = {"mask": Replicate(), "scale": Replicate()} if said == "by the spec" else {"mask": Replicate()}
+        spec = None if whole is Replicate else Arguments((None,), spec)
         pipe = piped(nn.Sequential(*model), [2, 1], chunks=3, checkpoint=mode, in_spec=spec)
         mask, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
-        whole = (lambda each: each) if spec else Replicate
         with way():
             found = pipe(rows(7), mask=whole(mask), scale=whole(2.0))
             found.square().sum().backward()
@@ -165,6 +166,13 @@ class TestStep:
         loss_fn(model((same, rows(7))), rows(7)).backward()
         assert_same(pipe, model)
         torch.testing.assert_close((scale.grad, arrived), (same.grad, [same.grad]))
+
+    @pytest.mark.parametrize("whole", [3.0, torch.ones(3, dtype=DOUBLE), {"weight": torch.ones(3), "power": 2}])
+    def test_a_target_may_be_one_for_all_rows(self, whole: Any) -> None:
+        pipe, seen = piped(linears(), [1, 2], chunks=4), []
+        loss_fn = lambda output, target: (seen.append(target), output.square().mean())[1]  # noqa: E731
+        losses = [step(rows(7), Replicate(whole), loss_fn=loss_fn) for step in (pipe.step, pipe.evaluate)]
+        torch.testing.assert_close((losses[0], seen), (losses[1], [whole] * 8))
 
 
 # What looks like rows but is none, given (n, 3) with n > 1.

@@ -50,8 +50,8 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
         return Checked(value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
         spec = Arguments((), dict(spec))
-    if spec is None or isinstance(spec, Split):
-        value = replicated(value, root, 0 if spec is None else spec.dim)
+    if spec is None or isinstance(spec, Split | Mapping | Arguments):
+        value = replicated(value, root, spec.dim if isinstance(spec, Split) else 0)
     bare, spec = unwrap(value, spec, root)
     check(bare, spec, root)
     return Checked(bare, spec, root)
@@ -121,7 +121,7 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
     if is_flat(value):
         return value
     leaves, tree = flatten(value)
-    if not any(isinstance(leaf, Tensor | Split) for leaf in leaves):
+    if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in leaves):
         return value
     totals = {_rows(leaf, dim) for leaf in leaves} - {0, 1}
     for found in _lists(value):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors
+from microbatch import Batch, Split, map_tensors, rules
 from streams import add_note
 
 from .._flatten._own_loss import OwnLoss
@@ -171,6 +171,8 @@ def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks:
     value = checked(target, None, "target")
     # The loss is computed where the outputs are; a gradient of the target would have no way back from there.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
+    if value.spec is not None and not any(isinstance(rule, Split) for rule in rules(*value)):
+        return [map_tensors(lambda tensor: tensor.to(device), detached.bare)] * len(inputs)
     targets, _ = cut(detached, device, chunks)
     expect_same_rows(targets, inputs)
     return [batch.value for batch in targets]
