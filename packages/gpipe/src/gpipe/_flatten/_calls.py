@@ -27,7 +27,7 @@ def like(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is torch.strided:
         raise ValueError(
             "the model cannot be divided: its modules pass nested tensors, which have no shape; nn.TransformerEncoder "
-            "makes them of a padding mask: give it enable_nested_tensor=False"
+            "makes them of a padding mask: give it enable_nested_tensor=False, or set its use_nested_tensor to False"
         )
     return Like(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
