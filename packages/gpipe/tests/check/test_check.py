@@ -1,6 +1,8 @@
 """check() names planted faults, each in its own layer, and finds nothing in models that train the same."""
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import Report, check
+from gpipe import GPipe, Report, check, flatten
 
 from ..clean_models import CLEAN, Clean
 from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
@@ -110,6 +112,38 @@ def test_the_model_and_all_generators_stay_as_they_are() -> None:
     assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
     assert model[0].weight.dtype == torch.float32
     assert model.training
+
+
+class Blocks(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.dropout(x, 0.5, self.training)
+
+
+FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "model": lambda model: model,
+    "flattened": lambda model: flatten(model, rows()),
+    "pipe": lambda model: GPipe(model, [3, 3], devices=["cpu"] * 2, sample=rows()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["centred", "centred after dropout", "divided by rows"])
+def test_a_model_in_evaluation_mode_is_checked_in_training_mode(name: str, form: str) -> None:
+    case = FAULTS["training and evaluation differ"][name]()
+    found = []
+    for mode in (True, False):
+        model = FORMS[form](Blocks(copy.deepcopy(case.model)).train(mode))
+        report = check(model, case.sample)
+        assert {module.training for module in model.modules()} == {mode}
+        found.append([str(finding) for finding in report.findings])
+    assert not report.ok
+    assert found[0] == found[1]
 
 
 def test_a_pipe_that_fails_is_a_finding() -> None:

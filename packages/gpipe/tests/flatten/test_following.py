@@ -132,3 +132,13 @@ def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bo
                 where(each).factor = change
         torch.testing.assert_close(pipe(x), plain(x))
     pipe.close()
+
+
+def test_the_layers_tell_the_model_their_mode() -> None:
+    model = Asking(ASKED["start"]).eval()
+    model.middle.train = lambda mode: nn.Module.train(model.middle, False)  # as frozen norms
+    layers = flatten(model, torch.randn(2, 2))
+    for mode in (True, False):
+        assert layers.train(mode) is layers
+        assert {module.training for module in model.modules() if module is not model.middle} == {mode}
+        assert not model.middle.training

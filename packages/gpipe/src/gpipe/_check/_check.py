@@ -51,6 +51,7 @@ def check(
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
+            One in evaluation mode is checked in training mode.
         sample: an input of the model with at least two rows, which should differ; :class:`microbatch.Arguments` for
             several arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
         target: what ``loss_fn`` compares with, cut like ``sample``.
@@ -89,11 +90,17 @@ def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> Record
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
-        return _recorded(copied(model).double(), _double(sample), _double(target), torch.float64, loss)
+        return _recorded(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss)
     except Exception:
         # The model cannot compute in double precision; or it fails in any precision, and then this raises.
         loss.to(own)
-        return _recorded(copied(model), sample, target, own, loss)
+        return _recorded(_trainable(model), sample, target, own, loss)
+
+
+def _trainable(model: nn.Module) -> nn.Module:
+    """A copy in training mode. Norms that a model in training mode holds in evaluation mode stay so."""
+    model = copied(model)
+    return model if model.training else model.train()
 
 
 def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> Record:

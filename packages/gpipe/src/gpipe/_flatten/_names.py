@@ -74,6 +74,13 @@ class Flattened(nn.Sequential):
         is_all = isinstance(found, Flattened) and [*found] == [*self]
         return found.of(self.model) if is_all else found
 
+    def train(self, mode: bool = True) -> Flattened:
+        """Also the model, whose modes the layers follow in a pipe; last, since it may keep norms in evaluation."""
+        super().train(mode)
+        if self.model is not None:
+            self.model.train(mode)
+        return self
+
     def of(self, model: nn.Module | None) -> Flattened:
         self.__dict__["model"] = model
         return self
