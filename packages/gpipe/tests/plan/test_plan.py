@@ -200,6 +200,13 @@ class TestModels:
             with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
                 plan(pipe, x, CPUS)
 
+    def test_one_in_evaluation_mode_is_trained(self) -> None:
+        seen = []
+        net = nn.Sequential(*linears(2), Layer(lambda s, x: (seen.append(s.training), x * 1)[1])).eval()
+        assert "calibrated" in plan(net, rows(8), CPUS, chunks=2).notes[1]
+        assert {*seen} == {True}
+        assert not any(module.training for module in net.modules())
+
     def test_a_loss_with_a_state_keeps_it(self) -> None:
         head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
         before = copy.deepcopy(head.state_dict())

@@ -101,6 +101,8 @@ def train(
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     vars(pipe)["_told"] = True  # nobody has chosen its settings
+    if not pipe.training:  # a model in evaluation mode would neither draw masks nor recompute
+        pipe.train()
     with closing(pipe):
         pipe.zero_grad()
         return timed(

@@ -67,7 +67,8 @@ def plan(
     order.
 
     Args:
-        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
+        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed. One in
+            evaluation mode is planned, and tried, in training mode.
         sample: a mini-batch, with as many rows as in training.
         devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
