@@ -207,6 +207,10 @@ class TestModels:
         assert {*seen} == {True}
         assert not any(module.training for module in net.modules())
 
+    def test_settings_that_a_plan_tries_are_not_advised_on(self, caplog: pytest.LogCaptureFixture) -> None:
+        plan(linears(3).eval(), rows(8), CPUS, chunks=1)
+        assert not caplog.records
+
     def test_a_loss_with_a_state_keeps_it(self) -> None:
         head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
         before = copy.deepcopy(head.state_dict())

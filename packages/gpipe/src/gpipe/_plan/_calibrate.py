@@ -13,11 +13,10 @@ from torch import nn
 
 from microbatch import scatter
 
-from .._gpipe import GPipe
 from ._arguments import fresh
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
-from ._rehearse import total
+from ._rehearse import total, tried_pipe
 from ._verify import timed
 
 UNSURE = Expected(0.88, 1.0, 1.25)
@@ -97,12 +96,9 @@ def train(
 ) -> list[float]:
     """The seconds of some steps of training, after one to warm up. Without a ``loss_fn`` the outputs are summed."""
     own = [devices[place] for place in way.costs.measured.placement]
-    pipe = GPipe(layers, way.sizes, devices=own, chunks=way.chunks, checkpoint=way.modes)
+    pipe = tried_pipe(layers, own, way.chunks, way)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
-    vars(pipe)["_told"] = True  # nobody has chosen its settings
-    if not pipe.training:  # a model in evaluation mode would neither draw masks nor recompute
-        pipe.train()
     with closing(pipe):
         pipe.zero_grad()
         return timed(

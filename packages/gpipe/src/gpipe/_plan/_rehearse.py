@@ -74,7 +74,7 @@ def peaks_of(
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
     placement = way.costs.measured.placement
-    pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
+    pipe = tried_pipe(own, ["cpu"] * len(sizes), few, way)
     program, loss = way.program(few), fresh(loss_fn) or total
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
@@ -83,6 +83,14 @@ def peaks_of(
         steps = in_turns(program, placement, [4.0**j for j in range(len(sizes))]), program
         found = [peak_bytes(pipe, inputs, targets, loss, step, placement) for step in steps]
     return [max(peaks) for peaks in zip(*found, strict=True)]
+
+
+def tried_pipe(layers: nn.Sequential, devices: Sequence[torch.device | str], chunks: int, way: Candidate) -> GPipe:
+    """A pipe in training mode, without advice on its settings, which nobody has chosen."""
+    pipe = GPipe(layers, way.sizes, devices=devices, chunks=chunks, checkpoint=way.modes)
+    vars(pipe)["_told"] = True
+    # In evaluation mode it would neither draw masks nor recompute. Norms that are frozen in training mode stay so.
+    return pipe if pipe.training else pipe.train()
 
 
 def _ruled(leaf: Any, rule: Any) -> Any:
