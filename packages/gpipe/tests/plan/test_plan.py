@@ -93,7 +93,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x)[1], calls=torch.zeros(()))  # a buffer made anew
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
     found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], schedule="1f1b", calibrate=False)
-    with pytest.raises(ValueError, match=r"pipe: the plan has not been built; call plan.build\(model\) first"):
+    with pytest.raises(ValueError, match=r"pipe: expected a built one, .* plan.build\(model\)"):
         found.verify(x, y)
     pipe = found.build(plain)
     pipe.step(x, y, loss_fn=loss)
@@ -113,6 +113,37 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     with pytest.raises(ValueError, match="pipe: expected the planned balance"):
         found.verify(x, y, pipe=piped(linears(3), [3]))
     pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("rows_of_x", "balance", "chunks", "net", "message"),
+    [
+        (8, [2, 2], 4, model(), "x: expected the planned 16 rows, got 8"),
+        (ROWS, [1, 3], 4, model(), r"pipe: expected the planned balance \[2, 2\], got one with \[1, 3\]"),
+        (ROWS, [2, 2], 2, model(), "pipe: expected the planned chunks 4, got one with 2"),
+        (ROWS, [2, 2], 4, linears(4), r"pipe: the plan is for another model; its layer 0 is 'layer0' .* it is '0'"),
+    ],
+)
+def test_what_was_not_planned_is_not_compared(
+    rows_of_x: int, balance: list[int], chunks: int, net: nn.Sequential, message: str
+) -> None:
+    found = replace(made(chunks=4), sizes=(2, 2))
+    with closing(piped(net, balance, chunks=chunks)) as pipe, pytest.raises(ValueError, match=message):
+        found.verify(torch.zeros(rows_of_x, 3), loss_fn=lambda output, _: output.sum(), pipe=pipe)
+
+
+def test_a_pipe_that_was_not_kept_is_not_verified() -> None:
+    found = made(chunks=4)
+    found.build(model())
+    with pytest.raises(ValueError, match=r"pipe: expected a built one, .*keep the pipe that plan.build"):
+        found.verify(torch.zeros(ROWS, 3))
+
+
+def test_batch_norm_that_is_deferred_is_the_planned_layer() -> None:
+    layers, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), torch.randn(8, 3)
+    found = plan(layers, x, CPUS, chunks=2, calibrate=False)
+    with closing(found.build(layers, deferred_batch_norm=True)) as pipe:
+        assert found.verify(x, loss_fn=lambda output, _: output.sum(), pipe=pipe).seconds > 0
 
 
 class TestReport:

@@ -49,6 +49,11 @@ def expect_rows(sample: Any) -> None:
         raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
 
 
+def rows_of(sample: Any) -> int:
+    """The rows of a mini-batch, as a profile takes them; 0 if there are none."""
+    return min((len(tensor) if tensor.dim() else 0 for tensor in Batch(sample)), default=0)
+
+
 def expect_target(target: Any, sample: Any) -> None:
     """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``."""
     if target is not None:

@@ -25,7 +25,7 @@ class LayerKey:
         return f"{self.name!r} ({self.kind}, {self.parameters} parameters)"
 
 
-def layer_keys(model: nn.Sequential) -> tuple[LayerKey, ...]:
+def layer_keys(model: nn.Module) -> tuple[LayerKey, ...]:
     return tuple(
         LayerKey(name, type(layer).__name__, sum(parameter.numel() for parameter in layer.parameters()))
         for name, layer in model.named_children()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..schedule import SCHEDULES
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._arguments import fresh
+from ._arguments import fresh, rows_of
 from ._candidate import schedule_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fleet import FAKE
@@ -139,14 +139,16 @@ class Plan:
         self._here.pipe = weakref.ref(pipe)
         return pipe
 
-    def _expect(self, found: Sequence[LayerKey]) -> None:
+    def _expect(self, found: Sequence[LayerKey], name: str = "model") -> None:
         if len(found) != len(self.layers):
             raise ValueError(
-                f"model: the plan is for another model, of {len(self.layers)} layers; this one has {len(found)}"
+                f"{name}: the plan is for another model, of {len(self.layers)} layers; this one has {len(found)}"
             )
         for k, (planned, here) in enumerate(zip(self.layers, found, strict=True)):
             if planned != here:
-                raise ValueError(f"model: the plan is for another model; its layer {k} is {planned}, here it is {here}")
+                raise ValueError(
+                    f"{name}: the plan is for another model; its layer {k} is {planned}, here it is {here}"
+                )
 
     @property
     def step_arguments(self) -> dict[str, Any]:
@@ -161,23 +163,32 @@ class Plan:
         Gradients and buffers are restored afterwards; random generators have advanced.
 
         Args:
-            x: a mini-batch with the planned number of rows.
+            x: a mini-batch with the planned number of rows; of a plan with replicas, with those of one.
             y: the target.
             loss_fn: the loss function; by default that of the plan. Of a module a copy is called.
-            pipe: the pipe; by default the last one that :meth:`build` made.
+            pipe: the pipe; by default the last one that :meth:`build` made, if it is still there.
 
         Returns:
             Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table.
 
         Raises:
-            ValueError: no pipe has been built, or ``pipe`` has another balance.
+            ValueError: no pipe has been built, or it is gone; ``pipe`` has another balance, other chunks or layers, or
+                ``x`` other rows, than planned.
             TypeError: there is no ``loss_fn``, and the model computes no loss.
         """
         pipe = self._here.pipe() if pipe is None else pipe
         if pipe is None:
-            raise ValueError("pipe: the plan has not been built; call plan.build(model) first, or give a pipe")
-        if pipe.balance != self.balance:
-            raise ValueError(f"pipe: expected the planned balance {self.balance}, got one with {pipe.balance}")
+            raise ValueError(
+                "pipe: expected a built one, but none was built, or it is gone; keep the pipe that plan.build(model) "
+                "returns, or give pipe="
+            )
+        for name, planned in (("balance", self.balance), ("chunks", self.chunks)):
+            if getattr(pipe, name) != planned:
+                raise ValueError(f"pipe: expected the planned {name} {planned}, got one with {getattr(pipe, name)}")
+        if rows_of(x) != self.rows // self.replicas:
+            raise ValueError(f"x: expected the planned {self.rows // self.replicas} rows, got {rows_of(x)}; plan anew")
+        kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm by a deferred one
+        self._expect([replace(key, kind=kind) for key, kind in zip(layer_keys(pipe[:]), kinds, strict=True)], "pipe")
         return verify(self, pipe, x, y, fresh(loss_fn or self._here.loss_fn))
 
     @property

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch import Batch
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS
+from ._arguments import LOOPS, rows_of
 from ._fleet import FAKE, Fleet, Layout, layouts_of
 
 
@@ -58,8 +57,7 @@ def read_layouts(
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
     # Plain CPUs are a worker for each stage: nothing says which stages would share one.
     several = 0 if torch.device("cpu") in places else len(layers)
-    rows = min(map(len, Batch(sample)))  # as a profile takes them
-    layouts = layouts_of(replicas or {len(places): 1}, several, rows, chunks, schedules, least)
+    layouts = layouts_of(replicas or {len(places): 1}, several, rows_of(sample), chunks, schedules, least)
     if not layouts:
         raise ValueError(
             f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
