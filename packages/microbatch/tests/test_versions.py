@@ -1,10 +1,12 @@
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch, gather, scatter_views
 
@@ -39,6 +41,32 @@ def test_after_sync_a_counter_has_moved_where_something_happened_and_nowhere_els
             moved = [a != b for a, b in zip(seen, now, strict=True)]
             assert moved == [source or any(own), *(source or each for each in own)]
             seen, source, own = now, False, [False] * 4
+
+
+OVERLAPPING: list[Callable[[Tensor], tuple[Tensor, ...]]] = [
+    lambda x: (x, x),
+    lambda x: (x, x[:, :2], x.detach()),
+    lambda x: (x[:, 1:], x, x[:, :2]),
+]
+
+
+@pytest.mark.parametrize("value_of", OVERLAPPING)
+@given(saved=st.integers(0, 2), changed=st.integers(0, 2), chunk=st.integers(0, 1))
+def test_a_change_through_one_tensor_is_seen_by_all_that_share_its_memory(
+    value_of: Callable[[Tensor], tuple[Tensor, ...]], saved: int, changed: int, chunk: int
+) -> None:
+    value = value_of(torch.randn(4, 3))
+    saved, changed = saved % len(value), changed % len(value)
+    batches, versions = scatter_views(value, 2)
+    batch = batches[chunk]
+    output = batch[saved] * torch.ones(1, requires_grad=True)
+    batch[changed].mul_(0)
+    versions.sync()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    before = [each._version for batch in batches for each in batch]
+    versions.sync()
+    assert before == [each._version for batch in batches for each in batch]
 
 
 def test_an_in_place_layer_on_each_micro_batch_works() -> None:

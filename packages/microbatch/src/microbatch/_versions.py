@@ -43,10 +43,14 @@ class Versions:
     def sync(self) -> None:
         """Count a change of a source as a change of its chunks, and a change of a chunk as one of its source.
 
+        Sources that are one tensor, or views of one, have one counter: a change through one is a change of them all.
         Call it before the backward, which then raises where autograd has saved a tensor that was changed.
         """
+        # All sources first: some may have the same counter.
         for tie in self._ties:
-            tie.sync()
+            tie.sync_source()
+        for tie in self._ties:
+            tie.sync_chunks()
 
 
 class _Tie:
@@ -57,17 +61,17 @@ class _Tie:
         self._chunks = chunks
         self._seen = source._version, [0] * len(chunks)
 
-    def sync(self) -> None:
+    def sync_source(self) -> None:
         source, chunks = self._seen
-        source_moved = self._source._version != source
-        chunks_moved = [*map(_version, self._chunks)] != chunks
-        if source_moved:
-            increment_version(self._chunks)
-        if chunks_moved:
+        if [*map(_version, self._chunks)] != chunks:
             # In-place operations may have connected them to a graph, which would be kept.
             self._chunks = [chunk.detach() for chunk in self._chunks]
             increment_version(self._source)
-        if source_moved or chunks_moved:
+            self._seen = source + 1, [*map(_version, self._chunks)]
+
+    def sync_chunks(self) -> None:
+        if self._source._version != self._seen[0]:
+            increment_version(self._chunks)
             self._seen = self._source._version, [*map(_version, self._chunks)]
 
 
