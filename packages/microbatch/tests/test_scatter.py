@@ -229,3 +229,17 @@ def test_all_tensors_give_as_many_micro_batches_or_the_first_that_does_not_is_na
             )
             with pytest.raises(ValueError, match=message):
                 cut(value, most)
+
+
+class Ambiguous:
+    """As a NumPy array of several elements."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+
+@pytest.mark.parametrize("value", [3, "text", Ambiguous()])
+@pytest.mark.parametrize("cut", [scatter, scatter_views])
+def test_what_is_no_tree_of_tensors_is_refused_by_its_type(cut: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"input is of type {type(value).__name__}, which cannot be split"):
+        cut(value, 2)

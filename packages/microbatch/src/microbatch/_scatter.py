@@ -99,7 +99,7 @@ def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut) -> list[Ba
     if spec is None and isinstance(value, Tensor):
         sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, root))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
-    if spec is None and value and is_tensors(value):
+    if spec is None and is_tensors(value) and value:  # an array has no truth value
         return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, number, cut)]
     bare, leaves, rules, tree = cut_rules(value, spec, root)
     return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, root, number, cut)]
