@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.balance import balance_by_size, balance_by_time
+from gpipe.balance import balance_by_flops, balance_by_size, balance_by_time
 from microbatch import Replicate
 
 from .layers import rows
@@ -69,6 +69,7 @@ def test_a_pipe_is_made_and_trains(make: Callable[[], nn.Module], name: str, bal
 def test_balances_take_it(name: str):
     assert sum(balance_by_time(2, sequential(), SAMPLES[name](), timeout=0.01)) == 3
     assert sum(balance_by_size(2, sequential(), SAMPLES[name](), chunks=2)) == 3
+    assert sum(balance_by_flops(2, sequential(), SAMPLES[name]())) == 3
 
 
 @each_model

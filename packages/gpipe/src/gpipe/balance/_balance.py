@@ -145,6 +145,7 @@ def balance_by_flops(
         TypeError, ValueError: as :func:`balance_by_time`.
     """
     names = checked_names(partitions, module, pin, forbid)
+    sample = replicated(sample, "sample")
     return balanced(profile(module, sample, device="meta").costs("flops"), partitions, names, pin, forbid)
 
 
