@@ -37,3 +37,22 @@ def test_a_loss_that_is_a_module_and_one_that_counts():
 
     found = profile(MODEL, X, device="cpu", loss_fn=Head(), target={"mask": Y > 1}, timeout=1e-6)
     assert (found.loss.kind, found.loss.trainable_bytes) == ("Head", 5 * 4)
+
+
+@pytest.mark.parametrize("given", [{"chunks": 2}, {"rows": [4]}])
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (3, TypeError, "^target is of type int"),
+        ({"y": Y, "names": ["a"]}, TypeError, r"^target\['names'\]\[0\] is of type str"),
+        (torch.tensor(1.0), ValueError, "^target has shape"),
+    ],
+)
+def test_a_target_that_cannot_be_cut_is_named(given, target, error, message):
+    with pytest.raises(error, match=message):
+        profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=target, **given)
+
+
+def test_too_few_rows_are_those_of_the_target():
+    with pytest.raises(ValueError, match="rows: expected numbers of at most 3, the rows of the target, got 4"):
+        profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y[:3], rows=[4])

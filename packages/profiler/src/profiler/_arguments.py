@@ -34,24 +34,24 @@ def check_number(name: str, value: float, *, positive: bool) -> None:
         raise ValueError(f"{name}: expected a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
 
 
-def first_part(value: Any, chunks: int, rows: int | None = None) -> Batch:
+def first_part(value: Any, chunks: int, rows: int | None, root: str) -> Batch:
     if rows is None:
-        return scatter(value, chunks)[0]
-    fewest = fewest_rows(value)
+        return scatter(value, chunks, root=root)[0]
+    fewest = fewest_rows(value, root)
     if rows > fewest:
-        raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
+        raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the {root}, got {rows}")
     bare, spec = unwrap(value)
     leaves, tree = flatten(bare)
     for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
         if isinstance(rule, Split) and isinstance(leaf, torch.Tensor):
             if rule.counts is not None:
-                raise ValueError("rows: a sample with Split(counts=...) is measured by chunks only, got rows")
+                raise ValueError(f"rows: a {root} with Split(counts=...) is measured by chunks only, got rows")
             leaves[k] = leaf.narrow(rule.dim, 0, rows * leaf.shape[rule.dim] // fewest)  # some have k for each sample
     return Batch(unflatten(leaves, tree), (rows,))
 
 
-def fewest_rows(value: Any) -> int:
-    return min(scatter(value, 1)[0].rows)
+def fewest_rows(value: Any, root: str = "sample") -> int:
+    return min(scatter(value, 1, root=root)[0].rows)
 
 
 def check_rows(rows: Sequence[int], chunks: int) -> list[int]:

@@ -69,7 +69,7 @@ def profile(
         The figures of each layer, by its name.
 
     Raises:
-        TypeError: `module` is not an nn.Sequential, or `sample` not a tree of tensors.
+        TypeError: `module` is not an nn.Sequential, or `sample` or `target` not a tree of tensors.
         ValueError: `module` is empty, lazy, or has gradients; this machine does not have `device`; `timeout`, `chunks`
             or `rows` is invalid.
         Exception: any error of a layer, with a note that names the layer and the shapes of its input.
@@ -87,9 +87,10 @@ def profile(
     found: list[Profile] = []
     with isolated(device):
         for number in wanted:
-            batch, longer = first_part(sample, chunks, number), chain
+            batch, longer = first_part(sample, chunks, number, "sample"), chain
             if loss_fn is not None:
-                longer = with_loss(chain, loss_fn, None if target is None else first_part(target, chunks, number).value)
+                part = None if target is None else first_part(target, chunks, number, "target").value
+                longer = with_loss(chain, loss_fn, part)
             one = _profile_once(longer, batch, device, timeout, split_backward, progress)
             found.append(replace(one, chunks=chunks if number is None else max(1, round(fewest_rows(sample) / number))))
     return replace(found[-1], others=tuple(found[:-1]))
