@@ -65,6 +65,14 @@ def test_nothing_else_may(value: Any) -> None:
         Batch(value)[:] = ()
 
 
+@pytest.mark.parametrize("value", [x, (x, y), {"a": x}])
+def test_a_tensor_is_not_taken_for_its_rows(value: Any) -> None:
+    batch = Batch(value)
+    with pytest.raises(TypeError, match=r"batch\[:\] is set to a tensor; expected a sequence .* batch\[:\] = \(t,\)"):
+        batch[:] = torch.ones(len(batch), 2)
+    assert batch.value is value
+
+
 @pytest.mark.parametrize("value", [x, (x,), {"a": x}])
 @pytest.mark.parametrize("index", [1, -2])
 def test_an_index_out_of_range(value: Any, index: int) -> None:

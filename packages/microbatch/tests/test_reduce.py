@@ -56,6 +56,8 @@ def test_what_is_no_number_is_not_reduced(rule: Any) -> None:
         (torch.ones(2), torch.ones(2).double(), ValueError),
         (torch.ones(2), torch.ones(2, device="meta"), ValueError),
         (torch.ones(2), 3.0, TypeError),
+        (3.0, None, TypeError),
+        (3, "text", TypeError),
     ],
 )
 def test_unlike_parts(rule: Any, first: Any, other: Any, kind: Any) -> None:

@@ -92,11 +92,13 @@ class Batch:
             raise IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors") from None
 
     def __setitem__(self, index: int | slice, value: Tensor | Sequence[Tensor]) -> None:
-        """`batch[i] = t` replaces one tensor, `batch[:] = ts` all of them."""
+        """`batch[i] = t` replaces one tensor, `batch[:] = ts` all of them; TypeError if `ts` is one tensor."""
         tensors: list[Any] = list(self)
         if not isinstance(index, slice):
             _ = self[index]  # raises if it is out of range
             tensors[index] = value
+        elif index == slice(None) and isinstance(value, Tensor):
+            raise TypeError("batch[:] is set to a tensor; expected a sequence of tensors, as in batch[:] = (t,)")
         elif index == slice(None):
             tensors = list(value)
         else:

@@ -71,6 +71,9 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
             raise TypeError(
                 f"{place} is of dtype {first.dtype}, which has no Mean(); make it floating point, or Sum() it"
             )
+    for i, part in enumerate(parts):
+        if not isinstance(part, int | float | complex | Tensor):
+            raise TypeError(f"{place} is a number in micro-batch 0 but a {type(part).__name__} in micro-batch {i}")
     if len(parts) == 1:
         return first
     if isinstance(rule, Mean):
