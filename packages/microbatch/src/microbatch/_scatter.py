@@ -73,7 +73,9 @@ def scatter_views(value: Any, chunks: int, spec: Any = None, root: str = "input"
 
 
 def check(value: Any, spec: Any = None, root: str = "input") -> None:
-    """Raise unless `value` can be a mini-batch: tensors, None, and trees of them. Reads no data.
+    """Raise unless `value` is a tree of tensors and None. Reads no data.
+
+    What only `scatter` refuses passes: no tensor at all, and tensors that are sparse, nested or without dimensions.
 
     Args:
         value: the value that is to be cut. Other objects are allowed only inside `Replicate(...)`.
@@ -81,7 +83,8 @@ def check(value: Any, spec: Any = None, root: str = "input") -> None:
         root: the name of the value in messages.
 
     Raises:
-        TypeError: a leaf cannot be cut; the message names the path of the first, as in `input['mask'][1]`.
+        TypeError: a leaf is neither a tensor nor None and is not replicated; the message names the path of the first,
+            as in `input['mask'][1]`.
         ValueError: `spec` has another shape than `value`.
 
     >>> check((torch.ones(2), None))

@@ -29,6 +29,8 @@ from ._timeline import Timeline
 def record(*, memory: bool = False) -> Iterator[Timeline]:
     """Record every run of a pipe that begins inside this context, in one timeline.
 
+    Of nested contexts the innermost records alone; :meth:`gpipe.Plan.verify` is one of them.
+
     Args:
         memory: also count the bytes of activations that each stage holds. This intercepts every operation, so the times
             of such a recording are wrong.
