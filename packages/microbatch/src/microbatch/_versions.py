@@ -46,33 +46,29 @@ class Versions:
         Sources that are one tensor, or views of one, have one counter: a change through one is a change of them all.
         Call it before the backward, which then raises where autograd has saved a tensor that was changed.
         """
-        # All sources first: some may have the same counter.
         for tie in self._ties:
-            tie.sync_source()
+            source, chunks = tie.seen
+            if [*map(_version, tie.chunks)] != chunks:
+                # In-place operations may have connected them to a graph, which would be kept.
+                tie.chunks = [chunk.detach() for chunk in tie.chunks]
+                increment_version(tie.source)
+                tie.seen = source + 1, [*map(_version, tie.chunks)]
+        # After all sources, of which some may have the same counter.
         for tie in self._ties:
-            tie.sync_chunks()
+            if tie.source._version != tie.seen[0]:
+                increment_version(tie.chunks)
+                tie.seen = tie.source._version, [*map(_version, tie.chunks)]
 
 
 class _Tie:
-    __slots__ = ("_chunks", "_seen", "_source")
+    """A source and its chunks, with the versions that both had when they were last in step."""
+
+    __slots__ = ("chunks", "seen", "source")
 
     def __init__(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
-        self._source = source
-        self._chunks = chunks
-        self._seen = source._version, [0] * len(chunks)
-
-    def sync_source(self) -> None:
-        source, chunks = self._seen
-        if [*map(_version, self._chunks)] != chunks:
-            # In-place operations may have connected them to a graph, which would be kept.
-            self._chunks = [chunk.detach() for chunk in self._chunks]
-            increment_version(self._source)
-            self._seen = source + 1, [*map(_version, self._chunks)]
-
-    def sync_chunks(self) -> None:
-        if self._source._version != self._seen[0]:
-            increment_version(self._chunks)
-            self._seen = self._source._version, [*map(_version, self._chunks)]
+        self.source = source
+        self.chunks = chunks
+        self.seen = source._version, [0] * len(chunks)
 
 
 _version = attrgetter("_version")
