@@ -370,6 +370,57 @@ def _changes() -> list[str]:
     return found
 
 
+class Sealed(nn.Module):
+    """A flattened model whose train() leaves a module alone, or whose blocks do, each for itself."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.blocks = inside, nn.ModuleList(SealedBlock() if inside else nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SealedBlock(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def train(self, mode: bool = True) -> "SealedBlock":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+class SealedAround(Sealed):
+    def train(self, mode: bool = True) -> "SealedAround":
+        super().train(mode)
+        self.blocks[0].eval()
+        return self
+
+
+def test_train_of_a_model_that_is_on_several_ranks_is_refused_and_that_of_its_blocks_is_called(worlds):
+    worlds(2).run(_trains)
+
+
+def _trains() -> None:
+    model = SealedAround(inside=False)
+    rank = Rank(model, [3, 3], sample=torch.zeros(2, 2))
+    for change in (rank.train, rank.eval):
+        with pytest.raises(
+            RuntimeError, match=r"train\(\) of SealedAround .*other ranks; define train\(\) in the blocks"
+        ):
+            change()
+    rank = Rank(Sealed(inside=True), [3, 3], sample=torch.zeros(2, 2))
+    for mode in (False, True):
+        rank.train(mode)
+        norms = [each for each in rank.modules() if isinstance(each, nn.BatchNorm1d)]
+        assert [each.training for each in norms] == [False, False]
+        assert {each.training for each in rank.modules() if each not in norms} == {mode}
+
+
 def tied() -> nn.Sequential:
     torch.manual_seed(0)
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)

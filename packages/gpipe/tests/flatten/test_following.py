@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,3 +143,52 @@ def test_the_layers_tell_the_model_their_mode() -> None:
         assert layers.train(mode) is layers
         assert {module.training for module in model.modules() if module is not model.middle} == {mode}
         assert not model.middle.training
+
+
+class Frozen(Asking):
+    """Its train() leaves some of its modules in evaluation mode: those of the model, of its block, or of both."""
+
+    frozen: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        for name in self.frozen:
+            self.get_submodule(name).eval()
+        return self
+
+
+class FrozenBlocks(nn.ModuleList):
+    def train(self, mode: bool = True) -> FrozenBlocks:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("which", ["pipe", "model", "around"])
+@pytest.mark.parametrize(
+    ("frozen", "part", "copied"),
+    [((), "blocks", False), (("embed", "blocks.1", "middle"), None, True), (("head", "blocks"), "others", False)],
+)
+def test_modes_are_what_train_of_the_model_makes_of_them(
+    frozen: tuple[str, ...], part: str | None, copied: bool, which: str
+) -> None:
+    model = Frozen(lambda model, _: model.extra)
+    model.frozen = frozen
+    for name, module in model.named_modules():
+        if name.endswith(("linear", "middle", "embed", "head")):
+            module.register_forward_hook(lambda module, _, output: output + module.training)
+    if part is not None:
+        setattr(model, part, FrozenBlocks(getattr(model, part)))
+    plain, x = copy.deepcopy(model), torch.randn(ROWS, 2)
+    layers = flatten(model, x[:2])
+    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
+    if copied:
+        pipe = copy.deepcopy(pipe)
+        model = pipe._model
+    objects = {"pipe": pipe, "model": model, "around": nn.Sequential(pipe)}
+    for mode in (False, True):
+        objects[which].train(mode)
+        plain.train(mode)
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert [each.training for each in pipe.modules()] == [each.training for each in plain.modules()]
+    pipe.close()

@@ -93,9 +93,31 @@ class Divided(nn.Module):
         return layer
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
+        """Set the mode of the layers, as any module does; of a flattened model, call its own ``train()``.
+
+        RuntimeError in a :class:`gpipe.distributed.Rank` that has not the whole of a module whose class overrides it.
+        """
+        if self._twins:
+            assert self._model is not None
+            self._model.train(mode)
+            # Not the modules in the layers: those of the model have their modes, and copies follow at the next run.
+            for part in (self._partitions, *self._partitions, *self._layers().values()):
+                part.training = mode
+            return self
+        self._expect_plain_train()
         super().train(mode)
         self._partitions.train(mode)  # also what layers have in place of modules of a flattened model
         return self
+
+    def _expect_plain_train(self) -> None:
+        """Expect no ``train()`` of a module of the model of which layers in other processes have parts."""
+        held = {*self._partitions.modules()}
+        for name, module in () if self._model is None else self._model.named_modules():
+            if module not in held and type(module).train is not nn.Module.train:
+                raise RuntimeError(
+                    f"train() of {type(module).__name__} ({name or 'the model'}) sets modes of modules, and some "
+                    "of them are on other ranks; define train() in the blocks, each for itself, or use a GPipe"
+                )
 
     @property
     def training(self) -> bool:
