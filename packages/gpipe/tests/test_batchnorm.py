@@ -102,6 +102,26 @@ def _inputs(x: Tensor) -> list[Tensor]:
     return inputs[:-1]
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("rows", [(0, 4), (4, 0), (3, 0, 4), (0, 0)])
+def test_micro_batches_without_rows_add_nothing(rows: tuple[int, ...], alone: bool, momentum: float | None):
+    """A layer takes all rows of some micro-batches away. torch counts a batch without rows, and leaves the rest."""
+    kept = torch.arange(4).repeat(len(rows)) < torch.tensor(rows).repeat_interleave(4)
+    x = torch.cat([kept[:, None].double(), torch.randn(len(kept), 2, dtype=torch.float64)], 1)
+    model = nn.Sequential(Layer(lambda _, x: x[x[:, 0] > 0, 1:]), nn.BatchNorm1d(2, momentum=momentum).double())
+    plain, deferred = copy.deepcopy(model), DeferredBatchNorm.convert_deferred_batch_norm(model, len(rows))
+    run = deferred if alone else GPipe(deferred, [1, 1], devices=["cpu"] * 2, chunks=len(rows))
+    for _ in range(2):
+        plain(x)
+        if alone:
+            for part in x.chunk(len(rows)):
+                run(part)
+        else:
+            run.step(x, loss_fn=lambda output: output.square().sum(), reduction="sum")
+        assert_same_statistics(deferred[1], plain[1])
+
+
 def test_outside_of_a_pipe_a_mini_batch_is_chunks_forwards():
     plain, x = nn.BatchNorm1d(3), torch.randn(12, 3)
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), 4)

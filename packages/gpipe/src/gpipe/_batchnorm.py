@@ -17,34 +17,41 @@ class Moments:
     """Count, mean and squared deviation of each channel over some inputs.
 
     Attributes:
+        count: of each channel.
         mean: of shape (C,), at least in single precision.
         microbatches: the micro-batches of these inputs, if they belong to one run.
     """
 
     def __init__(self) -> None:
         self.microbatches: set[int] = set()
-        self._count = 0
+        self.count = 0
         self.mean = torch.zeros(())
         self._deviation = torch.zeros(())
 
     @property
     def variance(self) -> Tensor:
         """The unbiased variance."""
-        return self._deviation / max(self._count - 1, 1)
+        return self._deviation / max(self.count - 1, 1)
 
     def add(self, input: Tensor) -> None:  # noqa: A002
-        """Add the statistics of ``input``, of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979)."""
+        """Add the statistics of ``input``, of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979).
+
+        Without rows it has none.
+        """
         rows = input.transpose(0, 1).flatten(1).to(torch.promote_types(input.dtype, torch.float32))
-        count, mean = rows.shape[1], rows.mean(1)
-        deviation = (rows - mean[:, None]).square_().sum(1)
-        if not self._count:
-            self._count, self.mean, self._deviation = count, mean, deviation
+        count = rows.shape[1]
+        if not count:
             return
-        total = self._count + count
+        mean = rows.mean(1)
+        deviation = (rows - mean[:, None]).square_().sum(1)
+        if not self.count:
+            self.count, self.mean, self._deviation = count, mean, deviation
+            return
+        total = self.count + count
         delta = mean - self.mean
-        self._deviation = self._deviation + deviation + delta.square() * (self._count * count / total)
+        self._deviation = self._deviation + deviation + delta.square() * (self.count * count / total)
         self.mean = self.mean + delta * (count / total)
-        self._count = total
+        self.count = total
 
 
 MiniBatchStatistics = dict["DeferredBatchNorm", list[Moments]]
@@ -71,7 +78,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     After the last forward of a mini-batch, ``running_mean`` and ``running_var`` are those of the plain layer on the
     whole mini-batch; ``num_batches_tracked`` counts mini-batches. A layer that is called k times in a forward is
-    updated k times. A recomputation updates nothing.
+    updated k times. A recomputation updates nothing, nor does a micro-batch without rows.
 
     Args:
         chunks: the number of micro-batches of a mini-batch, for use outside of pipes: it ends with every ``chunks``-th
@@ -180,7 +187,7 @@ class DeferredBatchNorm(_BatchNorm):
             self._forwards, self._seen = 0, Moments()
 
     def update(self, seen: Moments) -> None:
-        """Update the running statistics by those of a mini-batch, as batch norm does.
+        """Update the running statistics by those of a mini-batch, as batch norm does: one without rows only counts.
 
         Args:
             seen: count, mean and squared deviation of each channel.
@@ -189,6 +196,8 @@ class DeferredBatchNorm(_BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
+        if not seen.count:
+            return
         weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(seen.mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(seen.variance.to(self.running_var.dtype), weight)
