@@ -212,6 +212,51 @@ def test_a_batch_norm_that_would_lose_something_is_refused_and_nothing_is_replac
     assert model[1][0] is unusual
 
 
+class Stemmed(nn.Module):
+    """A model whose batch norms are where ``place`` says: of these names, its layers have copies or are the norm."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(3, 3), self._norm(place == "stem.1"))
+        self.norm = self._norm(place == "norm")
+        self.blocks = nn.ModuleList(
+            self._norm(place == "blocks.0")
+            if place.startswith("blocks")
+            else Layer(lambda s, x: s.m[0](x).tanh(), nn.Linear(3, 3))
+            for _ in range(3)
+        )
+
+    @staticmethod
+    def _norm(is_there: bool) -> nn.Module:
+        return nn.BatchNorm1d(3) if is_there else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("place", ["stem.1", "norm", "blocks.0"])
+def test_a_batch_norm_that_a_flattened_model_would_keep_is_refused_and_may_be_converted_before(place: str):
+    """Else the pipe would compute with a layer, and its modules list another one."""
+    model, x = Stemmed(place), torch.randn(8, 3)
+    plain = copy.deepcopy(model)
+    options = {"balance": [2, 3], "devices": ["cpu"] * 2, "chunks": 2, "sample": x[:4], "blocks": "blocks"}
+    with pytest.raises(ValueError, match=rf"'{place}'.*convert_deferred_batch_norm\(model, 2\)"):
+        GPipe(model, deferred_batch_norm=True, **options)
+    assert type(model.get_submodule(place)) is nn.BatchNorm1d
+    DeferredBatchNorm.convert_deferred_batch_norm(model, 2)
+    pipe = GPipe(model, deferred_batch_norm=True, **options)
+    for frozen in (False, True):
+        if frozen:
+            for each in (*pipe.modules(), *plain.modules()):
+                each.train(not isinstance(each, nn.BatchNorm1d))
+        pipe.step(x, loss_fn=lambda output: output.square().mean())
+        plain(x)
+        assert_same_statistics(pipe.get_submodule(place), plain.get_submodule(place))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pipe_in_a_layer_counts_a_mini_batch_once(mode: str) -> None:
     """That of the pipe inside is a micro-batch of the one around it; a recomputation counts none."""

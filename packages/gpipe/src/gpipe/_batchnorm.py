@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -17,6 +18,7 @@ class Moments:
     """Count, mean and squared deviation of each channel over some inputs.
 
     Attributes:
+        forwards: their number outside of pipes.
         count: of each channel.
         mean: of shape (C,), at least in single precision.
         microbatches: the micro-batches of these inputs, if they belong to one run.
@@ -24,6 +26,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.microbatches: set[int] = set()
+        self.forwards = 0
         self.count = 0
         self.mean = torch.zeros(())
         self._deviation = torch.zeros(())
@@ -100,7 +103,6 @@ class DeferredBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True, device=device, dtype=dtype)
         self.chunks = chunks
-        self._forwards = 0
         self._seen = Moments()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -139,7 +141,7 @@ class DeferredBatchNorm(_BatchNorm):
             ValueError: a batch norm has hooks, parametrizations or a forward of its own. Then nothing is replaced.
         """
         for each in module.modules():
-            if _is_replaced(each):
+            if is_replaced(each):
                 _expect_plain(each)
         return cast(Module, cls._converted(module, chunks))
 
@@ -148,7 +150,7 @@ class DeferredBatchNorm(_BatchNorm):
         if isinstance(module, DeferredBatchNorm):
             module.chunks = chunks
             return module
-        if _is_replaced(module):
+        if is_replaced(module):
             return cls._like(cast(_BatchNorm, module), chunks)
         for name, child in module.named_children():
             module._modules[name] = cls._converted(child, chunks)
@@ -180,11 +182,13 @@ class DeferredBatchNorm(_BatchNorm):
             moments.add(input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
-        self._seen.add(input)
-        self._forwards += 1
-        if self._forwards >= self.chunks:
-            self.update(self._seen)
-            self._forwards, self._seen = 0, Moments()
+        seen = copy.copy(self._seen)  # not in place: whoever tries a model, as flatten does, puts attributes back
+        seen.add(input)
+        seen.forwards += 1
+        if seen.forwards >= self.chunks:
+            self.update(seen)
+            seen = Moments()
+        self._seen = seen
 
     def update(self, seen: Moments) -> None:
         """Update the running statistics by those of a mini-batch, as batch norm does: one without rows only counts.
@@ -223,7 +227,7 @@ _KINDS: dict[type, type[DeferredBatchNorm]] = {
 }
 
 
-def _is_replaced(module: nn.Module) -> bool:
+def is_replaced(module: nn.Module) -> bool:
     special = isinstance(module, (SyncBatchNorm, _LazyNormBase, DeferredBatchNorm))
     return isinstance(module, _BatchNorm) and not special and module.track_running_stats
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._batchnorm import DeferredBatchNorm
-from .._flatten._names import Flattened
+from .._batchnorm import DeferredBatchNorm, is_replaced
+from .._flatten._names import Flattened, Part
+from .._flatten._skeleton import Follower
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
@@ -159,12 +160,30 @@ def place_partitions(
         if initializer is None:
             expect_movable(partition, place, j)  # all of them before the first moves
         expect_no_graphs(partition, place, j)
+    if norm_chunks:
+        _expect_norms_of_the_model(partitions, norm_chunks)
     with untouched_on_failure(partitions):
         if initializer is not None:
             materialize(partitions, places, initializer)
         move_all(list(partitions), places)  # a shared tensor may be on the device where it was needed last
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(partitions, norm_chunks)
+
+
+def _expect_norms_of_the_model(partitions: nn.Module, chunks: int) -> None:
+    """Raise ValueError if a norm would be replaced in a layer of a flattened model, and not in the model itself."""
+    for module in partitions.modules():
+        follower: Follower | None = vars(module).get("_follower")
+        if follower is None and not isinstance(module, Part):
+            continue
+        for name, child in module.named_children():
+            if is_replaced(child):
+                path = module.path if isinstance(module, Part) else f"{follower and follower.path}{name}"
+                raise ValueError(
+                    f"deferred_batch_norm=True would replace batch norm {path!r} in a layer, and the model would keep "
+                    "the one that it has; convert the model before it is flattened: "
+                    f"DeferredBatchNorm.convert_deferred_batch_norm(model, {chunks})"
+                )
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
