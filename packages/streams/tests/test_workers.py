@@ -1,6 +1,7 @@
 """Workers answer every task once, in order, and none is left behind, whatever happens."""
 
 import os
+import sys
 import threading
 import traceback
 import weakref
@@ -217,6 +218,13 @@ def test_a_forgotten_block_lets_its_workers_go():
     del block
     assert take(out_queue)[1][1] == 42
     assert take(out_queue) == (False, None)
+
+
+def test_a_block_whose_making_was_interrupted_is_freed_without_a_word(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    _spawn._WorkerBlock.__new__(_spawn._WorkerBlock)
+    assert told == []
 
 
 @pytest.mark.parametrize("devices", [[CPU], [CPU, FakeDevice()]])

@@ -108,7 +108,7 @@ class _WorkerBlock(AbstractContextManager[Queues]):
 
     def __del__(self) -> None:
         # Freed without being left: end the workers, but do not wait, since this may run on any thread.
-        for each in self._workers:
+        for each in vars(self).get("_workers", ()):  # none if an interrupt came before the end of __init__
             each.in_queue.put(None)
 
     def _start(self, device: Device, context: Context) -> _Worker:
