@@ -141,6 +141,9 @@ class GPipe(Stepping):
         partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)
         self.training = module.training
         self._take(partitions, module)
+        if self._model is not None:
+            # Its state_dict() and load_state_dict() are called; its hooks are those of the pipe, also later ones.
+            self.__dict__.update({name: each for name, each in vars(self._model).items() if "state_dict" in name})
         self._prepare()
 
     @property
@@ -288,8 +291,9 @@ class GPipe(Stepping):
         """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
         # Before the first tensor is changed: an error in the middle would leave half of them moved.
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
-        with identities_kept(self._partitions):
-            self._partitions._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held = self._partitions if self._model is None else self._model
+        with identities_kept(held):
+            held._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
@@ -320,8 +324,21 @@ class GPipe(Stepping):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, under the names of the wrapped one; of a flattened model, what its own method returns."""
+        return super().state_dict(*args, **kwargs) if self._model is None else self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; a flattened model loads by its own method."""
+        if self._model is None:
+            return super().load_state_dict(*args, **kwargs)
+        return self._model.load_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take keys as torchgpipe writes them too: ``partitions.j.name`` is ``name``."""
+        if self._model is not None:  # the pipe is a part of another module
+            self._model._load_from_state_dict(state_dict, prefix, *args)
+            return
         own = {prefix + name for name in self.state_dict()}
         for key in [key for key in state_dict if key not in own]:
             name = _PARTITION_KEY.sub("", key[len(prefix) :])

@@ -1,6 +1,7 @@
 """A pipe of a flattened model has the model's own names, in the model's own order."""
 
 import copy
+import pickle
 from contextlib import closing
 from typing import Any
 
@@ -120,6 +121,63 @@ def test_the_pipe_and_the_model_have_one_mode():
     model.zero_grad()
     model(**batch())["logits"].square().mean().backward()
     torch.testing.assert_close(found, gradients(model))
+
+
+class Stateful(Model):
+    """With a state of its own that is saved, moved and loaded, and another name for a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.table = 0, torch.zeros(2)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.epoch)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.epoch = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "top.weight" in state_dict:
+            state_dict[prefix + "head.weight"] = state_dict.pop(prefix + "top.weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        found = super().state_dict(*args, **options)
+        return {name.replace("head.weight", "top.weight"): value for name, value in found.items()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
+        super()._apply(fn, recurse)
+        self.table = fn(self.table)
+        return self
+
+
+@pytest.mark.parametrize("way", ["new", "copied", "pickled"])
+def test_state_dict_methods_and_hooks_of_the_model_are_those_of_the_pipe(way: str):
+    model, plain, calls = Stateful().double(), Stateful().double(), list[str]()
+    if way != "pickled":  # hooks that are functions here cannot be
+        for each in (model, plain):
+            each.register_state_dict_post_hook(
+                lambda module, state, prefix, _: state.update({f"{prefix}note": Tensor()})
+            )
+            each.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: state.pop(f"{prefix}note", None))
+            each.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2)
+    if way != "new":
+        pipe = copy.deepcopy(pipe) if way == "copied" else pickle.loads(pickle.dumps(pipe))
+        model = pipe._model
+    pipe.register_state_dict_pre_hook(lambda *_: calls.append("saving"))
+    plain.epoch = 7
+    pipe.load_state_dict(plain.state_dict())
+    assert (model.epoch, calls) == (7, ["loaded"] * (way != "pickled"))
+    torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
+    assert calls.pop() == "saving"
+    around, other = nn.ModuleDict({"a": pipe}), nn.ModuleDict({"a": Stateful().double()})
+    around.load_state_dict({f"a.{name}": value for name, value in other["a"].state_dict().items()}, strict=False)
+    assert model.epoch == 0
+    assert calls == ["loaded", "loaded"] * (way != "pickled")
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other["a"].named_parameters()))
+    pipe.float()
+    assert model.table.dtype == torch.float32
 
 
 def test_a_module_of_the_model_that_is_replaced_later_needs_a_new_pipe():
