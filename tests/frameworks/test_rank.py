@@ -68,7 +68,7 @@ def _expect_steps_as_one(name: str, rank: Rank, one: GPipe, kinds: list[str]) ->
         losses = []
         for pipe in (rank, one):
             torch.manual_seed(seed)
-            losses.append(pipe.step(**batch))
+            losses.append(pipe.train(pipe.training).step(**batch))
         assert torch.equal(*losses)
         expected = dict(one.named_parameters(remove_duplicate=False))
         for key, parameter in rank.named_parameters():

@@ -19,6 +19,8 @@ from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
 
 Pipe = TypeVar("Pipe", bound="Divided")
+_PLAIN = (nn.Module.train.__module__, "transformers.modeling_utils")
+"""Modules of Python whose ``train()`` gives all modules one mode."""
 
 
 class Divided(nn.Module):
@@ -113,7 +115,7 @@ class Divided(nn.Module):
         """Expect no ``train()`` of a module of the model of which layers in other processes have parts."""
         held = {*self._partitions.modules()}
         for name, module in () if self._model is None else self._model.named_modules():
-            if module not in held and type(module).train is not nn.Module.train:
+            if module not in held and type(module).train.__module__ not in _PLAIN:
                 raise RuntimeError(
                     f"train() of {type(module).__name__} ({name or 'the model'}) sets modes of modules, and some "
                     "of them are on other ranks; define train() in the blocks, each for itself, or use a GPipe"
