@@ -325,11 +325,25 @@ class GPipe(Stepping):
         self._prepare()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, under the names of the wrapped one; of a flattened model, what its own method returns."""
+        """As of any module, under the names of the wrapped one.
+
+        Args:
+            args, kwargs: those of ``nn.Module.state_dict``, or of a flattened model's own method, which is called.
+
+        Returns:
+            The tensors by name, or what that method returns.
+        """
         return super().state_dict(*args, **kwargs) if self._model is None else self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; a flattened model loads by its own method."""
+        """As of any module.
+
+        Args:
+            args, kwargs: those of ``nn.Module.load_state_dict``, or of a flattened model's own method, which is called.
+
+        Returns:
+            What is missing and what is left over, or what that method returns.
+        """
         if self._model is None:
             return super().load_state_dict(*args, **kwargs)
         return self._model.load_state_dict(*args, **kwargs)

@@ -158,7 +158,6 @@ WRONG_TARGETS: dict[str, Any] = {
     "sparse in a tuple": (rows(7), rows(7).to_sparse()),
     "packed": nn.utils.rnn.pack_sequence([rows(4), rows(3)]),
     "two rules": Split((rows(7), Replicate(rows(7))), dim=0),
-    "none to cut": Replicate(3),
     "counts": Split(rows(7), counts=[3, 3]),
     "other micro-batches": (rows(7), rows(1)),
 }

@@ -102,9 +102,11 @@ class Divided(nn.Module):
         if self._twins:
             assert self._model is not None
             self._model.train(mode)
-            # Not the modules in the layers: those of the model have their modes, and copies follow at the next run.
+            # Not the modules in the layers: those of the model have their modes, which their copies take over.
             for part in (self._partitions, *self._partitions, *self._layers().values()):
                 part.training = mode
+            for twin in self._twins:
+                twin.module.training = twin.source.training
             return self
         self._expect_plain_train()
         super().train(mode)
