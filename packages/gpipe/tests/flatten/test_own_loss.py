@@ -551,27 +551,65 @@ class Pictures(Model):
 
 
 class Clicks(nn.Module):
-    """A loss of probabilities, which knows no others."""
+    """A loss of itself, probabilities and what was clicked."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         self.head = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.loss = loss
+        self.double()
 
     def forward(self, x: Tensor, clicked: Tensor) -> dict[str, Tensor]:
         for block in self.blocks:
             x = block(x)
         found = self.head(x)[:, 0]
-        return {"loss": F.binary_cross_entropy(found, clicked), "logits": found}
+        return {"loss": self.loss(self, found, clicked) + 0 * self.scale, "logits": found}
 
 
-def test_a_loss_may_take_probabilities_alone() -> None:
-    plain, inputs = Clicks().double(), {"x": torch.randn(7, 3).double(), "clicked": torch.ones(7).double()}
-    inputs["clicked"][::2] = 0
-    pipe = GPipe(
-        copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample={k: v[:2] for k, v in inputs.items()}
-    )
+def clicks(loss: Loss, sample: list[float]) -> tuple[GPipe, Clicks, dict[str, Tensor]]:
+    """A pipe, the plain model, and a batch whose first micro-batch has no clicks."""
+    inputs = {"x": torch.randn(7, 3).double(), "clicked": torch.tensor([0, 0, 0, 1, 0, 1, 1]).double()}
+    plain = Clicks(loss)
+    given = {"x": inputs["x"][:2], "clicked": torch.tensor(sample).double()}
+    return GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=given), plain, inputs
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda _, found, clicked: F.binary_cross_entropy(found, clicked),
+        lambda _, found, clicked: F.nll_loss(
+            torch.stack([1 - found, found], 1).log(), clicked.long(), weight=torch.tensor([0.0, 1]).to(found)
+        ),
+    ],
+    ids=["of probabilities alone", "by weights that are 0 in a micro-batch"],
+)
+def test_a_loss_of_probabilities(loss: Loss) -> None:
+    pipe, plain, inputs = clicks(loss, [1, 0])
     assert_same(pipe, plain, inputs)
+    assert_same_output(pipe, plain, inputs)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda _, found, clicked: (found * (1 - clicked)).sum() / (1 - clicked).sum().item(),
+        lambda _, found, clicked: found[clicked == 0].sum() / len(found[clicked == 0]),
+        lambda _, found, clicked: (found * (clicked - clicked.mean()).exp()).mean(),
+        lambda _, found, clicked: (found - clicked).square().nanmean(),
+        lambda _, found, clicked: (F.mse_loss(found, clicked) - 0.1).abs() + 0.1,
+        lambda _, found, clicked: max(F.mse_loss(found, clicked), 1e-9),
+        lambda s, found, clicked: F.mse_loss(found, clicked, reduction="sum") * (-s.scale).exp() + s.scale,
+    ],
+    ids=["masked", "selected", "centred", "not a number", "flooded", "at least", "with a parameter that is 0"],
+)
+def test_what_a_sample_without_clicks_does_not_show_is_refused_too(loss: Loss) -> None:
+    pipe, plain, inputs = clicks(loss, [0, 0])
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match="computes a loss that cannot be put together"):
+            method(**inputs)
     assert_same_output(pipe, plain, inputs)
 
 

@@ -96,6 +96,11 @@ class OwnLoss:
             raise self._refused(self._reason)
         return MiniBatchLoss(self._refused)
 
+    def expect_counts(self) -> None:
+        """Raise :class:`CombineError` if losses are weighted by samples, of which each has other numbers of rows."""
+        if any(kind is not None and kind.name != "sum" and not kind.observed for kind in self._kinds.values()):
+            raise self._refused("it is a mean by hand, and tensors have other numbers of rows for each sample")
+
     def of_parts(self) -> CombineError:
         """The error for a call whose outputs are the losses of several micro-batches."""
         return self._refused(self._reason if self._kinds[False] is None else "a pipe with pick= has no other output")

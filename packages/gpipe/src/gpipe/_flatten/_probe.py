@@ -55,8 +55,7 @@ class Values(NamedTuple):
         for k, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or not leaf.dim():
                 continue
-            is_number = leaf.dtype != torch.bool and not leaf.is_floating_point()
-            for filling in sorted(constants) if is_number else [0]:
+            for filling in sorted(constants):
                 tensor = leaf.clone()
                 tensor[(0,) if tensor.dim() == 1 else (0, ..., slice(tensor.shape[-1] // 2, None))] = filling
                 yield self._replace(inputs=Inputs(*tree.value([*leaves[:k], tensor, *leaves[k + 1 :]])))
@@ -88,7 +87,7 @@ class Trial(NamedTuple):
         if whole is None or seen.is_cut or any(float(each) != ITEMS for each in seen.divisors):
             return None
         # A loss may leave out what is equal to a constant, or beyond it: those with which it compares something.
-        constants = {0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}
+        constants = {0, 1, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))}
         tried: list[tuple[Values, Tensor]] = []
         for each in values.variants(constants):
             loss = self._loss(each)
@@ -163,10 +162,15 @@ def _local(net: nn.Module, training: bool) -> nn.Module:
 
 
 def _moved(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data."""
+    """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data.
+
+    Of a parameter one more: a term that it adds to the loss, and that is 0 as yet, would not show.
+    """
     local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
-    local = local.to(torch.get_default_dtype()) if local.is_floating_point() else local.clone()
-    return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
+    if not local.is_floating_point():
+        return local.clone()
+    local = local.to(torch.get_default_dtype())
+    return nn.Parameter(local + 1, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
 
 
 def _more(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:

@@ -20,9 +20,9 @@ class Reductions(TorchFunctionMode):
         counts: for each mean what it divides by, on the device of the loss.
         sums: how many sums there were.
         divisors: tensors of one number by which something was divided by hand.
-        is_cut: whether a number was cut off, as by ``clamp``, or a mean taken by hand of what a mask selects: losses of
-            parts are then no parts of the loss. Also whether torch's CTC was computed, which reads beyond its memory if
-            labels are tried that do not exist.
+        is_cut: whether a number was cut off, as by ``clamp``, or compared, or a mean taken by hand of what a mask
+            selects: losses of parts are then no parts of the loss. Also whether torch's CTC was computed, which reads
+            beyond its memory if labels are tried that do not exist.
     """
 
     # Of what the loss compares something with: numbers, and tensors that are read only where a loss is tried.
@@ -47,9 +47,18 @@ class Reductions(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Two flags of older code choose another reduction, which is tried as if it were computed by hand.
+        is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+        reduction = None if is_old else kwargs.get("reduction")
+        count_of = _COUNTS.get(function) if reduction == "mean" else None
+        count = None if count_of is None else count_of(*args, **kwargs).detach()
+        if count_of is _labels and count is not None and not args[1].is_floating_point():
+            # Where nothing counts, as where all weights are 0, no label may: gradients would be 0 times nan.
+            args = args[0], args[1].where(count > 0, kwargs.get("ignore_index", -100))
         found = function(*args, **kwargs)
         name = getattr(function, "__name__", "").strip("_")
-        self.is_cut |= name in _CUTS and isinstance(found, Tensor) and not found.dim() and found.is_floating_point()
+        number = args[0] if name in _COMPARISONS else found if name in _CUTS else None
+        self.is_cut |= isinstance(number, Tensor) and not number.dim() and number.is_floating_point()
         self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
         self.is_cut |= name == "mean" and self._selects and not found.dim()
         if name in _DIVISIONS:
@@ -59,23 +68,19 @@ class Reductions(TorchFunctionMode):
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
             return found
         self._compared.append(kwargs.get("ignore_index", -100))
-        # Two flags of older code choose another reduction, which is tried as if it were computed by hand.
-        is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
-        reduction = None if is_old else kwargs["reduction"]
         self.sums += reduction == "sum"
-        count_of = _COUNTS.get(function)
-        if reduction != "mean" or count_of is None:
+        if count is None:
             return found
         # Half precision cannot count.
-        kind = torch.promote_types(found.dtype, torch.float32)
-        count = count_of(*args, **kwargs).detach().to(found.device, kind)
+        count = count.to(found.device, torch.promote_types(found.dtype, torch.float32))
         self.counts.append(count)
         # Not a sum divided later: in half precision that overflows where the mean does not.
         return torch.where(count > 0, found, torch.zeros_like(found))
 
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_CUTS = {"clamp", "clamp_max", "clamp_min", "clip", "ctc_loss", "maximum", "minimum", "relu", "where"}
+_CUTS = {"abs", "clamp", "clamp_max", "clamp_min", "clip", "ctc_loss", "max", "maximum", "min", "minimum", "nanmean"}
+_CUTS |= {"nansum", "relu", "where"}
 _DIVISIONS = {**dict.fromkeys(("div", "divide", "true_divide", "truediv", "itruediv"), 1), "reciprocal": 0, "rdiv": 0}
 """Which argument they divide by."""
 

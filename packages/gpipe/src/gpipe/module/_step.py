@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microbatch import Batch, Versions
+from microbatch import Batch, Split, Versions, rules
 
 from .._flatten._own_loss import OwnLoss, with_whole_count
 from .._flatten._segment import Segment
@@ -183,7 +183,7 @@ class Stepping(Divided):
     def _expect_no_losses(self) -> None:
         """Raise ValueError if outputs are losses that a model computes itself: no ``out_spec`` combines them."""
         last = self._last_segment()
-        if last is not None and last.own_loss is not None and self.out_spec is None:
+        if last is not None and last.own_loss is not None and last.ending is None and self.out_spec is None:
             raise last.own_loss.of_parts()
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
@@ -207,9 +207,11 @@ class Stepping(Divided):
         self._expect_fit(kind, call)
         inputs = called_with(self._end(0), call)
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
-        batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
-        device = self._pipeline.stages[-1].device
-        return batches, losses_of(kind, call, batches, self._chunks, device, self._own_loss(call))
+        value, own = checked(self._with_whole_count(inputs), self.in_spec), self._own_loss(call)
+        if own is not None and any(isinstance(rule, Split) and rule.counts is not None for rule in rules(*value)):
+            own.expect_counts()
+        batches, _ = self._cut(value)
+        return batches, losses_of(kind, call, batches, self._chunks, self._pipeline.stages[-1].device, own)
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""
