@@ -248,10 +248,12 @@ def long(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft.
 
-    ``-- short`` runs the trainer of transformers, which uses most of what a pipe can do; other arguments go to pytest.
+    ``-- short`` runs the trainer of transformers, which uses most of what a pipe can do, and what the pages show; other
+    arguments go to pytest.
     """
     install_all(session, "frameworks", "demo")
-    session.run("pytest", *chosen(session, ["tests/frameworks/test_trainer.py"], ["tests/frameworks"]))
+    short = [f"tests/frameworks/test_{name}.py" for name in ("trainer", "pages")]
+    session.run("pytest", *chosen(session, short, ["tests/frameworks"]))
 
 
 @nox.session(name="torch-versions")
