@@ -130,6 +130,14 @@ class TestArguments:
         torch.testing.assert_close(mask.grad, same.grad)
         assert_same(pipe, model)
 
+    def test_a_list_that_the_spec_names_goes_whole_whatever_its_length(self) -> None:
+        class Named(nn.Module):
+            def forward(self, x: Tensor, names: list[str], scale: int) -> Tensor:
+                return x * len(names) * scale
+
+        pipe = piped(nn.Sequential(Named(), *linears(2)), [2, 1], chunks=3, in_spec={"names": Replicate()})
+        torch.testing.assert_close(pipe(x=rows(7), names=["a"] * 7, scale=2), pipe[1:](rows(7) * 14))
+
 
 class TestStep:
     @each_mode

@@ -157,6 +157,7 @@ def kinds_of(
 
 
 def _local(net: nn.Module, training: bool) -> nn.Module:
+    """A copy of ``net`` with all its tensors as :func:`_moved` makes them."""
     held = [t for module in net.modules() for own in (module._parameters, module._buffers) for t in own.values()]
     return copy.deepcopy(net, {id(tensor): _moved(tensor) for tensor in held if tensor is not None}).train(training)
 

@@ -57,7 +57,7 @@ class Reductions(TorchFunctionMode):
             args = args[0], args[1].where(count > 0, kwargs.get("ignore_index", -100))
         found = function(*args, **kwargs)
         name = getattr(function, "__name__", "").strip("_")
-        number = args[0] if name in _COMPARISONS else found if name in _CUTS else None
+        number = next(iter(args), None) if name in _COMPARISONS else found if name in _CUTS else None
         self.is_cut |= isinstance(number, Tensor) and not number.dim() and number.is_floating_point()
         self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
         self.is_cut |= name == "mean" and self._selects and not found.dim()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +50,10 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
         return Checked(value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
         spec = Arguments((), dict(spec))
-    if spec is None or isinstance(spec, Split | Mapping | Arguments):
-        value = replicated(value, root, spec.dim if isinstance(spec, Split) else 0)
+    if spec is None or isinstance(spec, Split):
+        value = replicated(value, root, 0 if spec is None else spec.dim)
+    elif isinstance(value, Arguments) and isinstance(spec, Arguments):
+        value = _replicated_beside(spec.kwargs, value, root)
     bare, spec = unwrap(value, spec, root)
     check(bare, spec, root)
     return Checked(bare, spec, root)
@@ -107,6 +109,15 @@ def _described(columns: Sequence[tuple[int, ...]]) -> str:
     rows = " and ".join(str(sum(column)) for column in columns)
     parts = " and ".join(", ".join(map(str, column)) for column in columns)
     return f"{rows} rows (in micro-batches of {parts})"
+
+
+def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> Arguments:
+    """``value`` with ``Replicate()`` around constants among the keywords that a spec has not ``named``."""
+    kept = {name: Replicate(each) for name, each in value.kwargs.items() if name in named}
+    found = replicated(Arguments(tuple(map(Replicate, value.args)), {**value.kwargs, **kept}), root)
+    return Arguments(
+        value.args, {name: each if name in named else found.kwargs[name] for name, each in value.kwargs.items()}
+    )
 
 
 _WAY_OUT = "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole"
