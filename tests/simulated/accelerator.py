@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpipe.transport import _link
+from gpipe.transport import _transport
 from streams import _spawn, use_stream
 
 from . import build
@@ -36,7 +36,7 @@ def library() -> ModuleType:
     torch._register_device_module(TYPE, _module())
     loaded.listen(races)
     atexit.register(loaded.listen, None)
-    _link.SimpleQueue = _spawn.SimpleQueue = Queue
+    _transport.SimpleQueue = _spawn.SimpleQueue = Queue
     return loaded
 
 

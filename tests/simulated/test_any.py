@@ -16,7 +16,7 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.engine._workers import placement
-from gpipe.transport._link import Link
+from gpipe.transport._transport import Link
 
 from .accelerator import device, no_races
 from .models import MODES, Pop, Stash, expected, linear, rows, running, trained

@@ -26,9 +26,9 @@ from .races import ROOT
 # Of torch, once a process: with nodes that are kept it has to order streams.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
-COPY, LINK, RUN = "gpipe.transport._copy", "gpipe.transport._link", "gpipe.engine._run"
+COPY, LINK, RUN = "gpipe.transport._copy", "gpipe.transport._transport", "gpipe.engine._run"
 ORDER, USE = "streams._order", "streams._use"
-TASK, STREAM, CLOCK = "streams._task", "streams._stream", "profiler._clock"
+TASK, STREAM, CLOCK = "streams._task", "streams._stream", "profiler._times"
 WORKERS, TIED, RECORD, CALLS = (
     "gpipe.engine._workers",
     "gpipe.engine._tied",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe.transport._link import Channel
+from gpipe.transport._transport import Channel
 
 from .layers import DOUBLE, Call, assert_trains_like, numbered, running, within
 from .models import Failing

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from profiler import _count, profile
-from profiler._alike import situation
+from profiler._count import situation
 
 from .strategies import WIDTH, fewer, models, samples
 

@@ -29,7 +29,6 @@ from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._init import initializer_of
-from .module._keywords import as_value
 from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
 from .module._signature import class_for
 from .module._step import Stepping
@@ -37,6 +36,7 @@ from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
 from .transport._copy import CopyStreams
+from .values._leaves import as_value
 from .values._sharing import gathered
 
 

@@ -299,6 +299,47 @@ def test_it_is_that_of_the_plain_model(
         assert_same_output(pipe, plain, inputs)
 
 
+class Remembers(nn.Module):
+    """The loss of each token, relative to the mean of earlier losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, *args: Any) -> Tensor:
+        loss = tokens(*args)
+        if self.training:
+            self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+class Counting(nn.Linear):
+    """A head that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(4, CLASSES, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self.calls += self.training
+        return super().forward(input)
+
+
+def test_a_loss_that_changes_a_buffer_is_refused_and_a_head_that_does_is_called_for_each_micro_batch() -> None:
+    model = Model(Remembers())
+    with pytest.raises(ValueError, match=r"its loss changes 'loss\.mean', a buffer.*give step\(\) a loss_fn"):
+        flatten(model, batch(2, 3, 3))
+    flatten(model, batch(2, 3, 3), pick="logits")
+    assert model.loss.mean == 1  # type: ignore[comparison-overlap]
+    plain = Model(tokens)
+    plain.head = Counting()
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2, sample=batch(2, 3, 3))
+    assert_same(pipe.eval(), plain.eval(), batch(4, 3, 3))
+    pipe.train().step(**batch(4, 3, 3))
+    pipe(**batch(4, 3, 3))
+    assert pipe.head.calls == 4
+
+
 @pytest.mark.parametrize("kind", [Model, InTheList])
 @pytest.mark.parametrize("loss", NEVER)
 def test_what_micro_batches_do_not_determine_is_refused_by_name(loss: Loss, kind: type[Model]) -> None:

@@ -2,8 +2,7 @@
 
 from ._arguments import Arguments
 from ._batch import Batch, Function, TensorOrTensors, Tensors
-from ._gather import gather
-from ._join import concatenate
+from ._gather import concatenate, gather
 from ._paths import leaf_paths
 from ._rules import Mean, Replicate, Split, Sum
 from ._scatter import check, scatter, scatter_views

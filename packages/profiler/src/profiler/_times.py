@@ -12,14 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+import streams
 from microbatch import Batch
 
-from ._clock import marker, seconds
 from ._ends import copied, enter_batch, gradients_for, is_entrance
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
 from .sandbox import copy_on
 from .split import BackwardGraph
+
+
+def marker(device: torch.device) -> Callable[[], Any]:
+    """A function that sets a mark behind all work that this thread has given to `device` so far."""
+    if streams.has_streams(device):
+        # Events on the current stream: correct although the host runs ahead.
+        return lambda: streams.record_event(streams.current_stream(device), timed=True)
+    return time.perf_counter  # other devices have done their work when a call returns
+
+
+def seconds(start: Any, end: Any) -> float:
+    if not isinstance(end, torch.Event):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
 
 _SMALL = 256 * 2**20
 """Bytes of a module whose copies are kept from round to round."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
@@ -52,6 +52,22 @@ class Changed(NamedTuple):
                     f"{name} cannot be divided: its forward sets {path!r} anew in each run, and several parts of it "
                     "would have one each, or read that of another part; keep it in a buffer, and change that in place, "
                     "or let the module return it"
+                )
+
+    def expect_none_of_loss(self, name: str, last: Part, apart: Iterable[str]) -> None:
+        """Raise ValueError if the loss changes a buffer, which each micro-batch would do.
+
+        Args:
+            last: the segment with the loss.
+            apart: the names of modules in it that compute rows, and no loss.
+        """
+        own, others = {*last.net.buffers()}, tuple(f"{each}." for each in apart)
+        for path, buffer in self.buffers:
+            if buffer in own and not path.startswith(others):
+                raise ValueError(
+                    f"{name} cannot be divided: its loss changes {path!r}, a buffer, and would do so for each "
+                    "micro-batch; change it outside of the forward, once a mini-batch, or give step() a loss_fn: "
+                    'GPipe(model, sample=sample, pick="logits"), or another part of the output'
                 )
 
 

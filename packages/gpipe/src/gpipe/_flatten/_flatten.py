@@ -147,6 +147,8 @@ def _divided(
         if ending is not None:
             add_own_loss(name, output, layers, inputs, pick, shapes, whole=whole)
     changed.expect_of_one(name, layers)
+    if ending is not None:
+        changed.expect_none_of_loss(name, layers[-1], ending.calls)
     return layers.of(model)
 
 

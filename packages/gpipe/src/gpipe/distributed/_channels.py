@@ -7,7 +7,7 @@ from typing import Any
 from .._current import current
 from ..engine._failures import Failures
 from ..engine._losses import Losses
-from ..transport._link import Channel
+from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._far_loss import FarLoss
 from ._forms import Payload

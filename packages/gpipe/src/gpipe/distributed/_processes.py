@@ -16,7 +16,7 @@ from ..engine._processes import Processes
 from ..engine._run import Run
 from ..engine._settings import RunObserver
 from ..skip import SkipLayout
-from ..transport._link import Channel
+from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement, unlike
 from ._channels import RemoteChannel

@@ -29,7 +29,7 @@ from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._init import initializer_of
-from ..module._keywords import Call, as_value, called_with
+from ..module._keywords import Call, called_with
 from ..module._partition import as_sequential, checked_balance
 from ..module._step import Stepping
 from ..module._training import Kind, losses_of
@@ -38,6 +38,7 @@ from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
+from ..values._leaves import as_value
 from ..values._sharing import gathered
 from ._agreement import agreement, checksums, described
 from ._far_loss import FarLoss

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ..module._stage_layers import StageLayers
+from ..engine._stage import StageLayers
 from ..schedule import Kind, Walk
 from ..values._describe import shapes
 

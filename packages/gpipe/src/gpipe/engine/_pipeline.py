@@ -19,8 +19,7 @@ from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
-from ..transport._link import Link
-from ..transport._transport import Transport
+from ..transport._transport import Link, Transport
 from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import PRESERVED, flag_aliases, owned
 from ._autograd import attach

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
-from ..transport._link import Channel
+from ..transport._transport import Channel
 from ._failures import Failures
 from ._losses import Losses
 

@@ -19,7 +19,7 @@ from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
 from ..checkpoint._layers_then import LayersThen
 from ..checkpoint._random import RunRNG
 from ..schedule import Action, Step, Walk
-from ..transport._link import Link
+from ..transport._transport import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._accumulate import DeferredGradients, add_to, kept

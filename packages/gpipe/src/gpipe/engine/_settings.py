@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..schedule import Action
-from ..transport._link import Link
+from ..transport._transport import Link
 
 if TYPE_CHECKING:
     from ._stage_run import StageRun

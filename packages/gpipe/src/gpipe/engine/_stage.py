@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +14,12 @@ from torch import Tensor, nn
 
 from streams import has_streams
 
-from .._current import setting
+from .._current import current, setting
 from ..skip import SkipLayout
 from ..skip.layout import skippables
 from ..skip.namespace import Key
 from ..values._constants import expect_plain
-from ..values._leaves import Arguments
+from ..values._leaves import Arguments, as_value
 from ._recomputation import RecomputationFacts
 
 _log = logging.getLogger("gpipe")
@@ -66,7 +68,7 @@ class Stage:
     ) -> None:
         self.index = index
         # Random numbers depend on the numbers of layers. Only a partition says which of its layers computes.
-        layers = len(module._modules) if getattr(module, "tells_layers", False) else 1
+        layers = len(module._modules) if isinstance(module, StageLayers) else 1
         self.numbers = range(first, first + max(layers, 1))
         self.module = module
         # Numbered CPUs are one device; their numbers only say which stages share a worker.
@@ -124,3 +126,45 @@ class Stage:
             if there.type != self.device.type or (there.type != "cpu" and there.index != self.device.index):
                 return f"{name!r} of partition {self.index} is on {there}, expected {self.device}"
         return ""
+
+
+class StageLayers(nn.Sequential):
+    """The layers of one stage under their own names. The first layer may take several arguments.
+
+    It tells :data:`current` which layer is computed.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A compiled partition is one layer: its code would be compiled again for each cell. Not is_compiling(), which
+        # is true while any thread compiles.
+        rng = None if torch.compiler.is_dynamo_compiling() else current.rng
+        # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
+        rng = None if rng is None or rng.module is not self else rng
+        if rng is not None and current.blocks:
+            return self._in_blocks(as_value(args, kwargs))
+        value = None
+        for k, layer in enumerate(self._modules.values()):
+            if rng is not None:
+                rng.at = k
+            value = layer(value) if k else layer(*args, **kwargs)
+        if rng is not None:
+            rng.at = -1
+        return value
+
+    def _in_blocks(self, value: Any) -> Any:
+        at = 0
+        for block in current.blocks:
+            value = self._computed(range(at, block.numbers.start), value)
+            value = block.compute(partial(self._computed, block.numbers), value)
+            at = block.numbers.stop
+        return self._computed(range(at, len(self._modules)), value)
+
+    def _computed(self, numbers: range, value: Any) -> Any:
+        rng = current.rng
+        assert rng is not None
+        for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):
+            rng.at = k
+            is_call = not k and isinstance(value, Arguments)
+            value = layer(*value.args, **value.kwargs) if is_call else layer(value)
+        rng.at = -1
+        return value

@@ -21,7 +21,7 @@ from .._batchnorm import MiniBatchStatistics, commit
 from .._current import current
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
-from ..transport._link import AnyChannel
+from ..transport._transport import AnyChannel
 from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions

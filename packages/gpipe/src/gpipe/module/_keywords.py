@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._flatten._names import model_of
 from ..engine._loss_value import LossFunction
-from ..values._leaves import Arguments
+from ..values._leaves import Arguments, as_arguments
 from ._signature import signature_of
 
 
@@ -44,16 +44,6 @@ class Call(NamedTuple):
     @property
     def options(self) -> list[str]:
         return [*self._fields[4:], *(["schedule"] if self.method == "step" else [])]
-
-
-def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as one value: a single positional one itself, several as :class:`Arguments`."""
-    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-
-
-def as_arguments(value: Any) -> Arguments:
-    """The inverse of :func:`as_value`."""
-    return value if isinstance(value, Arguments) else Arguments((value,), {})
 
 
 def called_with(layer: nn.Module, call: Call) -> Any:

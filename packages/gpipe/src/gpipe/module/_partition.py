@@ -12,12 +12,12 @@ from torch import nn
 from .._batchnorm import DeferredBatchNorm, is_replaced
 from .._flatten._names import Flattened, Part
 from .._flatten._skeleton import Follower
+from ..engine._stage import StageLayers
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Initializer, expect_materializable, materialize
-from ._stage_layers import StageLayers
 from ._tied import expect_shareable, move_all
 
 

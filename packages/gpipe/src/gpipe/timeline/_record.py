@@ -19,7 +19,7 @@ from .._current import current, setting
 from ..engine._settings import with_settings
 from ..engine._stage_run import StageRun
 from ..schedule import Action
-from ..transport._link import Link, Payload
+from ..transport._transport import Link, Payload
 from ..values._leaves import Activation
 from ._events import Event
 from ._timeline import Timeline

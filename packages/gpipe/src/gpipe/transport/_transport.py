@@ -2,13 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from ..skip import SkipLayout
+from ..values._describe import Cancelled
+from ..values._leaves import Activation
+from ..values._sharing import divided, joined
 from ._copy import StagePlace, carriers
-from ._link import AnyChannel, Channel, Link, OuterChannel, Ports, stall_seconds
+
+Payload = TypeVar("Payload")
+
+_POISON = -1
+_log = logging.getLogger("gpipe")
+
+
+class Carrier(Protocol):
+    """Moves payloads from device to device: ``send`` runs on the worker of the source, ``receive`` on the target's."""
+
+    def send(self, payload: Any) -> Any: ...
+
+    def receive(self, parcel: Any) -> Any: ...
+
+
+class Link(Generic[Payload]):
+    """A queue from one worker to another, with one payload for each micro-batch. Only its reader waits.
+
+    Args:
+        name: a name for messages, such as ``values from partition 0 to 1``.
+        carrier: copies payloads from device to device; None if source and target share their memory.
+        stall_timeout: seconds after which a wait is logged; None for never.
+        is_cancelled: called by a reader after a failure: whether its payload will not arrive.
+    """
+
+    __slots__ = ("_arrived", "_carrier", "_is_cancelled", "_queue", "_stall_timeout", "name")
+
+    def __init__(
+        self,
+        name: str,
+        carrier: Carrier | None = None,
+        stall_timeout: float | None = None,
+        is_cancelled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.name = name
+        self._carrier = carrier
+        self._stall_timeout = stall_timeout
+        self._is_cancelled = is_cancelled
+        self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._arrived: dict[int, Any] = {}
+
+    def put(self, microbatch: int, payload: Payload) -> None:
+        """Start to send the payload of a micro-batch."""
+        # The copy is queued here, on the thread of the sender, behind what computes the payload.
+        self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
+
+    def get(self, microbatch: int) -> Payload:
+        """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will not arrive."""
+        # Backwards may ask for micro-batches in another order than the forwards have sent them.
+        arrived = self._arrived
+        while microbatch not in arrived:
+            try:
+                i, parcel = self._queue.get(timeout=self._stall_timeout)
+            except Empty:
+                seconds = self._stall_timeout
+                _log.warning("no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, seconds)
+                continue
+            if i != _POISON:
+                arrived[i] = parcel
+            elif self._is_cancelled():
+                self.cancel()  # for later readers
+                raise Cancelled
+        # Dropped here, so that a payload is freed with the cell that reads it.
+        payload = arrived.pop(microbatch)
+        return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
+
+    @property
+    def moves(self) -> bool:
+        return self._carrier is not None
+
+    def cancel(self) -> None:
+        """Wake the reader, if what it waits for will not arrive."""
+        self._queue.put((_POISON, None))
+
+
+class Channel:
+    """The two links between neighbouring stages: values from the stage before, and their gradients back."""
+
+    __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
+
+    def __init__(self, values: Link[Activation], gradients: Link[list[Tensor | None]]) -> None:
+        self.values, self.gradients = values, gradients
+        # Bound once: each cell calls four of them.
+        self.get_values, self.put_values = values.get, values.put
+        self.get_gradients, self.put_gradients = gradients.get, gradients.put
+
+    def cancel(self) -> None:
+        self.values.cancel()
+        self.gradients.cancel()
+
+
+class OuterChannel:
+    """The channel between the caller and the first stage, or the last one. Nobody waits there.
+
+    The caller puts everything in before the workers begin, and takes everything out after they have ended.
+    """
+
+    __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[int, Activation] = {}
+        self.gradients: dict[int, list[Tensor | None]] = {}
+        # Taken out with pop: between forward and backward the run lives, and must not keep outputs that nobody needs.
+        self.get_values, self.put_values = self.values.pop, self.values.__setitem__
+        self.get_gradients, self.put_gradients = self.gradients.pop, self.gradients.__setitem__
+
+
+class Ports:
+    """Several channels with the interface of one :class:`Channel`: the main one first, then one for each skip.
+
+    The combined activation is a tuple of the main value and the skips.
+    """
+
+    __slots__ = ("_channels", "_sizes")
+
+    def __init__(self, channels: Sequence[AnyChannel]) -> None:
+        self._channels = channels
+        self._sizes: dict[int, list[int]] = {}
+
+    def get_values(self, i: int) -> Activation:
+        parts = [channel.get_values(i) for channel in self._channels]
+        self._sizes[i] = [len(part.tensors) for part in parts]
+        # Skips come last, as the stage expects them.
+        return joined(parts)
+
+    def put_values(self, i: int, activation: Activation) -> None:
+        parts = divided(activation)
+        # The cell gives the gradients of all parts as one list, which has to be cut again.
+        self._sizes[i] = [len(part.tensors) for part in parts]
+        for channel, part in zip(self._channels, parts, strict=True):
+            channel.put_values(i, part)
+
+    def get_gradients(self, i: int) -> list[Tensor | None]:
+        return [gradient for channel in self._channels for gradient in channel.get_gradients(i)]
+
+    def put_gradients(self, i: int, gradients: list[Tensor | None]) -> None:
+        flowing = iter(gradients)
+        for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
+            channel.put_gradients(i, [next(flowing) for _ in range(size)])
+
+
+AnyChannel = Channel | OuterChannel | Ports
+"""What a stage receives from, and sends to."""
+
+
+def stall_seconds() -> float | None:
+    """``GPIPE_STALL_SECONDS``: the time after which a waiting worker logs this; None if the variable is not set."""
+    text = os.environ.get("GPIPE_STALL_SECONDS")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"GPIPE_STALL_SECONDS must be a positive number of seconds; got {text!r}")
+    return seconds
 
 
 class Transport:

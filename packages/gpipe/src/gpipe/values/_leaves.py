@@ -54,6 +54,16 @@ class Activation:
         return Activation(value, fresh, self.marks)
 
 
+def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as one value: a single positional one itself, several as :class:`Arguments`."""
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+
+
+def as_arguments(value: Any) -> Arguments:
+    """The inverse of :func:`as_value`."""
+    return value if isinstance(value, Arguments) else Arguments((value,), {})
+
+
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)

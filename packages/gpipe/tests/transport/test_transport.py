@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.transport._link import Link, stall_seconds
+from gpipe.transport._transport import Link, stall_seconds
 from gpipe.values._describe import Cancelled
 
 from ..layers import Call, numbered, within
