@@ -37,7 +37,6 @@ from .schedule import Choice, Schedule
 from .skip import verify_skippables
 from .transport._copy import CopyStreams
 from .values._leaves import as_value
-from .values._sharing import gathered
 
 
 class GPipe(Stepping):
@@ -203,11 +202,7 @@ class GPipe(Stepping):
             return inputs.bare
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
-        try:
-            return gathered(outputs, batches, self.out_spec)
-        except ValueError:
-            self._expect_no_losses()
-            raise
+        return self._gathered(outputs, batches)
 
     def close(self) -> None:
         """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones.

@@ -21,6 +21,7 @@ from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import checkpoint_stops
 
+from ..flatten.test_own_loss import PICTURES, Pictures, rows, with_pictures
 from ..layers import Layer, Tied
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
@@ -419,6 +420,17 @@ def _trains() -> None:
         norms = [each for each in rank.modules() if isinstance(each, nn.BatchNorm1d)]
         assert [each.training for each in norms] == [False, False]
         assert {each.training for each in rank.modules() if each not in norms} == {mode}
+
+
+def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own(worlds):
+    worlds(2).run(_counts_pictures)
+
+
+def _counts_pictures() -> None:
+    rank = Rank(Pictures(rows), [2, 3], chunks=2, sample=with_pictures([0, 1], [2, 0]), in_spec=PICTURES)
+    for method in (rank.step, rank.evaluate):
+        with pytest.raises((ValueError, RemoteError), match="a mean by hand, and tensors have other numbers of rows"):
+            method(**with_pictures([0, 0], [1, 0]))
 
 
 def tied() -> nn.Sequential:

@@ -654,6 +654,9 @@ def test_what_a_sample_without_clicks_does_not_show_is_refused_too(loss: Loss) -
     assert_same_output(pipe, plain, inputs)
 
 
+PICTURES = {"pictures": Split(counts=lambda inputs: (inputs["tokens"] == 0).sum(1))}
+
+
 def with_pictures(*tokens: list[int]) -> dict[str, Tensor]:
     found = torch.tensor(tokens)
     pictures = torch.randn(int((found == 0).sum()), 4, dtype=torch.float64)
@@ -662,14 +665,21 @@ def with_pictures(*tokens: list[int]) -> dict[str, Tensor]:
 
 def test_what_has_a_number_of_its_own_for_each_row_grows_with_the_rows() -> None:
     plain = Pictures(tokens)
-    counts = Split(counts=lambda inputs: (inputs["tokens"] == 0).sum(1))
     sample = with_pictures([0, 1, 0], [2, 0, 1])
-    pipe = GPipe(
-        copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=sample, in_spec={"pictures": counts}
-    )
+    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=sample, in_spec=PICTURES)
     given = with_pictures([0, 1], [2, 3], [0, 0], [4, 5])
     assert_same(pipe, plain, given)
     assert_same_output(pipe, plain, given)
+
+
+def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own() -> None:
+    """The mean may be one over pictures."""
+    pipe = GPipe(
+        Pictures(rows), [2, 3], devices=["cpu"] * 2, chunks=2, sample=with_pictures([0, 1], [2, 0]), in_spec=PICTURES
+    )
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match="a mean by hand, and tensors have other numbers of rows for each sample"):
+            method(**with_pictures([0, 0], [1, 0]))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 4), (2, 3), (4, 2)])

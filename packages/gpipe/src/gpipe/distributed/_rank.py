@@ -19,6 +19,7 @@ from microbatch import Batch, Versions, unwrap
 from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
+from .._flatten._own_loss import OwnLoss
 from ..engine._left_behind import refuse_in_runs
 from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
@@ -26,7 +27,7 @@ from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
 from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
-from ..module._cut import checked
+from ..module._cut import Checked, checked
 from ..module._devices import expect_same_device
 from ..module._init import initializer_of
 from ..module._keywords import Call, called_with
@@ -39,7 +40,6 @@ from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
-from ..values._sharing import gathered
 from ._agreement import agreement, checksums, described
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
@@ -135,6 +135,7 @@ class Rank(Stepping):
                 norm_chunks = self._chunks if self._deferred else 0
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, initializer, norm_chunks)
                 placed.told = share.told(transport)
+            self._loss_of_all: OwnLoss | None = getattr(layers[-1], "own_loss", None)  # which another rank computes
             self.training = layers.training
             self._take(share.partitions, layers)
             self._devices, self._laid_out = share.devices, self._held()
@@ -220,20 +221,20 @@ class Rank(Stepping):
         given = as_value(args, kwargs)
         ending = self._ending() if self._pipeline.ends else None
 
-        def inputs() -> Any:
+        def inputs() -> Checked | None:
             if ending is not None and not args and not kwargs:
                 raise TypeError(
                     "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
                     "as from labels; give them on every rank, or flatten the model with a sample without labels"
                 )
-            return without_loss_only(given)
+            return checked(without_loss_only(given), self.in_spec) if self._pipeline.begins else None
 
         batches = self._agreed("forward", None, inputs).batches
         with nullcontext() if ending is None else ending.recording() as recording, torch.no_grad():
             outputs = self._pipeline.forward(batches, self._checkpoint_stops(0), Versions())
         if not self._pipeline.ends:
             return None
-        found = gathered(outputs, batches, self.out_spec)
+        found = self._gathered(outputs, batches)
         if ending is None or recording is None:
             return found
         return ending.whole(Inputs.of(unwrap(given)[0]), found, recording)
@@ -291,10 +292,11 @@ class Rank(Stepping):
     ) -> tuple[list[Batch], Kind]:
         """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
 
-        def given() -> Any:
+        def given() -> Checked | None:
             self._expect_fit(kind, call)
-            inputs = called_with(self._end(0), call) if self._pipeline.begins else None
-            return self._with_whole_count(inputs)
+            if not self._pipeline.begins:
+                return None
+            return self._checked(called_with(self._end(0), call), self._loss_of_all if call.loss_fn is None else None)
 
         with self._heard() if kind is LossStage else nullcontext():
             batches = self._agreed(call.method, schedule, given).batches
@@ -325,8 +327,10 @@ class Rank(Stepping):
         with self._heard(), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
-    def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
-        """What all ranks know of a run before it begins; ``given`` checks what this rank was given."""
+    def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Checked | None]) -> Opening:
+        """What all ranks know of a run before it begins; ``given`` checks what this rank was given, and returns the
+        mini-batch on that of the first stage.
+        """
         with self._processes.opening() as found:
             self._expect_layers()
             found.alike = self._called_alike(method, schedule)
@@ -338,8 +342,8 @@ class Rank(Stepping):
             self._sharding.expect_whole()
             expect_parallel(parallel, self._members)
             inputs = given()
-            if self._pipeline.begins:
-                found.batches, _ = self._cut(checked(inputs, self.in_spec))
+            if inputs is not None:
+                found.batches, _ = self._cut(inputs)
                 found.seed = next_seed()
         return found
 

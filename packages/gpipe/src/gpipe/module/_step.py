@@ -19,6 +19,8 @@ from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses, LossStage
 from ..engine._settings import with_settings
 from ..schedule import Schedule
+from ..values._leaves import Activation
+from ..values._sharing import gathered
 from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
@@ -180,11 +182,15 @@ class Stepping(Divided):
         last = self._end(-1) if self._balance else None
         return last if isinstance(last, Segment) else None
 
-    def _expect_no_losses(self) -> None:
-        """Raise ValueError if outputs are losses that a model computes itself: no ``out_spec`` combines them."""
-        last = self._last_segment()
-        if last is not None and last.own_loss is not None and last.ending is None and self.out_spec is None:
-            raise last.own_loss.of_parts()
+    def _gathered(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
+        try:
+            return gathered(outputs, batches, self.out_spec)
+        except ValueError:
+            last = self._last_segment()
+            # Outputs are losses that the model computes itself: no out_spec combines them.
+            if last is not None and last.own_loss is not None and last.ending is None and self.out_spec is None:
+                raise last.own_loss.of_parts() from None
+            raise
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
         """How losses that a flattened model computes itself are combined."""
@@ -207,17 +213,18 @@ class Stepping(Divided):
         self._expect_fit(kind, call)
         inputs = called_with(self._end(0), call)
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
-        value, own = checked(self._with_whole_count(inputs), self.in_spec), self._own_loss(call)
-        if own is not None and any(isinstance(rule, Split) and rule.counts is not None for rule in rules(*value)):
-            own.expect_counts()
-        batches, _ = self._cut(value)
+        own = self._own_loss(call)
+        batches, _ = self._cut(self._checked(inputs, own))
         return batches, losses_of(kind, call, batches, self._chunks, self._pipeline.stages[-1].device, own)
 
-    def _with_whole_count(self, inputs: Any) -> Any:
-        """``inputs`` in which a flattened model's number of items is not cut."""
+    def _checked(self, inputs: Any, own: OwnLoss | None) -> Checked:
+        """The mini-batch of a step. A flattened model's number of items is not cut; ``own`` combines its losses."""
         flattened = isinstance(self._end(0), Segment)
         by_name = self.in_spec is None or isinstance(self.in_spec, Mapping)
-        return with_whole_count(inputs) if flattened and by_name else inputs
+        found = checked(with_whole_count(inputs) if flattened and by_name else inputs, self.in_spec)
+        if own is not None and any(isinstance(rule, Split) and rule.counts is not None for rule in rules(*found)):
+            own.expect_counts()
+        return found
 
     def _expect_fit(self, kind: type[Losses], call: Call) -> None:
         if kind is LossStage:
