@@ -130,6 +130,17 @@ class TestArguments:
         torch.testing.assert_close(mask.grad, same.grad)
         assert_same(pipe, model)
 
+    def test_a_rule_for_a_keyword_that_is_not_given_says_nothing_unless_it_may_be_misspelt(self) -> None:
+        def called(**inputs: Any) -> Tensor:
+            return piped(nn.Sequential(Masked(), *linears(2)), [2, 1], chunks=3, in_spec=spec)(x=rows(7), **inputs)
+
+        spec = {"mask": Replicate(), "scale": Replicate()}
+        mask = torch.ones(3, dtype=DOUBLE)
+        torch.testing.assert_close(called(mask=mask), called(mask=mask, scale=1.0))
+        spec = {"masks": Replicate()}
+        with pytest.raises(ValueError, match=r"rule for 'masks', which is not given; did you mean 'mask'\?"):
+            called(mask=mask)
+
     def test_a_list_that_the_spec_names_goes_whole_whatever_its_length(self) -> None:
         class Named(nn.Module):
             def forward(self, x: Tensor, names: list[str], scale: int) -> Tensor:

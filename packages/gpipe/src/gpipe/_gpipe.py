@@ -65,7 +65,7 @@ class GPipe(Stepping):
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, if its rows are not on dimension 0, or not one for each sample:
             :class:`microbatch.Split`, :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. A
-            mapping names keywords, and may leave out some.
+            mapping names keywords; it may leave out some, and a call may leave out others.
         out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value for each
             micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or :class:`microbatch.Sum`.
         init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own

@@ -672,6 +672,14 @@ def test_what_has_a_number_of_its_own_for_each_row_grows_with_the_rows() -> None
     assert_same_output(pipe, plain, given)
 
 
+def test_a_sample_whose_loss_is_not_a_number_is_asked_for_anew() -> None:
+    sample = batch(2, 3, 3)
+    sample["labels"].fill_(IGNORED)
+    pipe = GPipe(Model(tokens), [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample)
+    with pytest.raises(ValueError, match="it is not a number for the sample, as where no label counts"):
+        pipe.step(**batch(4, 3, 3))
+
+
 def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own() -> None:
     """The mean may be one over pictures."""
     pipe = GPipe(

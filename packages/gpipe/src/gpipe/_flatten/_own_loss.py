@@ -31,6 +31,7 @@ BEYOND = (
     "it cannot be computed from what the last block and the modules after it return for each row, such as where rows "
     "are not dimension 0, or a block returns a loss of its own"
 )
+UNKNOWN = "it is not a number for the sample, as where no label counts, so that nothing can be tried (give another)"
 
 
 class CombineError(ValueError):

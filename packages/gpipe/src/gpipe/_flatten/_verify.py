@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._inputs import Inputs
-from ._own_loss import BEYOND, NEITHER, OwnLoss
+from ._own_loss import BEYOND, NEITHER, UNKNOWN, OwnLoss
 from ._placeholders import is_placeholder
 from ._probe import kinds_of
 from ._segment import ModelBlock, Pick, Segment
@@ -100,7 +100,7 @@ def add_own_loss(
     fields = _fields(expected, picked)
     loss = next((name for name, value in fields.items() if value is picked), "loss")
     ending.fields = frozenset(fields)
-    returned = None
+    returned, is_nan = None, not picked.is_meta and bool(picked.isnan())
     try:
         with torch.no_grad(), last.recording() as recording:
             found, one = _in_a_row(layers, inputs), recording.shapes
@@ -114,10 +114,10 @@ def add_own_loss(
         told = _fields(output, pick(output))
         same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
         ending.fields = frozenset(same)
-        is_nan = not picked.is_meta and bool(picked.isnan())  # what stand-ins return is not a number
+        # What stand-ins return is not a number, and would be equal.
         returned = found if loss in ending.fields and not is_nan else None
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     last.ending = ending if whole and returned is not None else None
     kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)
-    reason = BEYOND if returned is None else NEITHER
+    reason = UNKNOWN if is_nan else BEYOND if returned is None else NEITHER
     last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None, reason=reason)

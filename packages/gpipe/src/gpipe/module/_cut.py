@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
     if isinstance(value, Tensor) and spec is None:
         return Checked(value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
-        spec = Arguments((), dict(spec))
+        spec = Arguments((), _given(spec, value.kwargs, root))
     if spec is None or isinstance(spec, Split):
         value = replicated(value, root, 0 if spec is None else spec.dim)
     elif isinstance(value, Arguments) and isinstance(spec, Arguments):
@@ -57,6 +58,16 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
     bare, spec = unwrap(value, spec, root)
     check(bare, spec, root)
     return Checked(bare, spec, root)
+
+
+def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """The rules of those keywords that this call has; ValueError if one of the others may be misspelt."""
+    for name in spec.keys() - kwargs.keys():
+        for meant in get_close_matches(name, kwargs.keys() - spec.keys(), 1, cutoff=0.85):
+            raise ValueError(
+                f"the spec of the {root} has a rule for {name!r}, which is not given; did you mean {meant!r}?"
+            )
+    return {name: rule for name, rule in spec.items() if name in kwargs}
 
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
