@@ -53,7 +53,7 @@ class Sharding:
         """A context for a step with this ``loss``: gradients are reduced at its end. If it fails, no other begins."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
-        parameters = [parameter for group in before for parameter in group.fsdp_params]
+        parameters = [parameter for group in before for parameter in group.fsdp_params if _keeps_apart(parameter)]
         apart = [_taken(parameter) for parameter in parameters]
         for state in states:
             state._state_ctx.is_last_backward = False
@@ -90,6 +90,11 @@ def _settings(group: Any) -> dict[str, bool]:
 def _set(group: Any, settings: Mapping[str, bool]) -> None:
     for name, value in settings.items():
         setattr(group, name, value)
+
+
+def _keeps_apart(parameter: Any) -> bool:
+    """Whether unreduced gradients in another dtype are kept beside ``.grad``; since torch 2.15 they are in it."""
+    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def _taken(parameter: Any) -> Tensor | None:
