@@ -168,6 +168,7 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     "one with arguments by name": lambda: Clean(Noted(), {"tokens": tokens(), "mask": tokens() > 7}),
     "one with its loss": lambda: Clean(Noted(), {"tokens": tokens(), "labels": tokens()}),
     "cross entropy": lambda: with_loss(F.cross_entropy, LABELS),
+    "cross entropy of padded labels": lambda: with_loss(F.cross_entropy, torch.where(LABELS % 5 == 0, -100, LABELS)),
     "a sum and a count": lambda: with_loss(counted, torch.where(LABELS % 5 == 0, -100, LABELS)),
     "a loss for each element": lambda: with_loss(nn.BCEWithLogitsLoss(), torch.rand(ROWS, WIDTH)),
     "a loss in single precision": lambda: with_loss(lambda y, t: F.mse_loss(y.float(), t.float()), rows()),

@@ -36,11 +36,17 @@ def tokens(count: int, length: int) -> Tensor:
 
 
 @settings(max_examples=settings.default.max_examples // 2)
-@given(labels(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans())
+@given(
+    labels(),
+    st.sampled_from(ALONE),
+    st.sampled_from(MODES),
+    st.sampled_from(["a count", "a normalizer", "a mean", "a fourth of a mean", "a mean with metrics"]),
+    st.booleans(),
+)
 def test_ignored_tokens_and_weights_of_classes(
-    case: tuple[Tensor, list[float], int], schedule: str, mode: str, counts: bool, weighted: bool
+    case: tuple[Tensor, list[float], int], schedule: str, mode: str, told: str, weighted: bool
 ):
-    """The count may come with each micro-batch, or the caller may know it before; some have nothing that counts.
+    """The count is seen in a mean, or comes with each micro-batch, or the caller knows it before; it may be 0 in some.
 
     Where nothing at all counts, the loss is nan and the gradients are zeros.
     """
@@ -49,22 +55,81 @@ def test_ignored_tokens_and_weights_of_classes(
     model, x = linears(), tokens(*target.shape)
     pipe = piped(model, [1, 2], chunks=chunks, checkpoint=mode)
 
-    def total(logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), weight, ignore_index=PAD, reduction="sum")
+    def total(logits: Tensor, target: Tensor, reduction: str = "sum") -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), weight, ignore_index=PAD, reduction=reduction)
+
+    def mean(logits: Tensor, target: Tensor) -> Any:
+        found = total(logits, target, "mean")
+        fourth = 0.5 * found / torch.tensor(2.0)
+        return {"a fourth of a mean": fourth, "a mean with metrics": (found, {"a": 1.0})}.get(told, found)
 
     def count(target: Tensor) -> Tensor:
         kept = target[target != PAD]
         return torch.tensor(kept.numel()) if weight is None else weight[kept].sum()
 
-    counts |= not count(target)  # a normalizer of 0 is refused
-    options: dict[str, Any] = {} if counts else {"reduction": "sum", "normalizer": count(target)}
-    loss_fn = (lambda logits, target: (total(logits, target), count(target))) if counts else total
+    knows = told == "a normalizer" and bool(count(target))  # one of 0 is refused
+    options: dict[str, Any] = {"reduction": "sum", "normalizer": count(target)} if knows else {}
+    counted = (lambda logits, target: (total(logits, target), count(target))) if told == "a count" else mean
     with gpipe.inline():
-        loss = pipe.step(x, target, loss_fn=loss_fn, schedule=schedule, **options)
+        loss = pipe.step(x, target, loss_fn=total if knows else counted, schedule=schedule, **options)
+    loss = loss[0] if told == "a mean with metrics" else loss
     expected = F.cross_entropy(model(x).flatten(0, 1), target.flatten(), weight, ignore_index=PAD)
+    expected = expected / 4 if told == "a fourth of a mean" else expected
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
     assert_same(pipe, model)
+
+
+def masked(logits: Tensor, target: Tensor) -> Tensor:
+    kept = target != PAD
+    return (F.cross_entropy(logits, target, reduction="none") * kept).sum() / kept.sum()
+
+
+def selected(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target, reduction="none")[target != PAD].mean()
+
+
+def two_means(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target) + logits.square().mean()
+
+
+def rooted(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target, reduction="none").div(target.ne(PAD).sum()).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [masked, selected, two_means, rooted])
+@settings(max_examples=settings.default.max_examples // 4)
+@given(st.lists(st.sampled_from([PAD, 0, 1, 2]), min_size=1, max_size=7), st.integers(1, 8), st.sampled_from(ALONE))
+def test_a_loss_that_is_made_of_means_over_labels_is_that_of_all_rows_or_refused(
+    loss_fn: Any, flat: list[int], chunks: int, schedule: str
+):
+    """It is known by what its micro-batches divide: where that is in proportion to the rows, it is a mean over rows."""
+    target, x, model = torch.tensor(flat), rows(len(flat)), linears()
+    pipe = piped(linears(), [1, 2], chunks=chunks)
+    expected = loss_fn(model(x), target)
+    counts = [int(part.ne(PAD).sum()) * len(flat) / len(part) for part in target.chunk(chunks)]
+    with gpipe.inline():
+        if len({*counts}) > 1:
+            for method in (pipe.step, pipe.evaluate):
+                with pytest.raises(ValueError, match=r"a mean over another number than rows.*the sum and the count"):
+                    method(x, target, loss_fn=loss_fn)
+            assert all(p.grad is None for p in pipe.parameters())
+            return
+        found = pipe.step(x, target, loss_fn=loss_fn, schedule=schedule)
+    torch.testing.assert_close(found, expected.detach(), equal_nan=True)
+    if expected.isfinite():
+        expected.backward()
+        assert_same(pipe, model)
+
+
+@given(st.integers(1, 7), st.integers(1, 8), st.floats(0.5, 4))
+def test_a_division_by_a_constant_is_none_by_a_count(count: int, chunks: int, temperature: float):
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output / torch.tensor(temperature), target) / torch.tensor(2.0)
+
+    model, pipe = linears(), piped(linears(), [1, 2], chunks=chunks)
+    expected = loss_fn(model(rows(count)), rows(count))
+    torch.testing.assert_close(pipe.evaluate(rows(count), rows(count), loss_fn=loss_fn), expected.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -196,13 +261,14 @@ class TestCheckpointed:
         x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
         with gpipe.inline():
             pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+            pipe.zero_grad()
             with AllocationTracker() as tracker:
                 pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
         return tracker.peak
 
     @each_schedule
     @settings(max_examples=settings.default.max_examples // 10)
-    @given(few=st.integers(2, 5), more=st.integers(1, 12))
+    @given(few=st.integers(3, 6), more=st.integers(1, 12))
     def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(
         self, schedule: str, few: int, more: int
     ) -> None:

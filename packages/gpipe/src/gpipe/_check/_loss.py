@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from ..engine._loss_value import LossFunction, loss_value, own_loss
+from ..engine._weights import ObservedLoss
 from ..module._training import takes_output_alone
 from ._findings import Finding
 from ._rows import ROUNDING, difference, figure
@@ -50,9 +51,14 @@ class Loss:
     def of(self, parts: Sequence[LossPart]) -> Tensor:
         """The loss of a mini-batch that consists of ``parts``: the sum of their losses by the sum of their counts.
 
-        The count is the number of rows if the loss function returns a mean without a count.
+        The count is the number of rows if the loss function returns a mean without a count, over nothing else.
         """
-        losses = [(loss_value(self(output, target)), rows) for output, target, rows in parts]
+        every = sum(rows for *_, rows in parts)
+        observed = ObservedLoss(self)
+        losses = [
+            (loss_value(self(output, target) if rows == every else observed(output, target, rows / every)), rows)
+            for output, target, rows in parts
+        ]
         # A mean over rows becomes a sum before it is added up, as a pipe does it.
         totals = [loss.total * rows if loss.count is None else loss.total for loss, rows in losses]
         counts = [rows if loss.count is None else loss.count for loss, rows in losses]

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from microbatch import Arguments, Replicate
 
 from ..engine._loss_value import has_own_loss, own_loss
+from ..engine._reductions import Reductions
+from ..engine._weights import MiniBatchLoss
 from ._ending import split_loss_only
-from ._reductions import Reductions
 
 KINDS = ("counts", "rows", "sum")
 """How losses of parts are combined: weighted by what their means divide by, where :class:`Reductions` sees means, added
@@ -117,49 +117,6 @@ class OwnLoss:
             "give step() and evaluate() a loss_fn of what the loss is computed from: "
             'GPipe(model, sample=sample, pick="logits"), or another part of the output'
         )
-
-
-class MiniBatchLoss:
-    """Weighs the losses of micro-batches, as a loss function that returns a loss, or ``(sum, count)``.
-
-    Counts stay on their device. They are divided by the number that the first micro-batch makes expect of all, so that
-    gradients in half precision are as large as those of a mean. ``refused`` makes the error for other losses.
-    """
-
-    def __init__(self, refused: Callable[[str], ValueError]) -> None:
-        self._refused = refused
-        self._form: tuple[bool, int] | None = None
-        self._unit: Tensor | None = None
-        self._sums: Any = 0.0
-
-    def __call__(self, output: Any, share: float) -> Any:
-        """The loss of a micro-batch that has this ``share`` of all rows, of an output of :meth:`OwnLoss.part`."""
-        loss = own_loss(output)
-        counts, adds = output["counts"], output["adds"]
-        form = adds, 0 if counts is None else len(counts)
-        if self._form not in (None, form):
-            raise self._refused("it has other means, or sums, in some micro-batches than in others")
-        self._form = form
-        if counts is None:
-            return loss if adds else loss * share
-        if self._unit is None:
-            self._unit = counts[0].clamp(min=1.0) / max(share, 1e-3)
-        weight = self._common(counts) / self._unit
-        return loss * weight, weight
-
-    def _common(self, counts: Tensor) -> Tensor:
-        """The count of all means. It is right for all if their counts are in the same proportion everywhere."""
-        if len(counts) == 1:
-            return counts[0]
-        before = self._sums + torch.zeros_like(counts)
-        self._sums = before + counts
-        off = (counts * before[0] - counts[0] * before).abs() > 1e-5 * counts[0] * before
-        fits = ~off.any() & (counts.gt(0).all() | counts.eq(0).all())
-        if counts.device.type != "cpu":  # reading it would wait for the device
-            return counts[0].where(fits, torch.nan)
-        if not fits:
-            raise self._refused("it is made of several means, whose counts differ in proportion in this mini-batch")
-        return counts[0]
 
 
 def with_whole_count(inputs: Any) -> Any:

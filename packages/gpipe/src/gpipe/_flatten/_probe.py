@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..engine._loss_value import loss_value, own_loss
+from ..engine._reductions import Reductions
 from ._ending import BLOCK, LOSS_ONLY, Ending, Returned
 from ._inputs import Inputs
 from ._own_loss import KINDS, CombineError, Kinds, LossKind, OwnLoss
-from ._reductions import Reductions
 from ._segment import Segment
 
 ROWS = 3
@@ -121,7 +121,7 @@ class Trial(NamedTuple):
             return False
         total = torch.stack([each.total.double() for each in found]).sum()
         if found[0].count is not None:
-            total = total / sum(each.count.double() for each in found)
+            total = total / sum(float(each.count) for each in found)
         return torch.allclose(total, expected.double(), rtol=1e-5, atol=1e-7)
 
 

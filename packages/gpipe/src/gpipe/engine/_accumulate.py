@@ -130,6 +130,22 @@ Hooks = dict[int, Any]
 """The hooks that are called when a gradient arrives at a leaf, or has been accumulated."""
 
 
+class Held(NamedTuple):
+    """A leaf whose ``.grad`` and hooks are removed.
+
+    Attributes:
+        grad: that of before.
+        hooks: its dicts of hooks, each with what was in it.
+        ends: whether the leaf ends with the gradient of this run in ``.grad``, since nothing has to be added to it, or
+            be called with it.
+    """
+
+    leaf: Tensor
+    grad: Tensor | None
+    hooks: list[tuple[Hooks, Hooks]]
+    ends: bool
+
+
 class DeferredGradients:
     """Removes ``.grad`` and the hooks of leaves for one run, while their gradients accumulate over micro-batches.
 
@@ -138,33 +154,41 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[Tensor, Tensor | None, list[tuple[Hooks, Hooks]]]] = {}
+        self._held: dict[int, Held] = {}
 
-    def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
-        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every``, of all."""
+    def hold(self, leaves: Iterable[Tensor], *, every: bool = False, tied: bool = False) -> None:
+        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every`` or ``tied``, of all.
+
+        To the gradients of those that are ``tied`` others are added.
+        """
         # Stages on several workers, and the loss, may use one leaf.
         with self._lock:
             for leaf in leaves:
-                if (every or any(_HOOKS(leaf))) and id(leaf) not in self._held:
+                if (every or tied or any(_HOOKS(leaf))) and id(leaf) not in self._held:
                     expect_unguarded(leaf)
                     hooks = [(own, dict(own)) for own in _HOOKS(leaf) if own]
-                    self._held[id(leaf)] = leaf, leaf.grad, hooks
+                    self._held[id(leaf)] = Held(leaf, leaf.grad, hooks, not (tied or hooks or leaf.grad is not None))
                     leaf.grad = None
                     # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
                     for own, _ in hooks:
                         own.clear()
 
-    def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """Put ``.grad`` and the hooks back; return the leaves that have a gradient, with ``scale`` times that."""
+    def give_back(self, scale: Scale = 1.0, *, failed: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Put ``.grad`` and the hooks back; return the leaves that have a gradient, with ``scale`` times that.
+
+        Where it is all of ``.grad`` it is there already, and not returned, unless the run has ``failed``.
+        """
         gradients = []
         while self._held:  # one at a time, since an interrupt may come between, after which this is called again
-            key, (leaf, before, hooks) = next(iter(self._held.items()))
-            gradients.append((leaf, leaf.grad))
-            leaf.grad = before
+            key, (leaf, before, hooks, ends) = next(iter(self._held.items()))
+            found = None if leaf.grad is None or failed else scale_in_place(leaf.grad, scale)
+            if found is not None and not ends:
+                gradients.append((leaf, found))
+            leaf.grad = found if ends else before
             for own, removed in hooks:
                 own.update(removed)
             del self._held[key]
-        return [(leaf, scale_in_place(gradient, scale)) for leaf, gradient in gradients if gradient is not None]
+        return gradients
 
 
 _HOOKS: Callable[[Tensor], tuple[Hooks | None, Hooks | None]] = attrgetter(

@@ -140,7 +140,7 @@ class Pipeline:
                 # several gradients.
                 accumulate_whole([*_flowing(batches[: len(gradients)], gradients, loss.scale), *whole.items()])
             except BaseException as error:
-                run.deferred.give_back()
+                run.deferred.give_back(failed=True)
                 _restore(run, empty, error, adds or run.adds)
                 raise
 
@@ -177,7 +177,7 @@ class Pipeline:
                 try:
                     found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
                 except BaseException:
-                    run.deferred.give_back()  # an interrupt may come after the workers are done
+                    run.deferred.give_back(failed=True)  # an interrupt may come after the workers are done
                     raise
             return [*chain.from_iterable(found), *own]
 

@@ -45,6 +45,8 @@ def scale_of(count: float | Tensor) -> Scale:
     if isinstance(count, Tensor):
         # No .item() here, for which the host would wait.
         return DeviceScale(count.reciprocal().masked_fill(count == 0, 0.0))
+    if abs(count - 1.0) < 1e-12:  # a sum of shares: nothing has to be scaled
+        return 1.0
     return 1.0 / count if count else 0.0
 
 

@@ -271,7 +271,7 @@ class StageRun:
         if not self._has_begun:
             self._has_begun = True
             if self._tied:
-                deferred.hold(self._tied, every=True)
+                deferred.hold(self._tied, tied=True)
             deferred.hold(self._parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()

@@ -79,8 +79,9 @@ class Stepping(Divided):
                 ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and
                 ``"fill_drain"``. ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as
                 in ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
-            reduction: how the losses of micro-batches are combined: ``"mean"`` weights each by its rows, which is right
-                for plain means only; ``"sum"`` adds them up.
+            reduction: how the losses of micro-batches are combined: ``"sum"`` adds them up; ``"mean"`` weights each by
+                its rows, or, if ``loss_fn`` returns a mean of ``torch.nn.functional``, such as a cross entropy, by the
+                labels that count in it.
             normalizer: what the ``"sum"`` is divided by.
             return_outputs: also return the outputs, as :meth:`forward` would, detached.
             arguments: keywords for the first layer, as in ``step(**batch)``.
@@ -90,18 +91,19 @@ class Stepping(Divided):
             averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
             ``return_outputs`` the outputs come last.
 
-        If the loss is not a plain mean over rows, because of ``ignore_index``, class weights or padding, let
-        ``loss_fn`` return the sum and the count; the gradients are those of the sum divided by the count::
+        A mean over anything else than rows or labels, such as one that is divided by the sum of a mask, is refused
+        unless it is in proportion to the rows. Let ``loss_fn`` return the sum and the count; the gradients are those of
+        the sum divided by the count::
 
-            def loss_fn(logits, tokens):
-                total = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=PAD, reduction="sum")
-                return total, (tokens != PAD).sum()
+            def loss_fn(logits, batch):
+                losses = F.cross_entropy(logits.mT, batch["tokens"], reduction="none")
+                return (losses * batch["mask"]).sum(), batch["mask"].sum()
 
         Raises:
             TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
                 target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
             ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
-                grad, or that a model computes from all rows at once; a target or metrics with another number of rows
+                grad, or is not determined by those of micro-batches; a target or metrics with another number of rows
                 than the input.
             RuntimeError: grad mode is off; the pipe itself has hooks; it is in a ``DistributedDataParallel``, outside
                 of ``no_sync()``.

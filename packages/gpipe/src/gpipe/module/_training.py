@@ -17,6 +17,7 @@ from streams import add_note
 from .._flatten._own_loss import OwnLoss
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses, LossStage
+from ..engine._weights import ObservedLoss
 from ..values._sharing import gathered
 from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
@@ -71,6 +72,9 @@ def losses_of(
         _expect_defaults(call)
         return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
     is_mean = call.reduction == "mean"
+    if is_mean and call.loss_fn is not None and len(batches) > 1:
+        loss_fn = ObservedLoss(call.loss_fn)
+        arguments = [(*own, share) for own, share in zip(arguments, weights, strict=True)]
     return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs, is_mean=is_mean)
 
 

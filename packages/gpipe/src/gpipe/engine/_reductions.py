@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+
+class SeenMean(NamedTuple):
+    """A mean.
+
+    Attributes:
+        results: the mean, and what was made of it by multiplying it with, or dividing it by, the ``factors``.
+        divisor: what it divides by: a tensor on its device if that depends on values, such as labels that count.
+    """
+
+    results: list[Tensor]
+    divisor: Tensor | int
+    factors: list[Any]
+
+    @property
+    def number(self) -> Tensor:
+        mean = self.results[0]
+        if isinstance(self.divisor, Tensor):
+            return self.divisor
+        return torch.full((), self.divisor, dtype=_wide(mean), device=mean.device)
 
 
 class Reductions(TorchFunctionMode):
@@ -17,8 +37,9 @@ class Reductions(TorchFunctionMode):
     A mean over nothing is 0 and not nan: a micro-batch in which no label counts adds nothing to the loss.
 
     Attributes:
-        counts: for each mean what it divides by, on the device of the loss.
+        means: those that were computed.
         sums: how many sums there were.
+        selected: for each mean that was taken by hand of what a mask selects, how much that was.
         divisors: tensors of one number by which something was divided by hand.
         is_cut: whether a number was cut off, as by ``clamp``, or compared, or a mean taken by hand of what a mask
             selects: losses of parts are then no parts of the loss. Also whether torch's CTC was computed, which reads
@@ -30,14 +51,20 @@ class Reductions(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: list[Tensor] = []
+        self.means: list[SeenMean] = []
         self.sums = 0
+        self.selected: list[int] = []
         self.divisors: list[Tensor] = []
         self.is_cut = self._selects = False
         self._compared = []
 
+    @property
+    def counts(self) -> list[Tensor]:
+        """For each mean what it divides by, on the device of the loss."""
+        return [mean.number for mean in self.means]
+
     def any(self) -> bool:
-        return bool(self.counts) or self.sums > 0
+        return bool(self.means) or self.sums > 0
 
     def constants(self) -> set[int]:
         numbers = [each.item() if isinstance(each, Tensor) else each for each in self._compared]
@@ -51,8 +78,8 @@ class Reductions(TorchFunctionMode):
         is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
         reduction = None if is_old else kwargs.get("reduction")
         count_of = _COUNTS.get(function) if reduction == "mean" else None
-        count = None if count_of is None else count_of(*args, **kwargs).detach()
-        if count_of is _labels and count is not None and not args[1].is_floating_point():
+        count = None if count_of is None else count_of(*args, **kwargs)
+        if isinstance(count, Tensor):
             # Where nothing counts, as where all weights are 0, no label may: gradients would be 0 times nan.
             args = args[0], args[1].where(count > 0, kwargs.get("ignore_index", -100))
         found = function(*args, **kwargs)
@@ -60,9 +87,16 @@ class Reductions(TorchFunctionMode):
         number = next(iter(args), None) if name in _COMPARISONS else found if name in _CUTS else None
         self.is_cut |= isinstance(number, Tensor) and not number.dim() and number.is_floating_point()
         self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
-        self.is_cut |= name == "mean" and self._selects and not found.dim()
+        if name == "mean" and self._selects and not found.dim():
+            self.is_cut = True
+            self.selected.append((args or (*kwargs.values(),))[0].numel())
         if name in _DIVISIONS:
             self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
+        if name in _SCALES and _is_number(args[1]):
+            for mean in self.means:
+                if any(each is args[0] for each in mean.results):
+                    mean.results.append(found)
+                    mean.factors.append(args[1])
         if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
@@ -71,11 +105,19 @@ class Reductions(TorchFunctionMode):
         self.sums += reduction == "sum"
         if count is None:
             return found
-        # Half precision cannot count.
-        count = count.to(found.device, torch.promote_types(found.dtype, torch.float32))
-        self.counts.append(count)
         # Not a sum divided later: in half precision that overflows where the mean does not.
-        return torch.where(count > 0, found, torch.zeros_like(found))
+        if isinstance(count, Tensor):
+            count = count.to(found.device, _wide(found)).detach()
+            found = torch.where(count > 0, found, torch.zeros_like(found))
+        elif not count:
+            found = found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0.0)  # with its graph
+        self.means.append(SeenMean([found], count, []))
+        return found
+
+
+def _wide(loss: Tensor) -> torch.dtype:
+    """A type that counts: half precision cannot."""
+    return torch.promote_types(loss.dtype, torch.float32)
 
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
@@ -83,6 +125,7 @@ _CUTS = {"abs", "clamp", "clamp_max", "clamp_min", "clip", "ctc_loss", "max", "m
 _CUTS |= {"nansum", "relu", "where"}
 _DIVISIONS = {**dict.fromkeys(("div", "divide", "true_divide", "truediv", "itruediv"), 1), "reciprocal": 0, "rdiv": 0}
 """Which argument they divide by."""
+_SCALES = {"mul", "multiply", "rmul", *_DIVISIONS} - {"reciprocal", "rdiv"}
 
 
 def _is_number(value: Any) -> bool:
@@ -104,10 +147,10 @@ def _labels(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     **options: object,
-) -> Tensor:
+) -> Tensor | int:
     """How many labels count, or the sum of the weights of their classes."""
     if target.is_floating_point():  # a probability for each class
-        return _full(input, input.numel() // input.shape[min(1, input.dim() - 1)])
+        return input.numel() // input.shape[min(1, input.dim() - 1)]
     counted = target != ignore_index
     return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
 
@@ -116,15 +159,11 @@ def _elements(
     input: Tensor,  # noqa: A002 — as in torch
     target: Tensor,
     **options: object,
-) -> Tensor:
-    return _full(input, torch.broadcast_shapes(input.shape, target.shape).numel())  # type: ignore[no-untyped-call]
+) -> int:
+    return torch.broadcast_shapes(input.shape, target.shape).numel()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _full(like: Tensor, value: int) -> Tensor:
-    return torch.full((), value, device=like.device)
-
-
-_COUNTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+_COUNTS: dict[Callable[..., Any], Callable[..., Tensor | int]] = {
     F.cross_entropy: _labels,
     F.nll_loss: _labels,
     F.binary_cross_entropy: _elements,

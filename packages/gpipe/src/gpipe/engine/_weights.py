@@ -1,0 +1,151 @@
+"""By what the losses of micro-batches are weighted, where that is seen while they are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._loss_value import LossFunction, loss_value, own_loss
+from ._reductions import Reductions
+
+
+class MiniBatchLoss:
+    """Weighs the losses of micro-batches, as a loss function that returns a loss, or ``(sum, count)``.
+
+    Counts on accelerators stay there. They are divided by the number that the first micro-batch makes expect of all, so
+    that gradients in half precision are as large as those of a mean. ``refused`` makes the error for other losses.
+    """
+
+    def __init__(self, refused: Callable[[str], ValueError]) -> None:
+        self._refused = refused
+        self._form: tuple[bool, int] | None = None
+        self._unit: Tensor | None = None
+        self._sums: Any = 0.0
+
+    def __call__(self, output: Any, share: float) -> Any:
+        """The loss of a micro-batch that has this ``share`` of all rows, of an output of :meth:`OwnLoss.part`."""
+        loss = own_loss(output)
+        counts, adds = output["counts"], output["adds"]
+        form = adds, 0 if counts is None else len(counts)
+        if self._form not in (None, form):
+            raise self._refused("it has other means, or sums, in some micro-batches than in others")
+        self._form = form
+        if counts is None:
+            return loss if adds else loss * share
+        weight = self._weight(self._common(counts), share)
+        return loss * weight, weight
+
+    def _weight(self, count: Tensor, share: float) -> float | Tensor:
+        if count.device.type == "cpu":
+            count = count.double()
+        if self._unit is None:
+            self._unit = count.clamp(min=1.0) / max(share, 1e-3)
+        weight = count / self._unit
+        if count.device.type != "cpu":
+            return weight
+        # Where as much counts in all rows, nothing has to be scaled when the weights of all are known.
+        return share if math.isclose(weight, share, rel_tol=1e-12) else float(weight)
+
+    def _common(self, counts: Tensor) -> Tensor:
+        """The count of all means. It is right for all if their counts are in the same proportion everywhere."""
+        if len(counts) == 1:
+            return counts[0]
+        before = self._sums + torch.zeros_like(counts)
+        self._sums = before + counts
+        off = (counts * before[0] - counts[0] * before).abs() > 1e-5 * counts[0] * before
+        fits = ~off.any() & (counts.gt(0).all() | counts.eq(0).all())
+        if counts.device.type != "cpu":  # reading it would wait for the device
+            return counts[0].where(fits, torch.nan)
+        if not fits:
+            raise self._refused("it is made of several means, whose counts differ in proportion in this mini-batch")
+        return counts[0]
+
+
+class ObservedLoss:
+    """A loss function that may return a mean over anything, such as the labels that count.
+
+    A mean of :mod:`torch.nn.functional` over labels that count is weighted by their number, if it is returned as it is
+    or times a number; all else by rows. That is wrong for a loss that is made of means over other numbers, if these are
+    not in proportion to the rows. Such a loss is refused; on an accelerator, which is not waited for, it is nan.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn = loss_fn
+        self._whole = MiniBatchLoss(ValueError)
+        self._first: tuple[_Numbers, float] | None = None
+
+    def __call__(self, output: Any, *arguments: Any) -> Any:
+        """What the function returns for all ``arguments`` but the last, which is the share of all rows."""
+        *own, share = arguments
+        with Reductions() as seen:
+            found = self._loss_fn(output, *own)
+        loss, count, metrics = loss_value(found)
+        if count is not None:
+            return found
+        divisors = [mean.divisor for mean in seen.means]
+        is_one = len(divisors) == 1 and any(loss is each for each in seen.means[0].results)
+        if is_one and isinstance(divisors[0], Tensor):
+            off = self._is_off(_Numbers.of((), (), seen.means[0].factors), share)
+            value = self._whole({"loss": loss, "counts": divisors[0][None], "adds": False}, share)
+        else:
+            off = self._is_off(_Numbers.of(seen.selected + divisors, seen.divisors, ()), share)
+            value = (loss,)
+        if isinstance(off, Tensor):
+            value = value[0].masked_fill(off, torch.nan), *value[1:]
+        elif off:
+            raise ValueError(_MADE_OF_MEANS)
+        value = value if metrics is None else (*value, metrics)
+        return value if len(value) > 1 else value[0]
+
+    def _is_off(self, now: _Numbers, share: float) -> Any:
+        """Whether numbers are others than for the first micro-batch, with its share of all rows."""
+        self._first = self._first or (now, share)
+        first, its_share = self._first
+        off: Any = any(len(a) != len(b) for a, b in zip(first[::2], now[::2], strict=True))
+        for a, b in zip(first.sizes, now.sizes, strict=False):
+            off = off | _differ(a * share, b * its_share)
+        for a, b in zip(first.divisors, now.divisors, strict=False):
+            off = off | ((b == b // 1) & _differ(a, b) & _differ(a * share, b * its_share))
+        for a, b in zip(first.factors, now.factors, strict=False):
+            off = off | _differ(a, b)
+        return off
+
+
+class _Numbers(NamedTuple):
+    """Numbers by which the loss of a micro-batch depends on how the rows are cut.
+
+    Attributes:
+        sizes: what means divide by, which has to be in proportion to the rows.
+        divisors: what something is divided by by hand: a constant, or if it is whole perhaps in proportion to the rows.
+        factors: constants.
+    """
+
+    sizes: list[Any]
+    divisors: list[Any]
+    factors: list[Any]
+
+    @classmethod
+    def of(cls, *numbers: Iterable[Any]) -> _Numbers:
+        return cls(*([*map(_read, each)] for each in numbers))
+
+
+_MADE_OF_MEANS = (
+    "loss_fn makes its loss of a mean over another number than rows, such as that of labels that count, which is not "
+    "in proportion to the rows of micro-batches: their losses do not determine that of the mini-batch; return the "
+    "sum and the count, as in (F.cross_entropy(..., reduction='sum'), (target != -100).sum()), the mean itself, or "
+    "(loss * n, n) for a mean over n rows"
+)
+
+
+def _read(number: Tensor | float) -> Any:
+    """The ``number``, unless it is on an accelerator, which would be waited for."""
+    is_here = not isinstance(number, Tensor) or number.device.type == "cpu"
+    return float(number) if is_here else number
+
+
+def _differ(a: Any, b: Any) -> Any:
+    return abs(a - b) > 1e-6 * abs(a)
