@@ -55,8 +55,9 @@ def messages(package: str) -> list[Message]:
     source = PACKAGES / package / "src"
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in source.rglob("*.py")}
     kinds = errors_of(trees.values())
-    found = [(file.relative_to(source), each) for file, tree in trees.items() for each in errors_in(tree, kinds)]
-    return sorted({Message(topic_of(file), *each) for file, each in found})
+    shared = {name: text for tree in trees.values() for name, text in assigned_in(tree).items() if name.isupper()}
+    found = [(file, each) for file, tree in trees.items() for each in errors_in(tree, kinds, shared)]
+    return sorted({Message(topic_of(file.relative_to(source)), *each) for file, each in found})
 
 
 def topic_of(file: Path) -> str:
@@ -71,9 +72,16 @@ def errors_of(trees: Iterable[ast.Module]) -> set[str]:
     return own | {each.name for each in classes if any(ast.unparse(base) in own for base in each.bases)}
 
 
-def errors_in(tree: ast.Module, kinds: set[str]) -> Iterator[tuple[str, str]]:
-    """Type and text of each error that a module makes, to be raised there or by its callers, and of its warnings."""
-    words = Words(tree)
+def assigned_in(tree: ast.Module) -> dict[str, ast.expr]:
+    return {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+
+
+def errors_in(tree: ast.Module, kinds: set[str], shared: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
+    """Type and text of each error that a module makes, to be raised there or by its callers, and of its warnings.
+
+    ``shared`` has the constants of the package, which a module may import.
+    """
+    words = Words(tree, shared)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and (kind := kind_of(node.func, kinds)):
             text = " ".join(with_arguments(words.of(node.args[0]), node.args[1:]).split())
@@ -96,10 +104,9 @@ def with_arguments(text: str, arguments: list[ast.expr]) -> str:
 class Words:
     """What the expressions of a module say, as far as it is written there."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    def __init__(self, tree: ast.Module, shared: dict[str, ast.expr]) -> None:
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        self._elsewhere = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        self._elsewhere = shared | assigned_in(tree)
         self._elsewhere |= {each.name: text for each in functions if (text := only_return(each)) is not None}
 
     def of(self, node: ast.expr) -> str:

@@ -15,6 +15,11 @@ from ..values._constants import is_constant
 from ._inputs import Inputs
 from ._tree import Tree, flattened
 
+WITH_SAMPLE = (
+    "with the sample, from which the layers were made; make a new pipe with a sample that the model treats alike"
+)
+"""The end of errors of a forward that does something else than with the sample."""
+
 
 class Like(NamedTuple):
     """The shape and dtype of a tensor."""

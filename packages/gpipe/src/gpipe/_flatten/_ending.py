@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
 
-from ._calls import Called, Key, Like, Observed, is_as_then
+from ._calls import WITH_SAMPLE, Called, Key, Like, Observed, is_as_then
 from ._inputs import Inputs
 from ._placeholders import unknown
 from ._skeleton import skeleton
@@ -96,8 +96,7 @@ class Ending:
                     for leaf, then in zip(now, known.outputs, strict=True)
                 ):
                     raise RuntimeError(
-                        f"{name!r} was called more often than with the sample, or returned another structure; flatten "
-                        "the model with a sample that it treats alike"
+                        f"{name!r} was called more often, or returned another structure, than {WITH_SAMPLE}"
                     )
                 found.update({(name, number, m): leaf for m, leaf in enumerate(now) if isinstance(leaf, Tensor)})
         # What follows no rows, as a position bias, is left out: a loss that needs it is refused on the sample.

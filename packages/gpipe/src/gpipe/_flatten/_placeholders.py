@@ -15,7 +15,7 @@ from microbatch import map_tensors
 from .._current import current
 from .._torch import no_torch_dispatch, no_torch_function
 from ..values._leaves import storage_id
-from ._calls import Like
+from ._calls import WITH_SAMPLE, Like
 from ._sources import looks_at_shapes, tensors_of
 from ._watch import SIZES, VALUES
 
@@ -124,10 +124,7 @@ def _is_known(value: Any) -> bool:
 
 def _expect_known(value: Any, user: str) -> None:
     if not _is_known(value):
-        raise RuntimeError(
-            f"{user} uses what another part of the model computes, and did not with the sample, from which the layers "
-            "were made; make a new pipe with a sample that the model treats alike"
-        )
+        raise RuntimeError(f"{user} uses what another part of the model computes, and did not {WITH_SAMPLE}")
 
 
 _LIKE = frozenset([Tensor.to, Tensor.type_as])
@@ -139,10 +136,7 @@ class Untouched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SIZES:
-            raise RuntimeError(
-                "the forward asks for the sizes of what a block returns, and did not with the sample, from which the "
-                "layers were made; make a new pipe with a sample that the model treats alike"
-            )
+            raise RuntimeError(f"the forward asks for the sizes of what a block returns, and did not {WITH_SAMPLE}")
         if func in _LIKE and not isinstance(args[0], cls):  # only its dtype is read: the result is a plain tensor
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
@@ -150,8 +144,8 @@ class Untouched(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = func.__name__.partition(".")[0]
         raise RuntimeError(
-            f"an operation ({func.__name__.partition('.')[0]}) uses what a block returns before the next block is "
-            "called, and none did with the sample, from which the layers were made; make a new pipe with a sample that "
-            "the model treats alike"
+            f"an operation ({name}) uses what a block returns before the next block is called, and none did "
+            f"{WITH_SAMPLE}"
         )

@@ -14,7 +14,7 @@ from .._current import setting
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
-from ._calls import Calls, Key, Like, is_as_then, like
+from ._calls import WITH_SAMPLE, Calls, Key, Like, is_as_then, like
 from ._collected import collecting
 from ._ending import Ending, Recording, Returned, split_loss_only
 from ._inputs import Inputs
@@ -213,10 +213,7 @@ class ModelBlock(Part):
         with collecting(carried["collected"].get(first, {})) as collected:
             found, tree = flattened(self.net(*args, **kwargs))
         if tree != self._call.result:
-            raise RuntimeError(
-                f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
-                "that it treats alike"
-            )
+            raise RuntimeError(f"block {self.path!r} returned another structure than {WITH_SAMPLE}")
         self._expect_constants(found)
         for title, key in self._gives.items():
             tensor = found[key[2]] if key[2] >= 0 else given[-1 - key[2]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._current import current
 from ..values._leaves import storage_id
-from ._calls import Key, Like, Observed, like
+from ._calls import WITH_SAMPLE, Key, Like, Observed, like
 from ._collected import Collected, collector, copied
 from ._placeholders import Placeholder, Untouched, computed, is_computed, unknown
 from ._script import output_name
@@ -134,10 +134,7 @@ class Tape:
         """The number, among the calls of all blocks, of the next call of one to which these ``numbers`` belong."""
         turn = next(self._counts[name])
         if turn >= len(numbers):
-            raise RuntimeError(
-                f"block {name!r} is called more often in this forward than with the sample, from which its layers were "
-                "made; make a new pipe with a sample that it treats alike"
-            )
+            raise RuntimeError(f"block {name!r} is called more often in this forward than {WITH_SAMPLE}")
         return numbers[turn]
 
     def _restore(self, name: str, j: int, leaves: Sequence[Any]) -> None:
@@ -148,8 +145,8 @@ class Tape:
             if value is not None and not is_computed(leaf) and storage_id(leaf) not in self._real:
                 if like(leaf) != like(value):
                     raise RuntimeError(
-                        f"block {name!r} was called with a tensor {like(value)}, and later code takes it for one "
-                        f"{like(leaf)}; make a new pipe with a sample that the model treats alike"
+                        f"later code takes a tensor {like(value)}, with which block {name!r} was called, for one "
+                        f"{like(leaf)}, and did not {WITH_SAMPLE}"
                     )
                 if isinstance(leaf, Placeholder):
                     leaf.is_known[:] = [True]
@@ -184,10 +181,7 @@ class Tape:
     def early(self, name: str, calls: Sequence[Observed]) -> Any:
         """What a module of another segment returns: what is given, or placeholders, which a forward may write to."""
         if not calls:
-            raise RuntimeError(
-                f"{name!r} is called in this forward, and was not with the sample, from which the layers were made; "
-                "make a new pipe with a sample that it treats alike"
-            )
+            raise RuntimeError(f"{name!r} is called in this forward, and was not {WITH_SAMPLE}")
         number = next(self._counts[name])
         call = calls[min(number, len(calls) - 1)]
         known = self._shapes.get(name, ())
