@@ -161,17 +161,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _in_order(model: nn.Module, called: Sequence[nn.Module], candidates: Sequence[Trunk]) -> list[Trunk]:
     """Those of the ``candidates`` whose modules are called once each, in order, and none of the others between."""
-    # Of a list under two names, the first one.
-    names = {model.get_submodule(name): name for trunk in reversed(candidates) for name in trunk}
-    order = [names[module] for module in called if module in names]
-    return [trunk for trunk in candidates if _in_a_row(trunk, order)]
-
-
-def _in_a_row(trunk: Trunk, order: Sequence[str]) -> bool:
-    if not trunk or trunk[0] not in order:
-        return False
-    first = order.index(trunk[0])
-    return list(order[first : first + len(trunk)]) == trunk and all(order.count(name) == 1 for name in trunk)
+    counts = Counter(called)
+    return [
+        run
+        for run in _runs(model, called, candidates)
+        if run in candidates and all(counts[model.get_submodule(name)] == 1 for name in run)
+    ]
 
 
 def _runs(model: nn.Module, called: Sequence[nn.Module], candidates: Sequence[Trunk]) -> list[Trunk]:
