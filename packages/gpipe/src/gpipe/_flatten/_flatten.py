@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from microbatch import map_tensors, unwrap
 
-from ..engine._loss_value import has_own_loss, own_loss
+from ..engine._loss_value import has_own_loss
 from ..skip import Namespace
 from ._cache import expect_documents_apart, without_cache
 from ._calls import Called, Calls, observe
@@ -22,7 +22,7 @@ from ._collected import asked_of, expect_returned
 from ._ending import Ending, ending_of
 from ._inputs import Inputs
 from ._names import Flattened
-from ._segment import ModelBlock, Pick, Segment
+from ._segment import ModelBlock, Pick, Segment, picker
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import followers, named_units, skeleton
 from ._standins import StandIn, saw
@@ -79,12 +79,12 @@ def flatten(
     """
     # A copy: a forward may change it in place, before it is refused.
     inputs = Inputs.of(map_tensors(Tensor.clone, unwrap(sample)[0]))
-    picked = _picker(pick)
+    picked = picker(pick)
     if not has_data(model):
         inputs = with_values(inputs)
     expect_documents_apart(model, inputs)
     with unchanged(model) as state, without_cache(model):
-        layers = _flattened(model, inputs, blocks, picked, state, whole=pick is None)
+        layers = _flattened(model, inputs, blocks, picked, state)
     asked, ending = asked_of(model, inputs, model.modules()), layers[-1].ending
     if pick is None:
         expect_returned(asked, None if ending is None else ending.missing)
@@ -96,20 +96,15 @@ def flatten(
 
 
 def _flattened(
-    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: State, *, whole: bool
+    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, state: State
 ) -> Flattened:
-    """The layers.
-
-    Args:
-        state: of the model, before the runs on the sample.
-        whole: whether the pipe may return the whole output.
-    """
+    """The layers, where ``state`` is that of the model before the runs on the sample."""
     with _in_mode(False, model), shapes_only(model):
         called, output = observe(model, inputs)
     refusals = []
     for trunks in find_trunks(model, [module for module, _ in called], blocks):
         try:
-            return _divided(model, inputs, called, output, pick, state, trunks, whole=whole)
+            return _divided(model, inputs, called, output, pick, state, trunks)
         except ValueError as refusal:
             refusals.append(refusal)
             state.restore()
@@ -117,15 +112,7 @@ def _flattened(
 
 
 def _divided(
-    model: nn.Module,
-    inputs: Inputs,
-    called: Called,
-    output: Any,
-    pick: Pick,
-    state: State,
-    trunks: Sequence[Trunk],
-    *,
-    whole: bool,
+    model: nn.Module, inputs: Inputs, called: Called, output: Any, pick: Pick, state: State, trunks: Sequence[Trunk]
 ) -> Flattened:
     """The layers where these are the ``trunks``, from the modules that were called, and the output, for the sample."""
     name = type(model).__name__
@@ -145,7 +132,7 @@ def _divided(
     with _in_mode(False, model, layers), shapes_only(model) as shapes:
         expect_equal(name, expected, layers, inputs, shapes)
         if ending is not None:
-            add_own_loss(name, output, layers, inputs, pick, shapes, whole=whole)
+            add_own_loss(name, output, layers, inputs, shapes)
     changed.expect_of_one(name, layers)
     if ending is not None:
         changed.expect_none_of_loss(name, layers[-1], ending.calls)
@@ -168,9 +155,10 @@ def _parts(
     """A segment before, between and after the trunks, and the blocks of the trunks, in order, with their names."""
     counts, namespace = Counter[str](), Namespace()  # of the calls of each block before
     for s, trunk in enumerate([*trunks, []]):
-        net, picked, first = _net(model, trunks, calls, s, ending), None if trunk else pick, counts.total()
-        segment = Segment(net, calls, inputs, names=trunk, first=first, number=s, namespace=namespace, pick=picked)
-        segment.ending = None if trunk else ending
+        own, first = None if trunk else ending, counts.total()
+        net = _net(model, trunks, calls, s, own)
+        segment = Segment(net, calls, inputs, names=trunk, first=first, number=s, namespace=namespace, pick=pick)
+        segment.ending = own
         yield ("end" if not trunk else f"between_{s}" if s else "start"), segment
         for place, name in enumerate(trunk):
             module, number, last = model.get_submodule(name), first + place, place == len(trunk) - 1
@@ -181,15 +169,13 @@ def _parts(
 
 
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, ending: Ending | None) -> nn.Module:
-    """The copy of the model for ``segment``."""
+    """The copy of the model for ``segment``, with the ``ending`` of the last one."""
     names, last = list(chain.from_iterable(trunks)), len(trunks)
     blocks: dict[nn.Module, list[int]] = {}  # the numbers of the calls of each
     for j, name in enumerate(names):
         blocks.setdefault(model.get_submodule(name), []).append(j)
     replaced = {block: StandIn(block, names[own[0]], calls.blocks, own) for block, own in blocks.items()}
-    observed: dict[nn.Module, Callable[..., None]] = {}
-    if segment == last and ending is not None:
-        observed = {model.get_submodule(name): partial(saw, name) for name in ending.calls}
+    observed = {model.get_submodule(name): partial(saw, name) for name in (ending.calls if ending else ())}
     for name, unit in named_units(model, frozenset(blocks), frozenset(calls.modules)):
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
         own = calls.segments_of(unit) or ({last} if has_state else {segment})
@@ -212,22 +198,3 @@ def _in_mode(training: bool, *models: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in before.items():
             module.training = mode
-
-
-def _picker(pick: str | Pick | None) -> Pick:
-    if callable(pick):
-        return pick
-    if pick is not None and not isinstance(pick, str):
-        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
-    return _main_field if pick is None else partial(_field, pick)
-
-
-def _field(name: str, output: Any) -> Any:
-    return output[name] if isinstance(output, dict) else getattr(output, name)
-
-
-def _main_field(output: Any) -> Any:
-    if not isinstance(output, dict):
-        return own_loss(output) if has_own_loss(output) else output
-    found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
-    return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))

@@ -64,7 +64,6 @@ class Values(NamedTuple):
 class Trial(NamedTuple):
     """Computes the loss of a model for rows that are made from its sample; ``output`` is that of the last layer."""
 
-    model: str
     output: Callable[[Values], Any]
 
     def kinds(self, values: Values) -> Kinds:
@@ -94,7 +93,7 @@ class Trial(NamedTuple):
             if loss is not None and not any(loss.equal(known) for _, known in tried):  # it makes a difference
                 tried.append((each, loss))
         for name in KINDS if tried else ():
-            own = OwnLoss(self.model, dict.fromkeys((False, True), LossKind(name)))
+            own = OwnLoss("the model", dict.fromkeys((False, True), LossKind(name)))
             if all(self._agrees(each, loss, own) for each, loss in tried):
                 return LossKind(name, seen.any())
         return None
@@ -125,10 +124,8 @@ class Trial(NamedTuple):
         return torch.allclose(total, expected.double(), rtol=1e-5, atol=1e-7)
 
 
-def kinds_of(
-    model: str, ending: Ending, segment: Segment, pick: Callable[[Any], Any], inputs: Inputs, returned: Returned
-) -> Kinds:
-    """How losses of ``model`` are combined, tried on random numbers in place of what modules returned, on the CPU.
+def kinds_of(ending: Ending, segment: Segment, inputs: Inputs, returned: Returned) -> Kinds:
+    """How losses of a model are combined, tried on random numbers in place of what modules returned, on the CPU.
 
     Both modes of a model must agree, unless it draws random numbers in training.
     """
@@ -142,7 +139,7 @@ def kinds_of(
 
     def trial(training: bool) -> Trial:
         net = _local(ending.net(segment), training)
-        return Trial(model, lambda values: pick(ending(segment, *values, net=net, local=local)))
+        return Trial(lambda values: segment.pick(ending(segment, *values, net=net, local=local)))
 
     with torch.no_grad():
         # A balancing loss of experts is a product of means, and may be so small that those of parts seem to add up.

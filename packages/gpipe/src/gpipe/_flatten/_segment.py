@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._current import setting
+from ..engine._loss_value import has_own_loss, own_loss
 from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
@@ -29,6 +30,25 @@ from ._tree import flattened
 Pick = Callable[[Any], Any]
 
 
+def picker(pick: str | Pick | None) -> Pick:
+    if callable(pick):
+        return pick
+    if pick is not None and not isinstance(pick, str):
+        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
+    return main_field if pick is None else partial(_field, pick)
+
+
+def _field(name: str, output: Any) -> Any:
+    return output[name] if isinstance(output, dict) else getattr(output, name)
+
+
+def main_field(output: Any) -> Any:
+    if not isinstance(output, dict):
+        return own_loss(output) if has_own_loss(output) else output
+    found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
+    return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))
+
+
 @skippable()
 class Segment(Part):
     """What a model does before its first block, between two trunks, or after its last block.
@@ -38,9 +58,9 @@ class Segment(Part):
     Args:
         calls: what the model did with the sample.
         inputs: the sample; its tensors skip from segment to segment.
-        names, first: of the blocks that follow, and the number of the first of them.
+        names, first: of the blocks that follow, and the number of the first of them. The last segment has none.
         number: of this segment.
-        pick: what the last segment makes of what the model returns; None in others.
+        pick: what the last segment makes of what the model returns.
 
     Attributes:
         done: the leaves of what the block before returned in the sample.
@@ -61,7 +81,7 @@ class Segment(Part):
         first: int,
         number: int,
         namespace: Namespace,
-        pick: Pick | None,
+        pick: Pick,
     ) -> None:
         super().__init__(net, "")
         self._names = list(names)
@@ -71,10 +91,10 @@ class Segment(Part):
         # Else a single mapping stands for named arguments, as batches of a data loader do.
         self._takes_mapping = isinstance(next(iter(inputs.args), None), Mapping)
         self._number = number
-        self._pick = pick
+        self.pick = pick
         tensors = range(len(inputs.tensors()))
         self._came = [_skip(k, number) for k in tensors] if number else []
-        self._goes = [_skip(k, number + 1) for k in tensors] if pick is None else []
+        self._goes = [_skip(k, number + 1) for k in tensors] if names else []
         self._needs = calls.skips(lambda source, segment: segment == number)
         self._gives = calls.skips(lambda source, _: source.segment == number and not source.is_block)
         self._written = calls.written
@@ -107,7 +127,7 @@ class Segment(Part):
             if tensor is not None:
                 given[key] = tensor.clone() if key in self._written else tensor
         tape = self._tape(carried, tensors, given)
-        if self._pick is not None:
+        if not self._names:
             return self._result(tape, inputs, loss_only)
         self.run(tape, inputs)
         for title, (module, call, place) in self._gives.items():
@@ -148,8 +168,7 @@ class Segment(Part):
         return computed(recording.ending(self, inputs, found, recording.shapes), "the output")
 
     def _picked(self, tape: Tape, inputs: Inputs) -> Any:
-        assert self._pick is not None
-        return computed(self._pick(self.run(tape, inputs)), "the output")
+        return computed(self.pick(self.run(tape, inputs)), "the output")
 
     def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Key, Tensor]) -> Tape:
         values = carried.get("values", {})

@@ -12,7 +12,7 @@ from ._inputs import Inputs
 from ._own_loss import BEYOND, NEITHER, UNKNOWN, OwnLoss
 from ._placeholders import is_placeholder
 from ._probe import kinds_of
-from ._segment import ModelBlock, Pick, Segment
+from ._segment import ModelBlock, Segment, main_field
 from ._shapes import Shapes
 from ._tree import flattened
 
@@ -85,18 +85,13 @@ def _fields(output: Any, picked: Any) -> dict[Any, Any]:
     return dict(enumerate(output)) if isinstance(output, tuple) else {"loss": picked}
 
 
-def add_own_loss(
-    name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None, *, whole: bool
-) -> None:
-    """Give the last layer what combines the losses of micro-batches, tried on the sample.
-
-    ``whole`` says whether the pipe may return the whole output, with the loss of all rows.
-    """
+def add_own_loss(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
+    """Give the last layer what combines the losses of micro-batches, tried on the sample."""
     last = layers[-1]
     assert isinstance(last, Segment)
     ending = last.ending
     assert ending is not None
-    picked = pick(expected)
+    picked = last.pick(expected)
     fields = _fields(expected, picked)
     loss = next((name for name, value in fields.items() if value is picked), "loss")
     ending.fields = frozenset(fields)
@@ -111,13 +106,14 @@ def add_own_loss(
     except Exception:  # it needs more than what modules around the loss return
         ending.fields = frozenset()
     else:
-        told = _fields(output, pick(output))
+        told = _fields(output, last.pick(output))
         same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
         ending.fields = frozenset(same)
         # What stand-ins return is not a number, and would be equal.
         returned = found if loss in ending.fields and not is_nan else None
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
-    last.ending = ending if whole and returned is not None else None
-    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(name, ending, last, pick, inputs, returned)
+    # A part of the output that the caller has picked is all that the pipe returns.
+    last.ending = ending if last.pick is main_field and returned is not None else None
+    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(ending, last, inputs, returned)
     reason = UNKNOWN if is_nan else BEYOND if returned is None else NEITHER
     last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None, reason=reason)
