@@ -46,9 +46,6 @@ class Reductions(TorchFunctionMode):
             beyond its memory if labels are tried that do not exist.
     """
 
-    # Of what the loss compares something with: numbers, and tensors that are read only where a loss is tried.
-    _compared: list[Any]
-
     def __init__(self) -> None:
         super().__init__()
         self.means: list[SeenMean] = []
@@ -56,7 +53,8 @@ class Reductions(TorchFunctionMode):
         self.selected: list[int] = []
         self.divisors: list[Tensor] = []
         self.is_cut = self._selects = False
-        self._compared = []
+        # What the loss compares something with: numbers, and tensors that are read only where a loss is tried.
+        self._compared: list[Any] = []
 
     @property
     def counts(self) -> list[Tensor]:
@@ -141,26 +139,17 @@ def _is_mask(index: Any) -> bool:
 
 
 def _labels(
-    input: Tensor,  # noqa: A002 — as in torch
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    **options: object,
+    scores: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, **options: object
 ) -> Tensor | int:
     """How many labels count, or the sum of the weights of their classes."""
     if target.is_floating_point():  # a probability for each class
-        return input.numel() // input.shape[min(1, input.dim() - 1)]
+        return scores.numel() // scores.shape[min(1, scores.dim() - 1)]
     counted = target != ignore_index
     return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
 
 
-def _elements(
-    input: Tensor,  # noqa: A002 — as in torch
-    target: Tensor,
-    **options: object,
-) -> int:
-    return torch.broadcast_shapes(input.shape, target.shape).numel()  # type: ignore[no-untyped-call, no-any-return]
+def _elements(found: Tensor, target: Tensor, **options: object) -> int:
+    return torch.broadcast_shapes(found.shape, target.shape).numel()  # type: ignore[no-untyped-call, no-any-return]
 
 
 _COUNTS: dict[Callable[..., Any], Callable[..., Tensor | int]] = {
@@ -174,4 +163,4 @@ _COUNTS: dict[Callable[..., Any], Callable[..., Tensor | int]] = {
     F.smooth_l1_loss: _elements,
     F.huber_loss: _elements,
 }
-"""What the mean of each function divides by."""
+"""What the mean of each function divides by. Torch passes its input and target by position, however it is called."""
