@@ -14,9 +14,9 @@ from microbatch import map_tensors
 
 from .._current import current
 from .._torch import no_torch_dispatch, no_torch_function
-from ..values._leaves import storage_id
+from ..values._leaves import storage_id, tensors_of
 from ._calls import WITH_SAMPLE, Like
-from ._sources import looks_at_shapes, tensors_of
+from ._sources import looks_at_shapes
 from ._watch import SIZES, VALUES
 
 

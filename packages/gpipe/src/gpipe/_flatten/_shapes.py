@@ -12,10 +12,10 @@ from torch.utils import _pytree
 
 from streams import add_note
 
-from ..values._leaves import storage_id
+from ..values._leaves import storage_id, tensors_of
 from ._inputs import Inputs
 from ._placeholders import is_placeholder
-from ._sources import Sources, is_whole, tensors_of
+from ._sources import Sources, is_whole
 
 
 def has_data(model: nn.Module) -> bool:

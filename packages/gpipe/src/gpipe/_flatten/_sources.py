@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from microbatch import flatten
 from streams import DispatchMode
 
-from ..values._leaves import storage_id
+from ..values._leaves import storage_id, tensors_of
 
 
 class Sources(DispatchMode):  # type: ignore[no-untyped-call]
@@ -47,10 +46,6 @@ class Sources(DispatchMode):  # type: ignore[no-untyped-call]
     def prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments that an operation is called with in place of these."""
         return args, kwargs
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..values._leaves import storage_id
+from ..values._leaves import storage_id, tensors_of
 from ._calls import DRAWN, Calls, Observed, Origin
 from ._inputs import Inputs
-from ._sources import Sources, is_whole, tensors_of
+from ._sources import Sources, is_whole
 from ._tree import flattened
 
 
@@ -132,7 +132,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
 
     def returned(self, output: Any) -> None:
         """Note what the model returns, which may be what a block returned."""
-        self._use(tensors_of(output), of_block=True)
+        self._use(output, of_block=True)
 
     def values_of(self, tensor: Tensor) -> None:
         """Note that a forward takes the values of ``tensor``."""
