@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,18 +47,18 @@ Recipe = tuple[BlockRecipe, ...]
 
 
 def recipe_of(
-    arguments: Sequence[tuple[list[Any], Tree]], fakes: dict[int, tuple[int, int]], names: Sequence[str], first: int
+    arguments: Sequence[tuple[list[Any], Tree]], fakes: Mapping[int, str], names: Sequence[str], first: int
 ) -> tuple[Recipe, dict[str, Tensor]]:
     """How to call blocks with these arguments, and the values that this takes beside what blocks return.
 
     Args:
         arguments: the leaves and the tree of each call.
-        fakes: for what stands for an output of a block, by identity: the number of the block and the place.
+        fakes: for what stands for outputs of blocks, by identity, their names.
         names: of the blocks, for errors.
         first: the number of the first of them.
     """
     values: dict[str, Tensor] = {}
-    known: dict[int, str] = {key: output_name(j, m) for key, (j, m) in fakes.items()}
+    known = dict(fakes)
     calls = []
     for j, (leaves, tree) in enumerate(arguments):
         found: list[Value | Constant] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._current import current
+from .._torch import no_torch_function
 from ..values._leaves import storage_id
 from ._calls import WITH_SAMPLE, Key, Like, Observed, like
 from ._collected import Collected, collector, copied
@@ -43,7 +44,7 @@ class Tape:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
         local: makes of a parameter or buffer of another layer what this forward computes with; None gives placeholders.
-        fakes: for what stands for an output of one of these blocks, its number and place.
+        fakes: for what stands for outputs of these blocks, by identity, their names.
         foreseen: whether blocks of earlier segments returned sizes that follow from the sample and their arguments.
     """
 
@@ -63,10 +64,9 @@ class Tape:
         self.collected = dict(collected)
         self._first, self._names, self.done = first, names, done
         self.arguments: list[tuple[list[Any], Tree]] = []
-        self.fakes: dict[int, tuple[int, int]] = {}
+        self.fakes: dict[int, str] = {}
         self.foreseen = True
         self.local: Callable[[Tensor], Tensor] | None = None
-        self._likely: dict[int, Like] = {}
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._real = {storage_id(leaf) for leaf in (*done, *given.values(), *inputs) if isinstance(leaf, Tensor)}
         self._context = self._present()
@@ -111,7 +111,8 @@ class Tape:
                 raise Stop
         known = self._shapes.get(output_name(j))
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        now = self._likely[id(first)] if id(first) in self.fakes else like(first)
+        with no_torch_function():  # what stands for the output of a block refuses to tell its sizes
+            now = like(first)
         likely: Sequence[Any] = [_likely(leaf, call.given, now) for leaf in call.outputs]
         if known:
             self.foreseen &= list(map(_sizes, known[0])) == list(map(_sizes, likely))
@@ -125,9 +126,7 @@ class Tape:
                 leaf.plain().as_subclass(Untouched) if isinstance(leaf, Placeholder) else leaf for leaf in outputs
             ]
             self._held.append(outputs)  # or their identities might be given out again
-            for m, leaf in enumerate(outputs):
-                if isinstance(leaf, Tensor):
-                    self.fakes[id(leaf)], self._likely[id(leaf)] = (j, m), likely[m]
+            self.fakes |= {id(leaf): output_name(j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
         return call.result.value(outputs)
 
     def _number(self, name: str, numbers: Sequence[int]) -> int:
