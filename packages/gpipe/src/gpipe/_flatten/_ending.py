@@ -7,7 +7,7 @@ modules. It then computes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ._placeholders import unknown
 from ._skeleton import skeleton
 from ._standins import ShapesByName, StandIn, Tape
 from ._tree import MISSING
+from ._trunk import outermost
 
 if TYPE_CHECKING:
     from ._segment import Segment
@@ -182,28 +183,15 @@ def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence
     for module, call in called:
         calls.setdefault(module, []).append(call)
     rows = inputs.rows()
-    found = dict(_around(model, calls, blocks, rows))
+
+    def is_of_rows(module: nn.Module) -> bool:
+        return module in calls and all(_has_rows(call.outputs, rows) for call in calls[module])
+
+    # The largest modules but blocks that return values for rows, and no loss; the rest of the forward is the loss.
+    found = {name: calls[module] for name, module in outermost(model, is_of_rows, skips=blocks.__contains__)}
     if any(blocks[-1] in model.get_submodule(name).modules() for name in found):
         return Ending(found, (), rows)
     return Ending(found, [m for m, leaf in enumerate(calls[blocks[-1]][-1].outputs) if isinstance(leaf, Like)], rows)
-
-
-def _around(
-    module: nn.Module,
-    calls: Mapping[nn.Module, list[Observed]],
-    blocks: Collection[nn.Module],
-    rows: int,
-    path: str = "",
-) -> Iterator[tuple[str, list[Observed]]]:
-    """The largest modules but blocks that return values for rows, and no loss; the rest of the forward is the loss."""
-    for name, child in module.named_children():
-        called = calls.get(child, [])
-        if child in blocks:
-            continue
-        if called and all(_has_rows(call.outputs, rows) for call in called):
-            yield path + name, called
-        else:
-            yield from _around(child, calls, blocks, rows, f"{path}{name}.")
 
 
 def _has_rows(outputs: Sequence[Any], rows: int) -> bool:

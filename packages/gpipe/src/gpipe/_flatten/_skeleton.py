@@ -16,6 +16,7 @@ from .._current import current
 from ._cache import uncached
 from ._calls import Like
 from ._placeholders import is_computed, unknown
+from ._trunk import outermost
 
 _OBSERVE = -1
 """The number of a hook that is not the user's."""
@@ -204,11 +205,8 @@ def named_units(
     model: nn.Module, blocks: frozenset[nn.Module], called: frozenset[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules, with their names, that are not in ``blocks`` and are called as a whole or not at all."""
-    for name, child in model.named_children():
-        if child in blocks or isinstance(child, _LISTS):
-            continue
-        if child in called or (blocks | called).isdisjoint(child.modules()):
-            yield name, child
-        else:
-            for inner, unit in named_units(child, blocks, called):
-                yield f"{name}.{inner}", unit
+    return outermost(
+        model,
+        fits=lambda module: module in called or (blocks | called).isdisjoint(module.modules()),
+        skips=lambda module: module in blocks or isinstance(module, _LISTS),
+    )

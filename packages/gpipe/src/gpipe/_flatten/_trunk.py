@@ -9,6 +9,7 @@ from itertools import chain, cycle, groupby, pairwise
 from torch import nn
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+Fits = Callable[[nn.Module], bool]
 Trunk = list[str]
 """The names of blocks that are called one after the other, one for each call."""
 
@@ -32,7 +33,7 @@ def find_trunks(
             raise ValueError(f"blocks names {name!r}, of which the model calls nothing; leave it out of blocks")
     found = _runs(model, called, candidates or _found(model, called))
     if not found:
-        unseen = next(_outermost(model, _alike), None)
+        unseen = next((name for name, _ in outermost(model, _alike)), None)
         because = f"it calls no element of {unseen!r} (layer.forward(x) in place of layer(x) is not seen)"
         raise ValueError(
             f"{type(model).__name__} cannot be divided: "
@@ -95,11 +96,11 @@ def _found(model: nn.Module, called: Sequence[nn.Module]) -> list[Trunk]:
         return sum(counts[module] * _size(module) for module in modules)
 
     alike = _lists(model, lambda layers: _alike(layers) and any(counts[layer] for _, layer in _inside(layers)))
-    again = _outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
+    again = outermost(model, lambda module: counts[module] > 1 and _has_parameters(module))
     mixed, sequences = (_in_order(model, called, _lists(model, fits)) for fits in (_in_list, _in_sequence))
     if _lists(model, _alike) and (not alike or 2 * work(alike) >= work(mixed)):
         return _in_order(model, called, alike) or alike
-    best, every = max((sequences, mixed, [[name] for name in again]), key=work), [_every(model, called)]
+    best, every = max((sequences, mixed, [[name] for name, _ in again]), key=work), [_every(model, called)]
     return best if 2 * work(best) >= work(every) > 0 else every
 
 
@@ -127,17 +128,21 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _lists(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[Trunk]:
-    return [_elements(model, name) for name in _outermost(model, fits)]
+def _lists(model: nn.Module, fits: Fits) -> list[Trunk]:
+    return [_elements(model, name) for name, _ in outermost(model, fits)]
 
 
-def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[str]:
-    """The names of modules that fit, and are not inside another one that does."""
+def outermost(
+    model: nn.Module, fits: Fits, skips: Fits = lambda module: False, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that fit, with their names, that are not inside another one that does, or that ``skips``."""
     for name, child in model.named_children():
+        if skips(child):
+            continue
         if fits(child):
-            yield prefix + name
+            yield prefix + name, child
         else:
-            yield from _outermost(child, fits, f"{prefix}{name}.")
+            yield from outermost(child, fits, skips, f"{prefix}{name}.")
 
 
 def _alike(layers: nn.Module) -> bool:
