@@ -43,7 +43,7 @@ class Tape:
     Attributes:
         returned: the leaves and the tree of what observed modules returned, by name and in order.
         arguments: the leaves and the tree of what each block is called with.
-        local: makes of a parameter or buffer of another layer what this forward computes with; None gives placeholders.
+        local: makes of a parameter or buffer of another layer what this forward computes with; else placeholders.
         fakes: for what stands for outputs of these blocks, by identity, their names.
         foreseen: whether blocks of earlier segments returned sizes that follow from the sample and their arguments.
     """
@@ -66,7 +66,7 @@ class Tape:
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, str] = {}
         self.foreseen = True
-        self.local: Callable[[Tensor], Tensor] | None = None
+        self.local: Callable[[Tensor], Tensor] = lambda tensor: unknown(like(tensor), device, writable=False)
         self.returned: dict[str, list[tuple[list[Any], Tree]]] = {}
         self._real = {storage_id(leaf) for leaf in (*done, *given.values(), *inputs) if isinstance(leaf, Tensor)}
         self._context = self._present()
@@ -117,10 +117,7 @@ class Tape:
         if known:
             self.foreseen &= list(map(_sizes, known[0])) == list(map(_sizes, likely))
             likely = known[0]
-        outputs = [
-            self._given.get((name, j, m), unknown(leaf, self.device, writable=known is not None))
-            for m, leaf in enumerate(likely)
-        ]
+        outputs = self._outputs(name, j, likely, writable=known is not None)
         if j >= self._first:
             outputs = [
                 leaf.plain().as_subclass(Untouched) if isinstance(leaf, Placeholder) else leaf for leaf in outputs
@@ -185,12 +182,15 @@ class Tape:
         call = calls[min(number, len(calls) - 1)]
         known = self._shapes.get(name, ())
         leaves = known[number] if number < len(known) else call.outputs
-        return call.result.value(
-            [
-                self._given[name, number, m] if (name, number, m) in self._given else unknown(leaf, self.device)
-                for m, leaf in enumerate(leaves)
-            ]
-        )
+        return call.result.value(self._outputs(name, number, leaves, writable=True))
+
+    def _outputs(self, name: str, call: int, leaves: Sequence[Any], *, writable: bool) -> list[Any]:
+        """Of what a module or block returned: what is given, and placeholders for the rest."""
+        given = self._given
+        return [
+            given[name, call, m] if (name, call, m) in given else unknown(leaf, self.device, writable=writable)
+            for m, leaf in enumerate(leaves)
+        ]
 
 
 def _likely(leaf: Any, then: Like | None, now: Like | None) -> Any:
@@ -257,12 +257,10 @@ class Likeness:
             return None if child is None else Likeness(child, stand_in)
         for tensors in (module._parameters, module._buffers):
             if name in tensors:
-                tape = current.tape
-                if tape is None:  # it may be written to, by an initialisation
-                    return unknown(like(tensors[name]), torch.device("meta"))
-                if tape.local is not None and tensors[name] is not None:
-                    return tape.local(tensors[name])
-                return unknown(like(tensors[name]), tape.device, writable=False)
+                tensor, tape = tensors[name], current.tape
+                if tensor is None or tape is None:  # outside of a forward an initialisation may write to it
+                    return unknown(like(tensor), torch.device("meta"))
+                return tape.local(tensor)
         if name in vars(module):
             stand_in.real.asked.add((module, name))
             return vars(module)[name]
