@@ -61,13 +61,12 @@ def skeleton(
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A shallow copy with the same tensors, children and hooks, in dicts of its own."""
+    """A shallow copy with the same tensors, children and hooks, in dicts and sets of its own."""
     twin: nn.Module = object.__new__(type(module))  # some classes refuse copy.copy, such as parametrized ones
     for name, value in vars(module).items():
         twin.__dict__[name] = value
-        if isinstance(value, dict) and name.startswith("_"):
+        if isinstance(value, (dict, set)) and name.startswith("_"):
             twin.__dict__[name] = copy.copy(value)
-    twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return twin
 
 
