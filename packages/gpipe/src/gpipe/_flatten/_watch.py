@@ -23,7 +23,7 @@ def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> 
     """Run ``model`` once, without gradients, and record what the parts of its forward use."""
     watcher = _Watcher(model, trunks)
     with torch.no_grad(), watcher.hooks(), _Asked(watcher.sizes_of, watcher.values_of), watcher:
-        watcher.returned(inputs.call(model))
+        watcher.use(inputs.call(model), of_block=True)  # a model may return what a block returned
     return watcher.calls
 
 
@@ -82,7 +82,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         if len(self._inside) > 1:
             return
         is_block = module in self._blocks
-        self._use((args, kwargs), of_block=is_block)
+        self.use((args, kwargs), of_block=is_block)
         self._note(id(module))
         if is_block:
             self._keep_arguments(self._blocks[module], (args, kwargs))
@@ -114,7 +114,8 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                 source = Origin(name, len(self.calls.blocks), -1 - k, self._segment, is_block=True)
                 self._known[storage_id(leaf)] = leaf, frozenset([source])
 
-    def _use(self, value: Any, *, of_block: bool = False) -> None:
+    def use(self, value: Any, *, of_block: bool = False) -> None:
+        """Note that a forward uses ``value``: gives it to a block or returns it (``of_block``), or computes with it."""
         self._use_sources(self.of(value), of_block=of_block)
 
     def _use_sources(self, sources: frozenset[Any], *, of_block: bool = False) -> None:
@@ -130,14 +131,10 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
             if source.is_output and not of_block:
                 self._cut_behind(source)
 
-    def returned(self, output: Any) -> None:
-        """Note what the model returns, which may be what a block returned."""
-        self._use(output, of_block=True)
-
     def values_of(self, tensor: Tensor) -> None:
         """Note that a forward takes the values of ``tensor``."""
         if not self._inside:
-            self._use(tensor)
+            self.use(tensor)
             self._read |= self.of(tensor)
 
     def sizes_of(self, tensor: Tensor) -> None:
@@ -163,7 +160,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                     if not isinstance(source, Origin):
                         self._note(source)
             return func(*args, **(kwargs or {}))
-        self._use((args, kwargs))
+        self.use((args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         found = {*map(storage_id, tensors_of(result))}
         if func._schema.is_mutable:
