@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._agreement import agreement
-from ._gathering import collectives, gathering_of
 from ._groups import Group, expect_group
+from ._rendezvous import collectives, gathering_of
 
 BUCKET: Final = 25 * 2**20
 """Bytes that are reduced in one collective: smaller ones spend more time on latency, larger ones start later."""

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._agreement import agreement
-from ._gathering import gathering_of
 from ._groups import Group
 from ._optimizers import by_name, from_names, parameters_by_name
+from ._rendezvous import gathering_of
 from ._stored import Stored, write
 
 

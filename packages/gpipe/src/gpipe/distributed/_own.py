@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from streams import has_streams
 
 from ..module._arguments import Device, parsed_device
 from ..module._init import Initializer, Loaded
 from ..module._partition import partitions_of, place_partitions
 from ._random import next_seed
-from ._routes import backend_of
 from ._tied import Twin, twins_of
+
+TRANSPORTS = ("auto", "host")
+
+_OF_HOSTS = frozenset({"gloo", "mpi", "fake"})
 
 
 class Share(NamedTuple):
@@ -77,3 +83,16 @@ def _places(device: Any, count: int) -> list[torch.device]:
             f"device: expected one, or one for each of the {count} stages of this rank; got {len(given)}: {device!r}"
         )
     return [parsed_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]
+
+
+def backend_of(device: torch.device, transport: str) -> str | None:
+    """The backend of process groups that sends from ``device``, such as ``"nccl"``; None if that is by way of hosts."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
+    if transport == "host" or not has_streams(device):
+        return None
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:  # torch has no backend for it
+        return None
+    return backend if backend not in _OF_HOSTS and dist.is_backend_available(backend) else None

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from .._current import current
 from ..engine._failures import Failures, When
 from ..engine._losses import Losses
 from ..engine._processes import Processes
@@ -19,18 +20,17 @@ from ..skip import SkipLayout
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement, unlike
-from ._channels import RemoteChannel
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
+from ._forms import Payload
 from ._groups import Groups
 from ._messages import RemoteLink
 from ._own import Share
 from ._random import take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
-from ._routes import routes_between, tags
 from ._tied import Twins, expect_alike
-from ._wires import open_wires
+from ._wires import Route, open_wires, tags
 
 _BEFORE: Final[When] = (-2.0, -1)
 """The time of a failure before the first step of a run."""
@@ -296,6 +296,49 @@ class Ranks(Processes):
         if "unlike" in reports[k]:
             raise ValueError(reports[k]["unlike"]) from None
         raise RemoteError(f"rank {self._members[k]} failed: {reports[k]['what']}") from None
+
+
+def routes_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
+    """The channels between stages of two ranks, of skips, and of shared tensors, numbered alike on all ranks."""
+    ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
+    return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
+
+
+class RemoteChannel(Channel):
+    """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
+
+    Args:
+        failures: is told when the other rank cancels the run.
+        loss: the losses of the run. Each message says whether they return a count, as far as its sender knows.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, link: RemoteLink, failures: Failures, loss: Losses | None) -> None:
+        arrived: dict[int, Payload] = {}
+
+        def put(microbatch: int, payload: Any) -> None:
+            link.put(microbatch, payload, flag=loss is not None and loss.scales)
+
+        def get(microbatch: int) -> Any:
+            while microbatch not in arrived:
+                try:
+                    i, counts, arrived[i] = link.get()
+                except Cancelled:
+                    failures.hear(link.poisoned)
+                    raise
+                if isinstance(loss, FarLoss):
+                    loss.scales |= counts
+            payload = arrived.pop(microbatch)
+            if current.observed is not None:
+                current.observed.got(payload, moved=True)
+            return payload
+
+        self.get_values = self.get_gradients = get
+        self.put_values = self.put_gradients = put
+
+    def cancel(self) -> None:
+        """Nothing: other ranks learn of a failure by :meth:`RemoteLink.poison`."""
 
 
 def _earliest(run: Run | None) -> When:

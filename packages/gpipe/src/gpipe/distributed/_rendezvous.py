@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from ._errors import LostRankError, UnreachableError, is_of_gloo, named
-from ._groups import Groups
+from ._groups import ALONE, Group, Groups, expect_group, open_groups
 from ._messages import RemoteLink
 
 Report = dict[str, Any]
@@ -152,3 +155,26 @@ def _text_of(reports: Sequence[Report], own: Report) -> bytes:
         if report
     }
     return pickle.dumps(told)
+
+
+_opened: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
+
+
+def gathering_of(group: Group | None) -> Rendezvous:
+    """The members of ``group``, all of which must call this together; by default all processes, or this one alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Rendezvous(ALONE)
+    group = expect_group(group)
+    if group not in _opened:
+        _opened[group] = Rendezvous(open_groups(group, None))
+    return _opened[group]
+
+
+@contextmanager
+def collectives(meeting: Rendezvous) -> Iterator[None]:
+    """A context for collectives over the connections of ``meeting``; all members meet at its end, and fail together."""
+    groups = meeting.groups
+    with meeting.reaching():
+        groups.peers.update({*range(len(groups.members))} - {groups.me})  # gloo decides which of them exchange messages
+        yield
+        meeting.meet({})

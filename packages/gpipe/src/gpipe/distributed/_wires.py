@@ -45,7 +45,9 @@ from ._forms import Dense, Form, bytes_of
 from ._groups import Groups
 from ._messages import Peer
 from ._rendezvous import Rendezvous
-from ._routes import Route, direct
+
+Route = tuple[int, int, int]
+"""The number of a channel, and its two stages."""
 
 MOST: Final = 28
 """Wires that a device can have. A stream is one of 32 that torch has of each device and priority, in turn: a wire takes
@@ -210,6 +212,22 @@ def open_wires(
                         f"{target}: {error}; give transport='host' to send by way of host memory instead"
                     ) from error
     return wires
+
+
+def tags(number: int) -> tuple[int, int]:
+    return 2 * number, 2 * number + 1
+
+
+def direct(routes: Iterable[Route], backends: Sequence[str | None]) -> list[Route]:
+    """The directions in which tensors go from device to device: tag, first and last stage, in the same order on all
+    ranks.
+    """
+    found = []
+    for number, a, b in routes:
+        if backends[a] is not None and backends[a] == backends[b]:
+            forth, back = tags(number)
+            found += [(forth, a, b), (back, b, a)]
+    return found
 
 
 def _expect_few(directions: Iterable[Route], devices: Mapping[int, torch.device]) -> None:
