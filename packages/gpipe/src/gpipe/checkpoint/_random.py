@@ -286,6 +286,17 @@ def _number(generator: torch.Generator) -> int:
     return int(torch.randint(2**32, (), device="cpu", generator=generator))
 
 
+def next_seed() -> int:
+    """The seed that a run would take now; the generator does not change."""
+    return _number(torch.Generator().set_state(state_of(PROCESS)))
+
+
+def take_seed() -> None:
+    """Change the process's generator as a run that draws does."""
+    with process_lock:
+        _number(PROCESS)
+
+
 def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
     for generator, state in states:
         generator.set_state(state)

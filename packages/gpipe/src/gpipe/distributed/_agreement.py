@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,22 +51,20 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
             raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
     first = reports[0]["alike"]
     for k, each in enumerate(reports):
-        if (name := unlike(first, each["alike"])) is not None:
-            raise ValueError(disagreement(name, first, each["alike"], members[0], members[k]))
+        if (text := disagreement(first, each["alike"], members[0], members[k])) is not None:
+            raise ValueError(text)
     found.heard = [each["told"] for each in reports]
 
 
-def unlike(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The name of a value in ``first`` that is another one in ``other``, if there is one."""
-    return next((name for name, expected in first.items() if other.get(name) != expected), None)
-
-
-def disagreement(name: str, first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str:
-    """What to say if ``rank`` has another value of this name than ``other_rank``."""
-    return (
-        f"the ranks disagree: {name} is {first[name]!r} on rank {rank}, but {other.get(name)!r} on rank {other_rank}; "
-        "give all of them the same" + _SEED * name.startswith("the checksum")
-    )
+def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str | None:
+    """What to say of a value in ``first``, of ``rank``, that is another one in ``other``; None if there is none."""
+    for name, expected in first.items():
+        if other.get(name) != expected:
+            return (
+                f"the ranks disagree: {name} is {expected!r} on rank {rank}, but {other.get(name)!r} on rank "
+                f"{other_rank}; give all of them the same" + _SEED * name.startswith("the checksum")
+            )
+    return None
 
 
 _SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"
@@ -77,8 +76,7 @@ def described(module: nn.Sequential) -> dict[str, Any]:
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),
         "parameters and buffers of the model": _digest(
             (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-            for own in (module.named_parameters(), module.named_buffers())
-            for name, tensor in own
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
         ),
         "version of torch": torch.__version__,
     }
@@ -89,8 +87,7 @@ def checksums(module: nn.Module) -> dict[str, int]:
     with torch.no_grad():
         return {
             f"the checksum of {name!r}": _checksum(tensor)
-            for own in (module.named_parameters(), module.named_buffers())
-            for name, tensor in own
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
             if not hasattr(tensor, "placements")  # each replica has another shard
         }
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from streams import has_streams
 
+from ..checkpoint._random import next_seed
 from ..module._arguments import Device, parsed_device
 from ..module._init import Initializer, Loaded
 from ..module._partition import partitions_of, place_partitions
-from ._random import next_seed
 from ._tied import Twin, twins_of
 
 TRANSPORTS = ("auto", "host")

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from torch import Tensor, nn
 
 from .._current import current
+from ..checkpoint._random import take_seed
 from ..engine._failures import Failures, When
 from ..engine._losses import Losses
 from ..engine._processes import Processes
@@ -19,14 +20,13 @@ from ..engine._settings import RunObserver
 from ..skip import SkipLayout
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
-from ._agreement import disagreement, unlike
+from ._agreement import disagreement
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._forms import Payload
 from ._groups import Groups
 from ._messages import RemoteLink
 from ._own import Share
-from ._random import take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
 from ._tied import Twins, expect_alike
@@ -203,9 +203,8 @@ class Ranks(Processes):
         if told is not None:
             first, batches, found.seed = told
             found.batches = found.batches if self._rendezvous.is_root else batches
-            name = unlike(first, found.alike)
-            if name is not None and not errors:
-                text = disagreement(name, first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+            text = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+            if text is not None and not errors:
                 errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": text}
         elif not errors:
             errors, report = [Cancelled()], {"failed": True}

@@ -20,6 +20,7 @@ from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from .._flatten._own_loss import OwnLoss
+from ..checkpoint._random import next_seed
 from ..engine._left_behind import refuse_in_runs
 from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
@@ -47,7 +48,6 @@ from ._norm import clip, norm_over
 from ._own import Share, own_share
 from ._parallel import expect_parallel, sharded_over, synced_layers, synced_over
 from ._processes import Opening, Ranks
-from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
@@ -121,7 +121,7 @@ class Rank(Stepping):
         groups = open_groups(group, _seconds(timeout))
         self._group = group
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
-        with self._replicas.agreement() as shared:
+        with agreement(self._replicas.meeting) as shared:
             with agreement(rendezvous) as found:
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
@@ -337,7 +337,7 @@ class Rank(Stepping):
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())
             if schedule is not None:
-                self._replicas.begin()
+                self._replicas.meeting.expect_open()
                 self._last = self._choice(schedule)
             self._sharding.expect_whole()
             expect_parallel(parallel, self._members)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ._agreement import Agreement, agreement
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
 from ._groups import ALONE, Group, open_groups
 from ._rendezvous import Rendezvous, Report
@@ -25,22 +24,18 @@ class Replicas:
         group: these ranks, one of each replica; None if there is one pipe only.
         timeout: how long ranks of one replica wait for each other. Replicas wait longer: one needs up to three times as
             long to find out which rank it has lost, and may have begun later.
+
+    Attributes:
+        meeting: of these ranks.
     """
 
     def __init__(self, group: Group | None, timeout: timedelta) -> None:
-        self._meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE))
+        self.meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE))
         self._met = True
 
     @property
     def are_there(self) -> bool:
-        return len(self._meeting.groups.members) > 1
-
-    def agreement(self) -> AbstractContextManager[Agreement]:
-        """A context for work that each replica does by itself: if it raises in one, it raises in all."""
-        return agreement(self._meeting)
-
-    def begin(self) -> None:
-        self._meeting.expect_open()
+        return len(self.meeting.groups.members) > 1
 
     @contextmanager
     def hearing(self, give_up: Callable[[], None]) -> Iterator[None]:
@@ -58,7 +53,7 @@ class Replicas:
             raise
 
     def close(self) -> None:
-        self._meeting = Rendezvous(ALONE)
+        self.meeting = Rendezvous(ALONE)
 
     def meet(self) -> None:
         """Meet at the end of a step; RemoteError or LostRankError if another one has failed, or has ended."""
@@ -71,16 +66,16 @@ class Replicas:
         self._met = True
         failed: list[str] = []
         with suppress(LostRankError):  # raised below
-            reports = self._meeting.meet({} if error is None else _failure(error))
+            reports = self.meeting.meet({} if error is None else _failure(error))
             failed = [
-                each["failed"] for k, each in enumerate(reports) if "failed" in each and k != self._meeting.groups.me
+                each["failed"] for k, each in enumerate(reports) if "failed" in each and k != self.meeting.groups.me
             ]
             for each in reports:
                 if "lost" in each:
-                    self._meeting.leave(each["lost"])
+                    self.meeting.leave(each["lost"])
         if error is not None and not is_of_gloo(str(error)):
             return
-        self._meeting.expect_open()
+        self.meeting.expect_open()
         for told in sorted(failed, key=is_of_gloo):  # those that have only followed from another come last
             raise RemoteError(f"another replica has failed: {told}") from None
 
