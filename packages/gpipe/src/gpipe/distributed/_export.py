@@ -86,8 +86,7 @@ def export(
     walk = _walk(schedule, chunks, places)
     weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
     share = own_share(layers, sizes, places, dist.get_rank(group), device, initializer)
-    own = dict(zip(share.numbers, share.partitions, strict=True))
-    return Exported(*runtime_of(own, share.devices, len(sizes), walk, chunks, weighed, group))
+    return Exported(*runtime_of(share, walk, chunks, weighed, group))
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:

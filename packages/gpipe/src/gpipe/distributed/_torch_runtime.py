@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine._stage import StageLayers
 from ..schedule import Kind, Walk
 from ..values._describe import shapes
+from ._own import Share
 
 _KINDS = {
     Kind.FORWARD: _ComputationType.FORWARD,
@@ -80,9 +81,11 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         self._splits = any(step.action.kind == Kind.BACKWARD_INPUT for steps in walk for step in steps)
         self._ready_for: bool | None = None
         self._first: dict[str, str] = {}
-        self._prepare_schedule_with_comms(
-            {rank: [_action(*step) for step in steps if step.action.kind in _KINDS] for rank, steps in enumerate(walk)}
-        )
+        actions: dict[int, list[Any]] = {
+            rank: [_Action(j, _KINDS[kind], i) for j, (kind, i) in steps if kind in _KINDS]
+            for rank, steps in enumerate(walk)
+        }
+        self._prepare_schedule_with_comms(actions)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Like torch's ``step``. Refuses a mini-batch of which torch would drop rows, or compute something else."""
@@ -126,23 +129,13 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
             )
 
 
-def _action(stage: int, action: tuple[Kind, int]) -> Any:
-    kind, microbatch = action
-    return _Action(stage, _KINDS[kind], microbatch)
-
-
 def runtime_of(
-    partitions: Mapping[int, nn.Module],
-    devices: Sequence[torch.device],
-    stages: int,
-    walk: Walk,
-    chunks: int,
-    loss_fn: Callable[..., Tensor] | None,
-    group: dist.ProcessGroup | None,
+    share: Share, walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None, group: dist.ProcessGroup | None
 ) -> tuple[list[PipelineStage], Runtime]:
-    """The stages of this rank, of ``stages`` in all, and what runs them."""
+    """The stages of this rank, and what runs them."""
+    stages = len(share.every)
     own = [
         PipelineStage(ExportedStage(partition, j, stages), j, stages, device, group=group)
-        for (j, partition), device in zip(partitions.items(), devices, strict=True)
+        for j, partition, device in zip(share.numbers, share.partitions, share.devices, strict=True)
     ]
     return own, Runtime(own, walk, chunks, loss_fn)
