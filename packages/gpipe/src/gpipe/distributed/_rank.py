@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -298,13 +298,10 @@ class Rank(Stepping):
                 return None
             return self._checked(called_with(self._end(0), call), self._loss_of_all if call.loss_fn is None else None)
 
-        with self._heard() if kind is LossStage else nullcontext():
+        with self._replicas.hearing(self._end_collectives) if kind is LossStage else nullcontext():
             batches = self._agreed(call.method, schedule, given).batches
             losses: Any = self._losses(kind, call, batches) if self._pipeline.ends else FarLoss()
         return batches, losses
-
-    def _heard(self) -> AbstractContextManager[None]:
-        return self._replicas.hearing(self._end_collectives)
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
@@ -324,7 +321,7 @@ class Rank(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         assert self._last is not None
         own = schedule if isinstance(schedule, Schedule) else self._last
-        with self._heard(), self._sharding.reduced_once(loss):
+        with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Checked | None]) -> Opening:
