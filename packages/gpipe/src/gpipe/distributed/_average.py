@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ._agreement import agreement
 from ._groups import Group, expect_group
-from ._rendezvous import collectives, gathering_of
+from ._rendezvous import gathering_of
 
 BUCKET: Final = 25 * 2**20
 """Bytes that are reduced in one collective: smaller ones spend more time on latency, larger ones start later."""
@@ -54,19 +54,27 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     if not parameters or group.size() == 1:
         return
     meeting = gathering_of(group)
+    gloo, me = meeting.groups.gloo, meeting.groups.me
+    # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
     is_on_hosts = all(parameter.device.type == "cpu" for parameter in parameters)
-    with torch.no_grad(), collectives(meeting):
-        for bucket in _buckets(_present(parameters, meeting.groups.gloo)):
-            gradients = [_dense(parameter) for parameter in bucket]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            flat /= group.size()  # before the sum, which could overflow in float16
-            if is_on_hosts:
-                # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
-                meeting.groups.gloo.allreduce([flat]).wait()
-            else:
-                dist.all_reduce(flat, group=group)
-            for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+    with torch.no_grad(), meeting.reaching():
+        meeting.groups.peers.update({*range(group.size())} - {me})  # gloo decides which of them exchange messages
+        for bucket in _buckets(_present(parameters, gloo)):
+            _reduce(bucket, group, gloo if is_on_hosts else None)
+        meeting.meet({})  # so that all fail together
+
+
+def _reduce(bucket: Sequence[Tensor], group: dist.ProcessGroup, gloo: Any) -> None:
+    """Average the gradients of these parameters over ``gloo``, or over ``group`` if that is None."""
+    gradients = [_dense(parameter) for parameter in bucket]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat /= group.size()  # before the sum, which could overflow in float16
+    if gloo is None:
+        dist.all_reduce(flat, group=group)
+    else:
+        gloo.allreduce([flat]).wait()
+    for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:

@@ -41,7 +41,7 @@ class Rendezvous:
         # The root may still be waiting for another member, if there are any, when this one waits for its answer.
         timeout = (1 if self.is_root or len(groups.members) == 2 else 2) * (groups.timeout + _GRACE)
         self._links = [RemoteLink(groups.peer(k, tag, tag, timeout), small=0) for k in others]
-        self._lost: LostRankError | None = None
+        self._lost: str | None = None  # why no meeting begins any more
 
     def announced(self, what: Any) -> Any:
         """What the root says to all, none of which waits for any other; ``what`` at the root itself."""
@@ -54,20 +54,17 @@ class Rendezvous:
 
     def meet(self, report: Report) -> list[Report]:
         """Send ``report``, and return those of all members; LostRankError, for good, if one is missing."""
-        self.expect_open()
-        try:
+        with self.reaching():
             return self._gather(report) if self.is_root else self._exchange(report)
-        except UnreachableError as error:
-            raise self.found_lost(error) from None
 
     def expect_open(self) -> None:
         if self._lost is not None:
-            raise LostRankError(str(self._lost))
+            raise LostRankError(self._lost)
 
     @contextmanager
     def reaching(self) -> Iterator[None]:
-        """A context for what members do together outside of meetings. After a failure, no meeting begins any more: some
-        members may be done, and others may wait.
+        """A context for what members do together. After a failure, no meeting begins any more: some members may be
+        done, and others may wait.
         """
         self.expect_open()
         try:
@@ -75,34 +72,30 @@ class Rendezvous:
         except LostRankError:
             raise
         except BaseException as error:
-            is_lost = isinstance(error, UnreachableError) or is_of_gloo(str(error))
-            lost = self.found_lost(error) if is_lost else None
+            if isinstance(error, UnreachableError) or is_of_gloo(str(error)):
+                self._lost = self._found_lost(error)
+                raise LostRankError(self._lost) from None
             self.leave()
-            if lost is not None:
-                raise lost from None
             raise
 
     def leave(self, why: str = _FAILED) -> None:
         """Close all connections; others find this member missing."""
-        self._lost = self._lost or LostRankError(why)
+        self._lost = self._lost or why
         self.groups.end()
 
-    def found_lost(self, error: BaseException) -> LostRankError:
-        """The error that all members raise, each of which comes here, because of ``error``."""
-        if self._lost is None:
-            suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
-            patience = _MOMENT
-            if isinstance(error, UnreachableError):
-                suspects.add(error.member)
-                # That one may itself wait for the one that is lost, and come a moment later.
-                patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
-            self.groups.end()  # so that whoever waits for this member comes here too
-            try:
-                told = self._called_roll(suspects, patience)
-            except RuntimeError:  # the process with the store has ended
-                told = self._text(suspects)
-            self._lost = LostRankError(told)
-        return LostRankError(str(self._lost))
+    def _found_lost(self, error: BaseException) -> str:
+        """What all members raise, each of which comes here, because of ``error``."""
+        suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
+        patience = _MOMENT
+        if isinstance(error, UnreachableError):
+            suspects.add(error.member)
+            # That one may itself wait for the one that is lost, and come a moment later.
+            patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
+        self.groups.end()  # so that whoever waits for this member comes here too
+        try:
+            return self._called_roll(suspects, patience)
+        except RuntimeError:  # the process with the store has ended
+            return self._text(suspects)
 
     def _called_roll(self, suspects: set[int], patience: float) -> str:
         """Say over the store that this member is there; wait for the suspects. The first to know says who is lost."""
@@ -168,13 +161,3 @@ def gathering_of(group: Group | None) -> Rendezvous:
     if group not in _opened:
         _opened[group] = Rendezvous(open_groups(group, None))
     return _opened[group]
-
-
-@contextmanager
-def collectives(meeting: Rendezvous) -> Iterator[None]:
-    """A context for collectives over the connections of ``meeting``; all members meet at its end, and fail together."""
-    groups = meeting.groups
-    with meeting.reaching():
-        groups.peers.update({*range(len(groups.members))} - {groups.me})  # gloo decides which of them exchange messages
-        yield
-        meeting.meet({})

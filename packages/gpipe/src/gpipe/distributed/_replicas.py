@@ -49,18 +49,17 @@ class Replicas:
             yield
         except BaseException as error:
             give_up()
-            self._end(error)
+            self.meet(error)
             raise
 
     def close(self) -> None:
         self.meeting = Rendezvous(ALONE)
 
-    def meet(self) -> None:
-        """Meet at the end of a step; RemoteError or LostRankError if another one has failed, or has ended."""
-        self._end(None)
+    def meet(self, error: BaseException | None = None) -> None:
+        """Meet at the end of a step, unless it has met, and tell the others of an ``error``.
 
-    def _end(self, error: BaseException | None) -> None:
-        """Meet, unless this step has; raise the failure of others, unless ``error`` is this rank's own."""
+        RemoteError or LostRankError if another one has failed, or has ended, unless the ``error`` is this rank's own.
+        """
         if self._met:
             return
         self._met = True
