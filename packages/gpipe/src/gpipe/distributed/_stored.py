@@ -47,10 +47,9 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        self._folder = folder
-        self._metadata = FileSystemReader(folder).read_metadata()
+        self._folder, self._reader = folder, FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
         self._entries = self._metadata.state_dict_metadata
-        self._paths = self._metadata.planner_data or {}
 
     def expect_model(self, names: set[str], own: Mapping[str, Any]) -> None:
         """Raise ValueError if the checkpoint has other names than ``names``, or other shapes than ``own``."""
@@ -79,7 +78,7 @@ class Stored:
 
         if not any(key.startswith("optimizer.") for key in self._entries):
             raise ValueError(f"optimizer: the checkpoint in {str(self._folder)!r} was saved without one")
-        paths = [(key, _in_full(path)) for key, path in self._paths.items()]
+        paths = [(key, _in_full(path)) for key, path in (self._metadata.planner_data or {}).items()]
         places = {
             key: path[1:] for key, path in paths if path[0] == "optimizer" and (len(path) == 2 or path[2] in parameters)
         }
@@ -92,14 +91,12 @@ class Stored:
 
     def _read(self, targets: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        reader = FileSystemReader(self._folder)
         planner.set_up_planner(targets, self._metadata, True)
-        reader.set_up_storage_reader(self._metadata, True)
-        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-        reader.read_data(plan, planner).wait()
+        self._reader.set_up_storage_reader(self._metadata, True)
+        plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
+        self._reader.read_data(plan, planner).wait()
         return targets
 
 
