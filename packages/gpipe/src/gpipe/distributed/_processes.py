@@ -11,12 +11,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 from torch import Tensor, nn
 
 from .._current import current
-from ..checkpoint._random import take_seed
+from ..checkpoint._random import next_seed, take_seed
 from ..engine._failures import Failures, When
 from ..engine._losses import Losses
 from ..engine._processes import Processes
 from ..engine._run import Run
-from ..engine._settings import RunObserver
 from ..skip import SkipLayout
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
@@ -56,13 +55,11 @@ class Opening:
     Attributes:
         alike: values that must be equal on all ranks, by names that a user knows.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
-        seed: the seed of the random numbers of the run.
     """
 
     def __init__(self) -> None:
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
-        self.seed = 0
 
 
 class Ranks(Processes):
@@ -74,6 +71,9 @@ class Ranks(Processes):
         ranks: the rank of each stage.
         replicas: the processes that end each step together with this one.
         told: by rank, what :meth:`Share.told` returned there.
+
+    Attributes:
+        twins: the tensors that ranks share.
     """
 
     ranks: tuple[int, ...]
@@ -114,26 +114,22 @@ class Ranks(Processes):
                     tied[link.member] = link
                 else:
                     self._links[number] = link
-        self._twins = Twins(share.twins, groups.me, tied, self._wires)
+        self.twins = Twins(share.twins, groups.me, tied, self._wires)
         self._closed = False
         with self._reaching():
-            self._twins.spread_values()
+            self.twins.spread_values()
 
     def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
         link = self._links.get(number)
         return None if link is None else RemoteChannel(link, failures, loss)
 
     def shared(self, module: nn.Module) -> list[Tensor]:
-        return self._twins.trained(module)
-
-    def of_others(self) -> set[Tensor]:
-        """The tensors of this rank that another one owns."""
-        return self._twins.of_others()
+        return self.twins.trained(module)
 
     def whole(self, run: Run) -> dict[Tensor, Tensor]:
         sums = run.whole()
         with self._reaching():
-            self._twins.add_up(sums)
+            self.twins.add_up(sums)
         return sums
 
     @contextmanager
@@ -158,7 +154,7 @@ class Ranks(Processes):
             self._closed = True
             self._replicas.close()
             self._end_wires()
-            del self._rendezvous, self._links, self._twins, self._wires
+            del self._rendezvous, self._links, self.twins, self._wires
 
     def _expect_all(self) -> None:
         if self._closed:
@@ -194,24 +190,23 @@ class Ranks(Processes):
         try:
             yield found
         except BaseException as failed:
-            errors, report = [failed], _failure(None, failed)
+            errors = [failed]
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
         try:
-            told = self._rendezvous.announced(None if errors else (found.alike, rows, found.seed))
+            told = self._rendezvous.announced(None if errors else (found.alike, rows, next_seed()))
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
-            first, batches, found.seed = told
+            first, batches, self.seed = told
             found.batches = found.batches if self._rendezvous.is_root else batches
             text = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
             if text is not None and not errors:
                 errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": text}
         elif not errors:
-            errors, report = [Cancelled()], {"failed": True}
+            errors = [Cancelled()]
         self._microbatches = len(found.batches)
         if errors:
             self.call_off(errors, report)
-        self.seed = found.seed
 
     def call_off(self, errors: Errors, report: Report | None = None) -> NoReturn:
         """Cancel a run that has not begun, on all ranks."""
@@ -229,7 +224,7 @@ class Ranks(Processes):
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
             report = _success(run)
-            if copies := self._twins.states():
+            if copies := self.twins.states():
                 report["copies"] = copies
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)
@@ -253,10 +248,10 @@ class Ranks(Processes):
         has_failed = any("failed" in each for each in reports)
         if any(each.get("drew") for each in reports):
             take_seed()
-        if not has_failed:
-            self._learn(run, reports)
-        elif not errors:
+        if has_failed and not errors:
             self._poison(run)
+        elif run is not None and not has_failed:
+            self._learn(run, reports)
         with self._reaching():  # no message of this run is left for the next one to read
             for link in self._links.values() if has_failed else ():
                 link.drain()
@@ -274,17 +269,14 @@ class Ranks(Processes):
             with suppress(UnreachableError):  # the other neighbours still have to be told
                 link.poison(_earliest(run))
 
-    def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
-        if run is not None and run.observer is not None:
-            self._share_events(run.observer)
-        if run is not None and isinstance(run.loss, FarLoss):
+    def _learn(self, run: Run, reports: Sequence[Report]) -> None:
+        if isinstance(run.loss, FarLoss):
             run.loss.verdict = reports[self.ranks[-1]]["verdict"]
-
-    def _share_events(self, observer: RunObserver) -> None:
-        now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
-        for k, each in enumerate(self._meet({"events": observer.export_events(now)})):
-            if k != self.me:
-                observer.import_events(each["events"], now)
+        if run.observer is not None:
+            now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
+            for k, each in enumerate(self._meet({"events": run.observer.export_events(now)})):
+                if k != self.me:
+                    run.observer.import_events(each["events"], now)
 
     def _raise_earliest(self, reports: Sequence[Report], errors: Errors) -> NoReturn:
         when, k = min((each["when"], k) for k, each in enumerate(reports) if "when" in each)

@@ -20,7 +20,6 @@ from .._chooser import choice_of
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from .._flatten._own_loss import OwnLoss
-from ..checkpoint._random import next_seed
 from ..engine._left_behind import refuse_in_runs
 from ..engine._losses import LossStage
 from ..engine._pipeline import Pipeline
@@ -263,7 +262,7 @@ class Rank(Stepping):
     def _gradient_norm(self, method: str) -> Tensor:
         with self._processes.opening() as found:
             found.alike = {"the method that is called": method}
-        others = self._processes.of_others()
+        others = self._processes.twins.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
         return norm_over(self._group, self._processes.closing, own, self._devices[0])
 
@@ -341,7 +340,6 @@ class Rank(Stepping):
             inputs = given()
             if inputs is not None:
                 found.batches, _ = self._cut(inputs)
-                found.seed = next_seed()
         return found
 
     def _choice(self, schedule: Schedule | str) -> Choice:
