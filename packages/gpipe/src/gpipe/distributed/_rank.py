@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
 from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
-from ..module._cut import Checked, checked
+from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._init import initializer_of
 from ..module._keywords import Call, called_with
@@ -219,24 +219,22 @@ class Rank(Stepping):
         refuse_transforms()
         given = as_value(args, kwargs)
         ending = self._ending() if self._pipeline.ends else None
-
-        def inputs() -> Checked | None:
+        with self._opening("forward") as found:
             if ending is not None and not args and not kwargs:
                 raise TypeError(
                     "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
                     "as from labels; give them on every rank, or flatten the model with a sample without labels"
                 )
-            return checked(without_loss_only(given), self.in_spec) if self._pipeline.begins else None
-
-        batches = self._agreed("forward", None, inputs).batches
+            if self._pipeline.begins:
+                found.batches, _ = self._cut(checked(without_loss_only(given), self.in_spec))
         with nullcontext() if ending is None else ending.recording() as recording, torch.no_grad():
-            outputs = self._pipeline.forward(batches, self._checkpoint_stops(0), Versions())
+            outputs = self._pipeline.forward(found.batches, self._checkpoint_stops(0), Versions())
         if not self._pipeline.ends:
             return None
-        found = self._gathered(outputs, batches)
+        output = self._gathered(outputs, found.batches)
         if ending is None or recording is None:
-            return found
-        return ending.whole(Inputs.of(unwrap(given)[0]), found, recording)
+            return output
+        return ending.whole(Inputs.of(unwrap(given)[0]), output, recording)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -290,17 +288,14 @@ class Rank(Stepping):
         self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
-
-        def given() -> Checked | None:
-            self._expect_fit(kind, call)
-            if not self._pipeline.begins:
-                return None
-            return self._checked(called_with(self._end(0), call), self._loss_of_all if call.loss_fn is None else None)
-
         with self._replicas.hearing(self._end_collectives) if kind is LossStage else nullcontext():
-            batches = self._agreed(call.method, schedule, given).batches
-            losses: Any = self._losses(kind, call, batches) if self._pipeline.ends else FarLoss()
-        return batches, losses
+            with self._opening(call.method, schedule) as found:
+                self._expect_fit(kind, call)
+                if self._pipeline.begins:
+                    own = self._loss_of_all if call.loss_fn is None else None
+                    found.batches, _ = self._cut(self._checked(called_with(self._end(0), call), own))
+            losses: Any = self._losses(kind, call, found.batches) if self._pipeline.ends else FarLoss()
+        return found.batches, losses
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
@@ -323,9 +318,11 @@ class Rank(Stepping):
         with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(loss):
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
 
-    def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Checked | None]) -> Opening:
-        """What all ranks know of a run before it begins; ``given`` checks what this rank was given, and returns the
-        mini-batch on that of the first stage.
+    @contextmanager
+    def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:
+        """A context in which the rank of the first stage makes the micro-batches of a run, which all ranks know then.
+
+        Each rank also checks there what it was given.
         """
         with self._processes.opening() as found:
             self._expect_layers()
@@ -337,10 +334,7 @@ class Rank(Stepping):
                 self._last = self._choice(schedule)
             self._sharding.expect_whole()
             expect_parallel(parallel, self._members)
-            inputs = given()
-            if inputs is not None:
-                found.batches, _ = self._cut(inputs)
-        return found
+            yield found
 
     def _choice(self, schedule: Schedule | str) -> Choice:
         """What runs under that name. Nothing is measured, so ``"auto"`` is 1F1B."""
