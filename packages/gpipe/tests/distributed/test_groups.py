@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe.distributed import GradScaler, LostRankError, Rank, load, save
+from gpipe.distributed._messages import RemoteLink
 
 from ..worlds import world
 from .planted import expect_gradients
@@ -156,3 +157,29 @@ def _make_without(who: int) -> str:
     with pytest.raises(LostRankError, match="did not come here within 3 s") as caught:
         Rank(_model(), [1, 1, 1], chunks=2, timeout=3.0)
     return str(caught.value)
+
+
+def test_who_is_interrupted_in_a_meeting_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Nor does it read later what was left of that meeting."""
+    with world(2) as opened:
+        (told, later), interrupted = opened.run(_interrupted, str(tmp_path / "checkpoint"))
+        assert told.startswith("LostRankError: rank 1 has ended")
+        assert later.startswith("LostRankError: rank 1 has ended")
+        assert [each.split(":")[0] for each in interrupted] == ["KeyboardInterrupt", "LostRankError"]
+
+
+def _interrupted(path: str) -> list[str]:
+    model, found = _model(), []
+    save(path, model)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(RemoteLink, "hear", _interrupt)
+        for _ in range(2):
+            with pytest.raises((KeyboardInterrupt, LostRankError)) as caught:
+                save(path, model)
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def _interrupt(link: RemoteLink) -> None:
+    raise KeyboardInterrupt
