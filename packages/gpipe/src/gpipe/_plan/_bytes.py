@@ -17,7 +17,7 @@ from profiler import LayerProfile
 from ..schedule import Kind, checkpoint_stops
 from ..schedule._flags import runs_of
 from ..schedule._named import lanes
-from ..timeline._kept import freed
+from ..timeline._costs import freed
 
 
 @dataclass(frozen=True)

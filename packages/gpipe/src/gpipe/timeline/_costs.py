@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from profiler import Profile
+from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
-from ._kept import kept_bytes
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,24 @@ def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 
         boundary = profile.layers[first - 1].output_bytes if first else input_bytes
         # Elsewhere the input is the output that the stage before keeps, and counts there.
         copied = boundary if first and profile.device.startswith("cuda") else 0
+        # What two layers hold counts once.
+        kept = sum(layer.saved_bytes for layer in layers) - sum(freed(layers))
         costs.append(
             StageCost(
                 forward=sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
                 backward=sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
-                activation_bytes=kept_bytes(layers) + copied,
+                activation_bytes=kept + copied,
                 boundary_bytes=boundary,
                 layers=", ".join(layer.name for layer in layers),
             )
         )
     return costs
+
+
+def freed(layers: Sequence[LayerProfile]) -> list[int]:
+    """What each layer frees of what the layers before it have made."""
+    found, loose = [], 0
+    for layer in layers:
+        found.append(min(layer.freed_bytes, loose))
+        loose = min(layer.passing_bytes, layer.saved_bytes + loose - found[-1])
+    return found
