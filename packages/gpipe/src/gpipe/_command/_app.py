@@ -8,9 +8,7 @@ import cyclopts
 from cyclopts import App
 from rich.console import Console
 
-from ._check import check
-from ._measure import profile, simulate, timeline
-from ._plan import plan
+from ._commands import check, plan, profile, simulate, timeline
 
 app = App(name="gpipe", help="Pipeline-parallel training of PyTorch models.", version_flags=["--version"])
 """Every command takes a model, ``package.module:name``: a module, or a function without arguments that makes one."""
