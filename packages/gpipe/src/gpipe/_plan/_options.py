@@ -47,7 +47,6 @@ class Options:
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
         self.space, self.costs, self.schedule = space, costs, schedule
         self._found: dict[tuple[int, int, int, bool], list[StageOption]] = {}
-        self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
     def fastest(self, j: int, first: int, end: int, *, few: bool = False) -> list[StageOption]:
         """The fastest of those with which stage j fits with these layers; those with the least work first.
@@ -67,11 +66,9 @@ class Options:
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
         """All of them; only the mode without recomputation if that fits."""
         for mode in self._modes(j, first, end, few):
-            key = j, first, end, mode
-            if key not in self._known:
-                self._known[key] = self._option(*key)
-            yield self._known[key]
-            if mode == "never" and self._known[key].share <= 1:
+            option = self._option(j, first, end, mode)
+            yield option
+            if mode == "never" and option.share <= 1:
                 return
 
     def _modes(self, j: int, first: int, end: int, few: bool) -> Iterator[StageMode]:
