@@ -39,10 +39,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
 
 def expect_rows(sample: Any) -> None:
     """Raise TypeError or ValueError unless ``sample`` is a mini-batch: tensors with at least one row."""
-    try:
-        check(sample)
-    except TypeError as error:
-        raise TypeError(f"sample: {error}") from error
+    check(sample, root="sample")
     shapes = [tuple(tensor.shape) for tensor in Batch(sample)]
     if not shapes or not all(shape and shape[0] for shape in shapes):
         found = ", ".join(map(str, shapes)) or repr(sample)
