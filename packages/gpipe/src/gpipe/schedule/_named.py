@@ -10,7 +10,7 @@ from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split
 from ._modes import Stops, stop_of_each
 from ._replay import Lane
 from ._schedule import Schedule, programs_of
-from ._v_shaped import dualpipev_steps, v_placement, zbv_steps
+from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
     "fill_drain": drained,
@@ -19,8 +19,8 @@ _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
     "looped_bfs": drained,
     "zero_bubble": split_one_by_one,
     "interleaved_zero_bubble": split_one_by_one,
-    "zbv": zbv_steps,
-    "dualpipev": dualpipev_steps,
+    "zbv": partial(v_shaped, zbv_turns),
+    "dualpipev": partial(v_shaped, dualpipev_turns),
 }
 """By name, the steps of a worker for m micro-batches, n stages and k workers, and its number."""
 

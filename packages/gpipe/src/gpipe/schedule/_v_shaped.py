@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from ._actions import Kind
@@ -42,7 +42,8 @@ def v_placement(stages: int) -> list[int]:
     return down + down[::-1]
 
 
-def _zbv(m: int, k: int, r: int) -> Iterator[Turn]:
+def zbv_turns(m: int, k: int, r: int) -> Iterator[Turn]:
+    """Those of worker r of k under ZB-V, for at least m micro-batches."""
     # Micro-batch 0 is back after this many forwards; from then on there is always a forward of each half, or a
     # backward.
     m = max(m, 2 * k - 1)
@@ -57,7 +58,8 @@ def _zbv(m: int, k: int, r: int) -> Iterator[Turn]:
     yield from [_W1] * r + [_W0] * r
 
 
-def _dualpipev(m: int, k: int, r: int) -> Iterator[Turn]:
+def dualpipev_turns(m: int, k: int, r: int) -> Iterator[Turn]:
+    """The same under DualPipeV."""
     m, behind = max(m, 2 * k), k - r - 1
     yield from [_F0] * (2 * behind)
     yield from [_F0, _F1] * (r + 1)
@@ -74,19 +76,14 @@ def _dualpipev(m: int, k: int, r: int) -> Iterator[Turn]:
     yield from weights
 
 
-def zbv_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    return _numbered(_zbv(microbatches, workers, worker), (worker, stages - 1 - worker))
-
-
-def dualpipev_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    return _numbered(_dualpipev(microbatches, workers, worker), (worker, stages - 1 - worker))
-
-
-def _numbered(turns: Iterable[Turn], own: tuple[int, int]) -> Steps:
-    """The steps of a worker with these two stages. Of the delayed weights the oldest come first."""
+def v_shaped(
+    turns: Callable[[int, int, int], Iterator[Turn]], microbatches: int, stages: int, workers: int, worker: int
+) -> Steps:
+    """The steps of a worker that takes these turns. Of the delayed weights the oldest come first."""
+    own = worker, stages - 1 - worker
     forwards, backwards = (count(), count()), (count(), count())
     weights: tuple[deque[int], deque[int]] = (deque(), deque())
-    for kind, way in turns:
+    for kind, way in turns(microbatches, workers, worker):
         if kind is Kind.BACKWARD_WEIGHT:
             i = weights[way].popleft()
         else:
