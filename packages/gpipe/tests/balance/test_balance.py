@@ -73,6 +73,7 @@ def named():
 )
 def test_layers_are_called_by_name(constraints, balance):
     assert uniform(2, named(), **constraints) == balance
+    assert uniform(2, named(), **{name: iter(layers) for name, layers in constraints.items()}) == balance
 
 
 def test_integers_of_numpy_do_not_overflow():

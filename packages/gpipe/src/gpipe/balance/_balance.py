@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from blockpartition import partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
 from .._flatten._shapes import expect_data
+from ..module._arguments import Device
 from ..module._cut import replicated
-
-Device = torch.device | int | str
 
 
 def balance_by_time(
@@ -49,13 +49,13 @@ def balance_by_time(
         ValueError: there are fewer layers than partitions, `pin` or `forbid` names a layer that does not exist, or no
             balance satisfies them.
     """
-    names = checked_names(partitions, module, pin, forbid)
+    balanced = balancer(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
     sample = replicated(sample, "sample")
     # Stages compute at the same time, each with its share of the threads: layers scale differently with them.
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
-    return balanced(seconds, partitions, names, pin, forbid)
+    return balanced(seconds)
 
 
 def balance_by_size(
@@ -103,9 +103,9 @@ def balance_by_size(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    names = checked_names(partitions, module, pin, forbid)
+    balanced = balancer(partitions, module, pin, forbid)
     input = replicated(input, "input")  # noqa: A001
-    return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, names, pin, forbid)
+    return balanced(profile_sizes(module, input, chunks, param_scale, device))
 
 
 def balance_by_parameters(
@@ -122,9 +122,9 @@ def balance_by_parameters(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    names = checked_names(partitions, module, pin, forbid)
+    balanced = balancer(partitions, module, pin, forbid)
     sizes = [sum(parameter.numel() * parameter.itemsize for parameter in layer.parameters()) for layer in module]
-    return balanced(sizes, partitions, names, pin, forbid)
+    return balanced(sizes)
 
 
 def balance_by_flops(
@@ -144,9 +144,9 @@ def balance_by_flops(
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    names = checked_names(partitions, module, pin, forbid)
+    balanced = balancer(partitions, module, pin, forbid)
     sample = replicated(sample, "sample")
-    return balanced(profile(module, sample, device="meta").costs("flops"), partitions, names, pin, forbid)
+    return balanced(profile(module, sample, device="meta").costs("flops"))
 
 
 def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
@@ -161,8 +161,7 @@ def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid:
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
     """
-    names = checked_names(partitions, module, pin, forbid)
-    return balanced([1] * len(module), partitions, names, pin, forbid)
+    return balancer(partitions, module, pin, forbid)([1] * len(module))
 
 
 def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
@@ -184,7 +183,8 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2, forbid=[4])
     [5, 1]
     """
-    return balanced(cost, partitions, [str(i) for i in range(len(cost))], pin, forbid)
+    names = [str(i) for i in range(len(cost))]
+    return _balanced(partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"), cost)
 
 
 @contextmanager
@@ -201,24 +201,24 @@ Layers = Iterable[str | int]
 """Layers by name or position."""
 
 
-def balanced(
-    cost: Sequence[float], partitions: int, names: Sequence[str], pin: Layers = (), forbid: Layers = ()
-) -> list[int]:
-    """The layers of each partition, so that the most expensive one costs the least."""
-    pinned, forbidden = _positions(pin, names, "pin"), _positions(forbid, names, "forbid")
-    if not pinned and not forbidden:  # then the more even one of the optima is known too
-        return list(partition(cost, partitions).sizes)
-    return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
-
-
-def checked_names(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> list[str]:
-    """The names of the layers, after a check that there is a balance."""
+def balancer(
+    partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers
+) -> Callable[[Sequence[float]], list[int]]:
+    """The balance of ``module`` as a function of the costs of its layers, after a check that there is one."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
     # Positions are those of children, also of one that stands in two places.
     names = list(module._modules)
-    balanced([1] * len(names), partitions, names, pin, forbid)
-    return names
+    balanced = partial(_balanced, partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"))
+    balanced([1] * len(names))
+    return balanced
+
+
+def _balanced(partitions: int, pinned: Sequence[int], forbidden: Sequence[int], cost: Sequence[float]) -> list[int]:
+    """The layers of each partition, so that the most expensive one costs the least."""
+    if not pinned and not forbidden:  # then the more even one of the optima is known too
+        return list(partition(cost, partitions).sizes)
+    return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
 
 
 def _positions(layers: Layers, names: Sequence[str], argument: str) -> list[int]:
