@@ -23,8 +23,7 @@ from ._arguments import (
 )
 from ._count import count_layers
 from ._isolation import isolated
-from ._layers import layers_of
-from ._loss import LossFunction, LossLayer, with_loss
+from ._layers import LossFunction, LossLayer, layers_of, with_loss
 from ._record import Profile
 from ._times import Round, measure, medians
 
