@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,7 +21,6 @@ from microbatch import Batch, flatten
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._ends import SEED, copied, enter_batch, turned
-from ._isolation import uncompiled
 from ._layers import owned
 from ._storages import storages, tensor_bytes
 from ._walk import Visit, walk
@@ -58,12 +58,18 @@ def count_layers(
         _warn(visit.name, found[-1].uncounted)
         return found[-1].output
 
-    with uncompiled():
+    with _uncompiled():
         walk(chain, copy, first(batch), step)
     return [
         LayerProfile(name, type(layer).__name__, None, None, **own, **counted.figures)
         for name, layer, own, counted in zip(chain._modules, chain, owned(chain), found, strict=True)
     ]
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled modules run uncompiled: what their code creates is not seen by dispatch modes."""
+    # Unless the compiler's front end was imported, which takes long, nothing can have been compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: bool) -> _Count:

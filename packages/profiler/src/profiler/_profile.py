@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+import streams
 from microbatch import Batch, scatter
 
 from ._arguments import (
@@ -22,7 +24,6 @@ from ._arguments import (
     sizing_device,
 )
 from ._count import count_layers
-from ._isolation import isolated
 from ._layers import LossFunction, LossLayer, layers_of, with_loss
 from ._record import Profile
 from ._times import Round, measure, medians
@@ -84,7 +85,7 @@ def profile(
     wanted = [None] if rows is None else check_rows(rows, chunks)
     device = sizing_device(chain, device)
     found: list[Profile] = []
-    with isolated(device):
+    with _isolated(device):
         for number in wanted:
             batch, longer = first_part(sample, chunks, number, "sample"), chain
             if loss_fn is not None:
@@ -173,7 +174,7 @@ def _rounds(module: nn.Module, sample: Any, timeout: float, device: Device | Non
     check_no_gradient(chain)
     check_number("timeout", timeout, positive=True)
     device = running_device(device)
-    with isolated(device):
+    with _isolated(device):
         return measure(chain, scatter(sample, 1)[0], device, timeout=timeout)
 
 
@@ -210,6 +211,17 @@ def profile_sizes(
     chain = layers_of(module)
     check_number("param_scale", param_scale, positive=False)
     device = sizing_device(chain, device)
-    with isolated(device):
+    with _isolated(device):
         found = count_layers(chain, scatter(input, chunks)[0], device, backward=False)
     return [int(layer.saved_bytes + param_scale * layer.parameter_bytes) for layer in found]
+
+
+@contextmanager
+def _isolated(device: torch.device) -> Iterator[None]:
+    """A context with gradients and the caller's autocast, which restores random generators at its end."""
+    generators = torch.random.fork_rng([device] if streams.has_streams(device) else [])
+    with generators, torch.inference_mode(False), torch.enable_grad(), streams.use_device(device):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
