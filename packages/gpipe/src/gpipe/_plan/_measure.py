@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -102,10 +102,3 @@ def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
         return sorted({least, 2 * least if 2 * least <= rows else max(1, least // 2)})
     middle = round((least * most) ** 0.5)
     return sorted({least, middle, most} if most >= 8 * least else {least, most})
-
-
-def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until these devices have done what is queued on them."""
-    for device in set(devices):
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -21,7 +21,6 @@ from ..engine._settings import with_settings
 from ..schedule import SPLITTING, Schedule
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder, RunRecorder
-from ._measure import synchronize
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -102,11 +101,18 @@ def timed(
         pipe.zero_grad()
         begin = time.perf_counter()
         pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
-        synchronize(pipe.devices)
+        _synchronize(pipe.devices)
         return time.perf_counter() - begin
 
     warm = 1 + RUNS if schedule in SPLITTING else 1  # in which a pipe finds out what is worth splitting
     return [step() for _ in range(warm + steps)][warm:]
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until these devices have done what is queued on them."""
+    for device in set(devices):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def peak_bytes(
