@@ -65,25 +65,22 @@ class Options:
 
     def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
         """All of them; only the mode without recomputation if that fits."""
-        for mode in self._modes(j, first, end, few):
+        for mode in self._modes(end - first, few):
             option = self._option(j, first, end, mode)
             yield option
             if mode == "never" and option.share <= 1:
                 return
 
-    def _modes(self, j: int, first: int, end: int, few: bool) -> Iterator[StageMode]:
-        modes = self.space.modes
-        if self.space.rooms[j] is None:
-            yield modes[0]
-        else:
-            yield from modes
-            yield from map(mode_of, _patterns(end - first, few)) if len(modes) > 1 else ()
+    def _modes(self, layers: int, few: bool) -> Iterator[StageMode]:
+        yield from self.space.modes
+        if len(self.space.modes) > 1:
+            yield from map(mode_of, _patterns(layers, few))
 
     def _option(self, j: int, first: int, end: int, mode: StageMode) -> StageOption:
         costs, schedule = self.costs, self.schedule
         cost = costs.stage_cost(first, end, mode)
         splits = costs.splits(schedule, first, end, cost)
-        need = costs.stage_bytes(j, first, end, mode, schedule, splits).total if self.space.rooms[j] is not None else 0
+        need = costs.stage_bytes(j, first, end, mode, schedule, splits).total
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again
         return StageOption(mode, splits, cost, busy, self.space.share(j, need))
