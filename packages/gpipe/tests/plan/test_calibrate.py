@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe._plan._calibrate import CLOSE, STEPS, calibrated
+from gpipe._plan._calibrate import CLOSE, calibrated
 from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
+from gpipe._plan._verify import STEPS
 
 from ..plans import few, measurements, space_of
 

@@ -33,6 +33,9 @@ LOOPS = 2
 MODES = ("never", "except_last", "always")
 """The modes of checkpointing that are searched."""
 
+PlanLoss = Callable[[Any, Any], Any] | None
+"""A loss function of an output and a target; None for the loss that the model computes, if it does."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
 """A number, and a unit with a capital B: ``b`` may be read as bits, and 80 as 80 GB."""
 
@@ -112,7 +115,7 @@ def _made(rows: int, chunks: int) -> int:
     return -(-rows // -(-rows // chunks))
 
 
-def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
+def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> PlanLoss:
     """``loss_fn`` as a function of an output and a target; TypeError if it does not take the ``target``."""
     return Alone(loss_fn) if takes_output_alone(loss_fn, target) and loss_fn is not None else loss_fn
 
@@ -128,7 +131,7 @@ class Alone(nn.Module):
         return self.loss_fn(output)
 
 
-def fresh(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+def fresh(loss_fn: PlanLoss) -> PlanLoss:
     """``loss_fn`` for some steps; of a module a copy, which may have a state and parameters of its own."""
     return copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from microbatch import scatter
 
-from ._arguments import fresh
+from ._arguments import PlanLoss, fresh
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
 from ._rehearse import total, tried_pipe
@@ -28,8 +28,8 @@ CLOSE = 0.02
 _WORTH = 1.2
 """Candidates predicted to be slower than the fastest by this factor are not tried."""
 
-_MOST, _TURNS, STEPS = 4, 5, 3
-"""The most candidates that are tried, their turns, and the steps of each turn."""
+_MOST, _TURNS = 4, 5
+"""The most candidates that are tried, and their turns."""
 
 _SECONDS = 2.0
 """No turn but the first begins later than that."""
@@ -51,7 +51,7 @@ def calibrated(
     Args:
         memory: the limits of devices.
         found: by the search, the best first, which fits by a rehearsal.
-        try_out: trains a candidate for :data:`STEPS` steps; returns their seconds.
+        try_out: trains a candidate for some steps; returns their seconds.
         rehearse: returns a candidate with the bytes of a rehearsal.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
@@ -87,12 +87,7 @@ def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]
 
 
 def train(
-    layers: nn.Sequential,
-    devices: Sequence[torch.device],
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    way: Candidate,
+    layers: nn.Sequential, devices: Sequence[torch.device], x: Any, y: Any, loss_fn: PlanLoss, way: Candidate
 ) -> list[float]:
     """The seconds of some steps of training, after one to warm up. Without a ``loss_fn`` the outputs are summed."""
     own = [devices[place] for place in way.costs.measured.placement]
@@ -101,6 +96,4 @@ def train(
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     with closing(pipe):
         pipe.zero_grad()
-        return timed(
-            pipe, x, y, fresh(loss_fn) or total, way.program(microbatches) if way.split else way.schedule, STEPS
-        )
+        return timed(pipe, x, y, fresh(loss_fn) or total, way.program(microbatches) if way.split else way.schedule)

@@ -10,6 +10,7 @@ from torch import nn
 
 from .._gpipe import GPipe
 from ..schedule._flags import StageMode
+from ._arguments import PlanLoss
 from ._bytes import DeviceBytes
 
 
@@ -88,5 +89,5 @@ class Remembered:
     """What a plan knows in this process only: the last pipe that it built, its loss function and its sample."""
 
     pipe: Callable[[], GPipe | None] = lambda: None
-    loss_fn: Callable[[Any, Any], Any] | None = None
+    loss_fn: PlanLoss = None
     sample: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
 from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..schedule import Kind, Schedule, replay
-from ._arguments import fresh
+from ._arguments import PlanLoss, fresh
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._verify import peak_bytes
@@ -27,9 +27,7 @@ MOST = 512
 """Layers times micro-batches: longer steps are not run, which would take minutes."""
 
 
-def rehearsed(
-    layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate
-) -> Candidate:
+def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Candidate) -> Candidate:
     """The candidate with the bytes of a rehearsal, and a note; those of the account where no step can be run.
 
     ``layers`` stay as they are, and may be on ``meta``. Without a ``loss_fn`` the outputs are summed.
@@ -53,9 +51,7 @@ def rehearsed(
     return replace(way, rehearsed=rehearsed, note="bytes: those of one step of the engine on tensors without data")
 
 
-def peaks_of(
-    layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate, few: int
-) -> list[int]:
+def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Candidate, few: int) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
     All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the larger

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS, rows_of
+from ._arguments import LOOPS, PlanLoss, rows_of
 from ._fleet import FAKE, Fleet, Layout, layouts_of
 
 
@@ -33,7 +33,7 @@ class Request:
     layers: nn.Sequential
     sample: Any
     target: Any
-    loss_fn: Callable[[Any, Any], Any] | None
+    loss_fn: PlanLoss
     fleet: Fleet | None
     layouts: Sequence[Layout]
     places: Sequence[torch.device]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -21,11 +21,13 @@ from ..engine._settings import with_settings
 from ..schedule import SPLITTING, Schedule
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder, RunRecorder
+from ._arguments import PlanLoss
 
 if TYPE_CHECKING:
     from ._plan import Plan
 
-_STEPS = 3
+STEPS = 3
+"""The steps that are timed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Verification:
         return align(rows, left=1)
 
 
-def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None) -> Verification:
+def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss) -> Verification:
     """Train some steps, and compare measured with predicted time and memory.
 
     Args:
@@ -87,15 +89,8 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any]
     return Verification(plan.predicted.seconds.mid - plan.reduction, median(seconds), predicted, tuple(sizes), timeline)
 
 
-def timed(
-    pipe: GPipe,
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    schedule: str | Schedule,
-    steps: int = _STEPS,
-) -> list[float]:
-    """The seconds of each of ``steps`` steps of training, after others to warm up."""
+def timed(pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss, schedule: str | Schedule) -> list[float]:
+    """The seconds of each of :data:`STEPS` steps of training, after others to warm up."""
 
     def step() -> float:
         pipe.zero_grad()
@@ -105,7 +100,7 @@ def timed(
         return time.perf_counter() - begin
 
     warm = 1 + RUNS if schedule in SPLITTING else 1  # in which a pipe finds out what is worth splitting
-    return [step() for _ in range(warm + steps)][warm:]
+    return [step() for _ in range(warm + STEPS)][warm:]
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
@@ -116,12 +111,7 @@ def _synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def peak_bytes(
-    pipe: GPipe,
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    schedule: str | Schedule,
-    placement: Sequence[int],
+    pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss, schedule: str | Schedule, placement: Sequence[int]
 ) -> list[int]:
     """The peak of each device in a step, in bytes, without the state of an optimizer.
 
