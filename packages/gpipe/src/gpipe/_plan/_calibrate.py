@@ -95,5 +95,4 @@ def train(
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     with closing(pipe):
-        pipe.zero_grad()
         return timed(pipe, x, y, fresh(loss_fn) or total, way.program(microbatches) if way.split else way.schedule)

@@ -116,7 +116,8 @@ class Candidate:
         return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
-        return schedule_of(self.schedule, microbatches, self.costs.measured.placement, self.modes, self.split)
+        stops = stops_of(self.modes, microbatches)
+        return named(self.schedule, microbatches, self.costs.measured.placement, stops, self.split)
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
@@ -137,9 +138,3 @@ def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
 def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
     """For each stage, the number below which micro-batches are checkpointed."""
     return checkpoint_stops([*map(scheduled, modes)], microbatches, len(modes))
-
-
-def schedule_of(
-    name: str, microbatches: int, placement: Sequence[int], modes: Sequence[StageMode], split: Sequence[int]
-) -> Schedule:
-    return named(name, microbatches, placement, stops_of(modes, microbatches), split)

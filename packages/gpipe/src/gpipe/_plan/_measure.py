@@ -13,6 +13,7 @@ from microbatch import Batch
 from profiler import Profile, profile
 
 from ..balance._balance import intra_op_threads
+from ..engine._cores import usable
 from ..timeline._hops import Link
 from ._arguments import fresh
 from ._candidate import Space
@@ -32,7 +33,7 @@ def measure(request: Request) -> list[Space]:
     found, ties = _profile(request), ties_of(request.layers)
     tensors, fleet, place = list(Batch(request.sample)), request.fleet, request.places[0]
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
-    is_cpu = place.type == "cpu"
+    is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
 
     def link(layout: Layout, before: int, own: int) -> Link:
         if before == own or is_cpu:
@@ -51,7 +52,7 @@ def measure(request: Request) -> list[Space]:
             links=(Link(), *(link(layout, *hop) for hop in pairwise(layout.placement))),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
-            crowding=max(1.0, layout.devices / _cores()) if is_cpu else 1.0,
+            crowding=max(1.0, layout.devices / cores) if is_cpu else 1.0,
             replicas=layout.replicas,
             ring=fleet.ring if fleet else float("inf"),
             ties=ties,
@@ -59,10 +60,6 @@ def measure(request: Request) -> list[Space]:
         return Space(measured, layout.chunks, layout.schedules, request.modes, request.memory[: layout.devices])
 
     return [of(layout) for layout in request.layouts]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:

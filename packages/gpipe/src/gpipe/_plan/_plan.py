@@ -17,12 +17,12 @@ from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
 from ..module._choices import checked_choices, expect_fitting
 from ..module._partition import as_sequential
-from ..schedule import SCHEDULES
+from ..schedule import SCHEDULES, named
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
 from ._arguments import fresh, rows_of
-from ._candidate import schedule_of
+from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fleet import FAKE
 from ._table import report
@@ -93,7 +93,8 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The predicted timeline of a step."""
-        schedule = schedule_of(self.schedule, self.chunks, self.placement, self.modes, self.split)
+        stops = stops_of(self.modes, self.chunks)
+        schedule = named(self.schedule, self.chunks, self.placement, stops, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])
 
     def build(

@@ -145,13 +145,12 @@ class _Peaks(Recorder):
 
 @contextmanager
 def as_before(pipe: GPipe) -> Iterator[None]:
-    """A context that begins without gradients, and restores gradients and buffers at its end."""
+    """A context that restores gradients and buffers at its end. Steps inside set gradients to None."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
     owners = [module._buffers for module in pipe.modules()]
     buffers = [
         (own, name, buffer, buffer.clone()) for own in owners for name, buffer in own.items() if buffer is not None
     ]
-    pipe.zero_grad()
     try:
         yield
     finally:
