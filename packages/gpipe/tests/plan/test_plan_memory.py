@@ -20,7 +20,7 @@ from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
-from gpipe.schedule._flags import as_lists, mode_of
+from gpipe.schedule._flags import mode_of
 from gpipe.simulate import Link
 from profiler import profile
 
@@ -58,7 +58,7 @@ def taken(
 
     Stages take turns as if each took so many seconds for an action; by default the last that can do something does.
     """
-    pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=as_lists(modes))
+    pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=modes)
     programs = named(schedule, chunks, placement, stops_of(modes, chunks), split)
     if seconds:
         programs = in_turns(programs, placement, seconds)

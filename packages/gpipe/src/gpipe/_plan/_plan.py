@@ -18,7 +18,7 @@ from ..module._arguments import Device, checked_devices
 from ..module._choices import checked_choices, expect_fitting
 from ..module._partition import as_sequential
 from ..schedule import SCHEDULES, named
-from ..schedule._flags import StageMode, as_lists
+from ..schedule._flags import StageMode
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
 from ._arguments import fresh, rows_of
@@ -83,7 +83,7 @@ class Plan:
     @property
     def checkpoint(self) -> list[str | list[bool]]:
         """For each stage its checkpoint mode, or a list with a flag for each of its layers."""
-        return as_lists(self.modes)
+        return [mode if isinstance(mode, str) else list(mode) for mode in self.modes]
 
     @property
     def is_estimate(self) -> bool:

@@ -101,8 +101,7 @@ class _Way:
 
     def __init__(self, options: Options, sizes: Sizes, chosen: Sequence[StageOption]) -> None:
         self._options, self._sizes, self._chosen = options, sizes, chosen
-        self.fits = len(chosen) == len(sizes)
-        self.bound = _bound(chosen, options.costs.hops(sizes)) if self.fits else math.inf
+        self.bound = _bound(chosen, options.costs.hops(sizes)) if len(chosen) == len(sizes) else math.inf
 
     @classmethod
     def of(cls, options: Options, sizes: Sizes) -> _Way:

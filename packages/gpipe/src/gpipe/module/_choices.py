@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..engine._stage import Stage, stages_of
-from ..schedule._flags import expect_flags, runs_of, scheduled
+from ..schedule._flags import runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode
 
@@ -29,7 +29,9 @@ def checked_choices(checkpoint: Any) -> Choices:
 def _checked(choice: Any, name: str) -> Choice:
     if not isinstance(choice, (list, tuple)):
         return checked_mode(choice, name)
-    expect_flags(choice, name)
+    for k, flag in enumerate(choice):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
     return list(choice)
 
 

@@ -8,15 +8,6 @@ from itertools import groupby
 StageMode = str | tuple[bool, ...]
 """A mode for the whole stage, or a flag for each of its layers: whether it is recomputed."""
 
-StageCheckpoint = str | Sequence[bool]
-"""The same, as callers write it."""
-
-
-def expect_flags(flags: Iterable[object], name: str) -> None:
-    for k, flag in enumerate(flags):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
-
 
 def mode_of(flags: Iterable[bool]) -> StageMode:
     """The mode that is equivalent to these flags, or the flags if there is none.
@@ -28,17 +19,13 @@ def mode_of(flags: Iterable[bool]) -> StageMode:
     return "always" if all(found) else found if any(found) else "never"
 
 
-def scheduled(mode: StageCheckpoint) -> str:
+def scheduled(mode: str | Sequence[bool]) -> str:
     """The mode for schedules, which recompute whole stages; single layers are recomputed inside the stage's backward.
 
     >>> scheduled("except_last"), scheduled([True, True]), scheduled([True, False])
     ('except_last', 'always', 'never')
     """
     return mode if isinstance(mode, str) else "always" if all(mode) else "never"
-
-
-def as_lists(modes: Iterable[StageCheckpoint]) -> list[str | list[bool]]:
-    return [each if isinstance(each, str) else list(each) for each in modes]
 
 
 def runs_of(flags: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
