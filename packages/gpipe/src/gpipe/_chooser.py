@@ -82,7 +82,7 @@ class Chooser:
         if self._recorded[done] < RUNS and not is_profiled():
             from .timeline._record import Recorder  # most pipes run under a schedule that needs no measurements
 
-            self._planned = Recorder(memory=False), measured, done
+            self._planned = Recorder(), measured, done
         return choice
 
     def _read(self) -> None:

@@ -20,7 +20,9 @@ _MANY = 8
 
 def report(plan: Plan) -> str:
     parts = [_heading(plan), align([*_stages(plan)], left=4)]
-    parts += [align(_alternatives(plan), left=7)] if plan.alternatives else []
+    rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
+    rows += map(_alternative, plan.alternatives)
+    parts += [align(rows, left=7)] if plan.alternatives else []
     parts += ["\n".join(f"- {note}" for note in plan.notes)]
     return "\n\n".join(parts)
 
@@ -71,11 +73,6 @@ def shown(mode: StageMode) -> str:
     runs = [(first + 1, end) for flag, first, end in runs_of(mode) if flag]
     numbers = ", ".join(str(end) if first == end else f"{first}-{end}" for first, end in runs)
     return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
-
-
-def _alternatives(plan: Plan) -> list[list[str]]:
-    rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
-    return rows + [_alternative(each) for each in plan.alternatives]
 
 
 def _alternative(other: Alternative) -> list[str]:

@@ -20,7 +20,7 @@ from .._gpipe import GPipe
 from ..engine._settings import with_settings
 from ..schedule import SPLITTING, Schedule
 from ..timeline import Timeline, record
-from ..timeline._record import Recorder, RunRecorder
+from ..timeline._record import Recorder
 from ._arguments import PlanLoss
 
 if TYPE_CHECKING:
@@ -117,30 +117,15 @@ def peak_bytes(
 
     Counted are the parameters and buffers of its stages, and all storages that their actions make.
     """
-    peaks = _Peaks(placement)
+    trackers = [AllocationTracker() for _ in range(max(placement) + 1)]
+    of_stages = {j: trackers[place] for j, place in enumerate(placement)}  # those of a device count together
     pipe.zero_grad()
-    with with_settings(observer=peaks):
+    with with_settings(observer=Recorder(lambda _: of_stages)):
         pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
-    there: list[set[Tensor]] = [set() for _ in peaks.trackers]
+    there: list[set[Tensor]] = [set() for _ in trackers]
     for place, stage in zip(placement, pipe.partitions, strict=True):
         there[place].update(stage.parameters(), stage.buffers())
-    return [
-        tracker.peak + sum(tensor.nbytes for tensor in own) for tracker, own in zip(peaks.trackers, there, strict=True)
-    ]
-
-
-class _Peaks(Recorder):
-    """Counts the storages of the stages of each device together."""
-
-    def __init__(self, placement: Sequence[int]) -> None:
-        super().__init__(memory=True)
-        self._placement = placement
-        self.trackers = [AllocationTracker() for _ in range(max(placement) + 1)]
-
-    def begin(self, placement: Sequence[int]) -> RunRecorder:
-        run = super().begin(placement)
-        run.trackers.update({j: self.trackers[place] for j, place in enumerate(self._placement)})
-        return run
+    return [tracker.peak + sum(tensor.nbytes for tensor in own) for tracker, own in zip(trackers, there, strict=True)]
 
 
 @contextmanager

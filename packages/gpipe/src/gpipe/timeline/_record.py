@@ -46,38 +46,41 @@ def record(*, memory: bool = False) -> Iterator[Timeline]:
     >>> sorted(map(str, timeline.events))
     ['B0@0', 'B0@1', 'B1@0', 'B1@1', 'F0@0', 'F0@1', 'F1@0', 'F1@1', 'R0@0', 'R0@1']
     """
-    recorder = Recorder(memory)
+    recorder = Recorder(lambda stages: {j: AllocationTracker() for j in range(stages)} if memory else {})
     with with_settings(observer=recorder):
         yield recorder.timeline
 
 
 class Recorder:
-    """Collects the actions of several runs in one timeline."""
+    """Collects the actions of several runs in one timeline.
 
-    def __init__(self, memory: bool) -> None:
+    Args:
+        trackers: for a number of stages, what counts the bytes of each of them in a run; by default nothing does.
+    """
+
+    def __init__(self, trackers: Callable[[int], dict[int, AllocationTracker]] = lambda stages: {}) -> None:
         self.timeline = Timeline()
         self._clock = Clock()
-        self._memory = memory
+        self._trackers = trackers
 
     def begin(self, placement: Sequence[int]) -> RunRecorder:
         self.timeline.workers.update(enumerate(placement))
-        tracker = {j: AllocationTracker() for j in range(len(placement))} if self._memory else {}
-        return RunRecorder(self.timeline, self._clock, tracker)
+        return RunRecorder(self.timeline, self._clock, self._trackers(len(placement)))
 
 
 class RunRecorder:
     """Records the actions of one run."""
 
-    def __init__(self, timeline: Timeline, clock: Clock, tracker: dict[int, AllocationTracker]) -> None:
+    def __init__(self, timeline: Timeline, clock: Clock, trackers: dict[int, AllocationTracker]) -> None:
         self.link: type[Link[Any]] = WatchedLink
         self._timeline = timeline
         self._clock = clock
         self._own: list[Callable[[], Event] | Event] = []
-        self.trackers = tracker
+        self._trackers = trackers
 
     def do(self, run: StageRun, action: Action) -> None:
         stage = run.stage
-        tracker = self.trackers.get(stage.index)
+        tracker = self._trackers.get(stage.index)
         look = Look(partial(self._clock.now, stage.device))
         # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
         # around this one.
