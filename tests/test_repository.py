@@ -60,59 +60,61 @@ def lines_matching(pattern: str) -> list[str]:
     return found
 
 
-class TestPublicAPI:
-    @each_package
-    def test_no_other_names_are_public(self, package: str) -> None:
-        module = importlib.import_module(package)
-        public = {name for name in vars(module) if not name.startswith("_")}
-        inside = {each.name for each in pkgutil.iter_modules(module.__path__)}
-        assert public - set(module.__all__) - inside == set()
-
-    @each_package
-    def test_everything_promised_is_there(self, package: str) -> None:
-        module = importlib.import_module(package)
-        assert [name for name in module.__all__ if not hasattr(module, name)] == []
-        assert len(module.__all__) == len(set(module.__all__))
-
-    @each_package
-    def test_the_reference_has_every_public_module(self, package: str) -> None:
-        page = (ROOT / "docs" / "api" / f"{package}.md").read_text()
-        modules = [package, *(f"{package}.{name}" for name in public_modules(importlib.import_module(package)))]
-        assert [name for name in modules if f".. automodule:: {name}\n" not in page] == []
-
-    @each_package
-    def test_types_are_shipped(self, package: str) -> None:
-        assert (sources(package) / "py.typed").is_file()
+@each_package
+def test_no_other_names_are_public(package: str) -> None:
+    module = importlib.import_module(package)
+    public = {name for name in vars(module) if not name.startswith("_")}
+    inside = {each.name for each in pkgutil.iter_modules(module.__path__)}
+    assert public - set(module.__all__) - inside == set()
 
 
-class TestVersions:
-    @each_package
-    def test_the_installed_version_is_the_one_in_the_sources(self, package: str) -> None:
-        try:
-            installed = importlib.metadata.version(DISTRIBUTIONS[package])
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"{DISTRIBUTIONS[package]} is not installed")
-        assert installed == importlib.import_module(package).__version__
-
-    @each_package
-    def test_the_changelog_speaks_of_it(self, package: str) -> None:
-        version = importlib.import_module(package).__version__
-        changelog = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
-        assert re.search(rf"^## .*\b{re.escape(version)}\b", changelog, re.MULTILINE)
+@each_package
+def test_everything_promised_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert len(module.__all__) == len(set(module.__all__))
 
 
-class TestDependencies:
-    @each_package
-    def test_the_distribution_has_its_own_name(self, package: str) -> None:
-        assert project(package)["name"] == DISTRIBUTIONS[package]
+@each_package
+def test_the_reference_has_every_public_module(package: str) -> None:
+    page = (ROOT / "docs" / "api" / f"{package}.md").read_text()
+    modules = [package, *(f"{package}.{name}" for name in public_modules(importlib.import_module(package)))]
+    assert [name for name in modules if f".. automodule:: {name}\n" not in page] == []
 
-    @each_package
-    def test_what_is_imported_is_exactly_what_is_declared(self, package: str) -> None:
-        imports = {DISTRIBUTIONS.get(name, name) for name in third_party_imports(package)}
-        required = names_of(project(package)["dependencies"])
-        extras = project(package).get("optional-dependencies", {}).values()
-        optional = set().union(*map(names_of, extras))
-        assert imports - optional == required
+
+@each_package
+def test_types_are_shipped(package: str) -> None:
+    assert (sources(package) / "py.typed").is_file()
+
+
+@each_package
+def test_the_installed_version_is_the_one_in_the_sources(package: str) -> None:
+    try:
+        installed = importlib.metadata.version(DISTRIBUTIONS[package])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{DISTRIBUTIONS[package]} is not installed")
+    assert installed == importlib.import_module(package).__version__
+
+
+@each_package
+def test_the_changelog_speaks_of_the_version(package: str) -> None:
+    version = importlib.import_module(package).__version__
+    changelog = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## .*\b{re.escape(version)}\b", changelog, re.MULTILINE)
+
+
+@each_package
+def test_the_distribution_has_its_own_name(package: str) -> None:
+    assert project(package)["name"] == DISTRIBUTIONS[package]
+
+
+@each_package
+def test_what_is_imported_is_exactly_what_is_declared(package: str) -> None:
+    imports = {DISTRIBUTIONS.get(name, name) for name in third_party_imports(package)}
+    required = names_of(project(package)["dependencies"])
+    extras = project(package).get("optional-dependencies", {}).values()
+    optional = set().union(*map(names_of, extras))
+    assert imports - optional == required
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -130,30 +132,31 @@ def third_party_imports(package: str) -> set[str]:
     return roots - set(sys.stdlib_module_names) - {package}
 
 
-class TestWords:
-    """What the documents must not say is looked for."""
+def test_nobody_is_told_to_install_a_stranger() -> None:
+    assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?(?:gpipe|profiler|streams|microbatch)(?![-\w/])") == []
+    assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?gpipe-\w") == []
 
-    def test_nobody_is_told_to_install_a_stranger(self) -> None:
-        assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?(?:gpipe|profiler|streams|microbatch)(?![-\w/])") == []
-        assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?gpipe-\w") == []
 
-    def test_no_file_knows_a_machine_or_an_index(self) -> None:
-        machine = r"(?<![\w.~/-])/(?:work|tmp|root|home|opt|mnt)/\w"
-        index = r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org"
-        assert lines_matching(f"{machine}|{index}") == []
+def test_no_file_knows_a_machine_or_an_index() -> None:
+    machine = r"(?<![\w.~/-])/(?:work|tmp|root|home|opt|mnt)/\w"
+    index = r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org"
+    assert lines_matching(f"{machine}|{index}") == []
 
-    @each_package
-    def test_readmes_need_no_other_file(self, package: str) -> None:
-        """An index shows the README of a package away from its repository: no pictures, no links to files."""
-        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
-        outside_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
-        assert re.findall(r"!\[|\]\((?!https?://|#)[^)]*\)", outside_code) == []
 
-    @each_package
-    def test_readmes_name_pages_that_are_there(self, package: str) -> None:
-        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
-        assert [page for page in re.findall(r"`(docs/[^`]+)`", text) if not (ROOT / page).exists()] == []
+@each_package
+def test_readmes_need_no_other_file(package: str) -> None:
+    """An index shows the README of a package away from its repository: no pictures, no links to files."""
+    text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    outside_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"!\[|\]\((?!https?://|#)[^)]*\)", outside_code) == []
 
-    @each_package
-    def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
-        assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+@each_package
+def test_readmes_name_pages_that_are_there(package: str) -> None:
+    text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    assert [page for page in re.findall(r"`(docs/[^`]+)`", text) if not (ROOT / page).exists()] == []
+
+
+@each_package
+def test_the_licence_is_the_same_everywhere(package: str) -> None:
+    assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

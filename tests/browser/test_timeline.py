@@ -61,30 +61,31 @@ def look_at(browser: Any, drawings: Path) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
-class TestReading:
-    @each_drawing
-    def test_no_word_is_cut_off_or_covers_another(self, look_at: Callable[..., Any], name: str) -> None:
-        page = look_at(f"{name}.svg")
-        words, (picture,) = boxes(page, "text:not(.number)"), boxes(page, ".paper")
-        assert [word for word in words if not inside(word, picture)] == []
-        pairs = [(a, b) for k, a in enumerate(words) for b in words[:k]]
-        assert [(a, b) for a, b in pairs if overlap(a, b)] == []
+@each_drawing
+def test_no_word_is_cut_off_or_covers_another(look_at: Callable[..., Any], name: str) -> None:
+    page = look_at(f"{name}.svg")
+    words, (picture,) = boxes(page, "text:not(.number)"), boxes(page, ".paper")
+    assert [word for word in words if not inside(word, picture)] == []
+    pairs = [(a, b) for k, a in enumerate(words) for b in words[:k]]
+    assert [(a, b) for a, b in pairs if overlap(a, b)] == []
 
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_words_stand_out_from_the_paper(self, look_at: Callable[..., Any], scheme: str) -> None:
-        page = look_at("everything-4x8.svg", color_scheme=scheme)
-        paper = brightness(page.locator(".paper").evaluate("e => getComputedStyle(e).fill"))
-        assert (paper > 0.5) == (scheme == "light")
-        for text in page.locator("text:not(.number)").all():
-            assert contrast(brightness(text.evaluate("e => getComputedStyle(e).fill")), paper) >= 4.5
 
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_numbers_stand_out_from_their_cells(self, look_at: Callable[..., Any], scheme: str) -> None:
-        page = look_at("everything-4x8.svg", color_scheme=scheme)
-        fills = "found => [...new Set(found.map(e => getComputedStyle(e).fill))]"
-        (ink,) = page.locator(".number").evaluate_all(fills)
-        for fill in page.locator(".cell").evaluate_all(fills):
-            assert contrast(brightness(ink), brightness(fill)) >= 4.5
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_the_paper(look_at: Callable[..., Any], scheme: str) -> None:
+    page = look_at("everything-4x8.svg", color_scheme=scheme)
+    paper = brightness(page.locator(".paper").evaluate("e => getComputedStyle(e).fill"))
+    assert (paper > 0.5) == (scheme == "light")
+    for text in page.locator("text:not(.number)").all():
+        assert contrast(brightness(text.evaluate("e => getComputedStyle(e).fill")), paper) >= 4.5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_stand_out_from_their_cells(look_at: Callable[..., Any], scheme: str) -> None:
+    page = look_at("everything-4x8.svg", color_scheme=scheme)
+    fills = "found => [...new Set(found.map(e => getComputedStyle(e).fill))]"
+    (ink,) = page.locator(".number").evaluate_all(fills)
+    for fill in page.locator(".cell").evaluate_all(fills):
+        assert contrast(brightness(ink), brightness(fill)) >= 4.5
 
 
 def brightness(colour: str) -> float:

@@ -73,56 +73,54 @@ def costs(draw: st.DrawFn) -> dict[tuple[int, Kind], float]:
     return {(j, kind): draw(seconds) for j in range(4) for kind in Kind}
 
 
-class TestDeciding:
-    """By injected durations."""
+@given(costs(), st.booleans())
+def test_auto_settles_on_what_the_measurements_say(cost: dict[tuple[int, Kind], float], grad: bool) -> None:
+    chooser, x = Chooser(three()._pipeline.stages), rows(grad=grad)
+    choices = [
+        train(chooser, "auto", x, 3, lambda j, kind, k=k: cost[j, kind] * (2 - (k % RUNS == 0)))
+        for k in range(8 * RUNS)
+    ]
+    assert choices[:RUNS] == [Choice("1f1b")] * RUNS
+    assert chooser._planned is None  # and no later step is recorded
+    ran = {(choice.name, choice.split) for choice in choices}
+    seen = {(j, a.kind) for name, split in ran for j, p in enumerate(named(name, 6, range(3), 0, split)) for a in p}
+    known = {cell: cost[cell] for cell in seen}
+    assert choices[-1] == choose(6, (0, 1, 2), 0, known, range(0 if grad else 1, 3))
 
-    @given(costs(), st.booleans())
-    def test_auto_settles_on_what_the_measurements_say(self, cost: dict[tuple[int, Kind], float], grad: bool) -> None:
-        chooser, x = Chooser(three()._pipeline.stages), rows(grad=grad)
-        choices = [
-            train(chooser, "auto", x, 3, lambda j, kind, k=k: cost[j, kind] * (2 - (k % RUNS == 0)))
-            for k in range(8 * RUNS)
-        ]
-        assert choices[:RUNS] == [Choice("1f1b")] * RUNS
-        assert chooser._planned is None  # and no later step is recorded
-        ran = {(choice.name, choice.split) for choice in choices}
-        seen = {(j, a.kind) for name, split in ran for j, p in enumerate(named(name, 6, range(3), 0, split)) for a in p}
-        known = {cell: cost[cell] for cell in seen}
-        assert choices[-1] == choose(6, (0, 1, 2), 0, known, range(0 if grad else 1, 3))
 
-    @given(st.sampled_from(SPLITTING), costs(), st.booleans())
-    def test_those_that_split_settle_on_what_is_worth_it(
-        self, name: str, cost: dict[tuple[int, Kind], float], grad: bool
-    ) -> None:
-        chooser, x = Chooser(piped(linears(4), [1] * 4)._pipeline.stages), rows(grad=grad)
-        choices = [
-            train(chooser, name, x, 4, lambda j, kind, k=k: cost[j, kind] * (2 - (k % RUNS == 0)))
-            for k in range(8 * RUNS)
-        ]
-        split = tuple(range(0 if grad else 1, 4))
-        assert [choice.split for choice in choices[:RUNS]] == [split] * RUNS
-        parts = {j: cost[j, Kind.BACKWARD_INPUT] + cost[j, Kind.BACKWARD_WEIGHT] for j in split}
-        short = {j for j in split if parts[j] < SPLIT_SECONDS}
-        if name == "dualpipev":  # also does whole backwards, whose times count instead of the sum of the parts
-            short = set(split)
-        whole = {j for j in short if cost[j, Kind.BACKWARD] < SPLIT_SECONDS}
-        assert choices[-1].split == tuple(j for j in split if j not in whole)
+@given(st.sampled_from(SPLITTING), costs(), st.booleans())
+def test_those_that_split_settle_on_what_is_worth_it(
+    name: str, cost: dict[tuple[int, Kind], float], grad: bool
+) -> None:
+    chooser, x = Chooser(piped(linears(4), [1] * 4)._pipeline.stages), rows(grad=grad)
+    choices = [
+        train(chooser, name, x, 4, lambda j, kind, k=k: cost[j, kind] * (2 - (k % RUNS == 0))) for k in range(8 * RUNS)
+    ]
+    split = tuple(range(0 if grad else 1, 4))
+    assert [choice.split for choice in choices[:RUNS]] == [split] * RUNS
+    parts = {j: cost[j, Kind.BACKWARD_INPUT] + cost[j, Kind.BACKWARD_WEIGHT] for j in split}
+    short = {j for j in split if parts[j] < SPLIT_SECONDS}
+    if name == "dualpipev":  # also does whole backwards, whose times count instead of the sum of the parts
+        short = set(split)
+    whole = {j for j in short if cost[j, Kind.BACKWARD] < SPLIT_SECONDS}
+    assert choices[-1].split == tuple(j for j in split if j not in whole)
 
-    @pytest.mark.parametrize("change", ["size", "eval", "freeze", "grad"])
-    def test_what_makes_cells_take_longer_is_measured_by_itself(self, change: str) -> None:
-        pipe = three()
-        chooser = Chooser(pipe._pipeline.stages)
 
-        def run(count: int, grad: bool = False) -> bool:
-            return bool(train(chooser, "auto", rows(count, grad=grad), 3, lambda j, kind: SLOW).seconds)
+@pytest.mark.parametrize("change", ["size", "eval", "freeze", "grad"])
+def test_what_makes_cells_take_longer_is_measured_by_itself(change: str) -> None:
+    pipe = three()
+    chooser = Chooser(pipe._pipeline.stages)
 
-        assert [run(48) for _ in range(RUNS + 1)] == [False] * RUNS + [True]
-        assert run(60)  # as many binary digits
-        if change == "eval":
-            pipe.eval()
-        if change == "freeze":
-            pipe[0].requires_grad_(False)
-        assert not run(480 if change == "size" else 48, grad=change == "grad")
+    def run(count: int, grad: bool = False) -> bool:
+        return bool(train(chooser, "auto", rows(count, grad=grad), 3, lambda j, kind: SLOW).seconds)
+
+    assert [run(48) for _ in range(RUNS + 1)] == [False] * RUNS + [True]
+    assert run(60)  # as many binary digits
+    if change == "eval":
+        pipe.eval()
+    if change == "freeze":
+        pipe[0].requires_grad_(False)
+    assert not run(480 if change == "size" else 48, grad=change == "grad")
 
 
 @each_way

@@ -135,58 +135,56 @@ def test_every_fault(pipes: dict[str, GPipe], phase: str, name: str, inlined: bo
     expect_same(pipe)
 
 
-class TestSeveral:
-    """Of several failures the caller gets the one that is earliest in the schedule."""
+def ticks(phase: str, j: int, i: int) -> tuple[int, int]:
+    return (i + j if phase == "forward" else (CHUNKS - 1 - i) + (STAGES - 1 - j)), j
 
-    @staticmethod
-    def ticks(phase: str, j: int, i: int) -> tuple[int, int]:
-        return (i + j if phase == "forward" else (CHUNKS - 1 - i) + (STAGES - 1 - j)), j
 
-    @given(
-        st.sampled_from(["forward", "backward"]),
-        st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=2, max_size=2),
-    )
-    def test_two_faults(self, pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]) -> None:
-        """Where one cannot keep the other from happening."""
-        (a, i), (b, k) = places
-        if a != b and i != k:
-            return  # may race: see the next test
-        pipe = pipes["never"]
-        planted = {}
-        for place in places:
-            planted[place] = pipe[place[0]].faults[phase, place[1]] = ValueError("no")
-        try:
-            with pytest.raises(ValueError, match="no") as caught:
-                train(pipe)
-        finally:
-            for layer in list(pipe)[:STAGES]:
-                layer.faults.clear()
-        assert caught.value is planted[min(places, key=lambda place: self.ticks(phase, *place))]
+@given(
+    st.sampled_from(["forward", "backward"]),
+    st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=2, max_size=2),
+)
+def test_of_two_faults_the_earlier_is_raised(pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]) -> None:
+    """By the schedule, where one cannot keep the other from happening."""
+    (a, i), (b, k) = places
+    if a != b and i != k:
+        return  # may race: see the next test
+    pipe = pipes["never"]
+    planted = {}
+    for place in places:
+        planted[place] = pipe[place[0]].faults[phase, place[1]] = ValueError("no")
+    try:
+        with pytest.raises(ValueError, match="no") as caught:
+            train(pipe)
+    finally:
+        for layer in list(pipe)[:STAGES]:
+            layer.faults.clear()
+    assert caught.value is planted[min(places, key=lambda place: ticks(phase, *place))]
 
-    def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cancelled = threading.Semaphore(0)
-        cancel = Channel.cancel
 
-        def tell(channel: Channel) -> None:
-            cancel(channel)
-            cancelled.release()
+def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = threading.Semaphore(0)
+    cancel = Channel.cancel
 
-        def fail_at_three(x: Tensor) -> Tensor:
-            if x[0, 0] == 3:
-                raise ValueError("tick 3")
-            return x
+    def tell(channel: Channel) -> None:
+        cancel(channel)
+        cancelled.release()
 
-        def dawdle(x: Tensor) -> Tensor:
-            if x[0, 0] == 0:  # until both channels know of the failure in partition 0, if it is told them
-                for _ in range(2):
-                    cancelled.acquire(timeout=20)
-            return x
+    def fail_at_three(x: Tensor) -> Tensor:
+        if x[0, 0] == 3:
+            raise ValueError("tick 3")
+        return x
 
-        def fail(x: Tensor) -> Tensor:
-            raise KeyError("tick 2")
+    def dawdle(x: Tensor) -> Tensor:
+        if x[0, 0] == 0:  # until both channels know of the failure in partition 0, if it is told them
+            for _ in range(2):
+                cancelled.acquire(timeout=20)
+        return x
 
-        monkeypatch.setattr(Channel, "cancel", tell)
-        model = nn.Sequential(Call(fail_at_three), Call(dawdle), Call(fail))
-        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
-        with pytest.raises(KeyError, match="tick 2"):
-            within(20, lambda: pipe(numbered(4)))
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("tick 2")
+
+    monkeypatch.setattr(Channel, "cancel", tell)
+    model = nn.Sequential(Call(fail_at_three), Call(dawdle), Call(fail))
+    pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
+    with pytest.raises(KeyError, match="tick 2"):
+        within(20, lambda: pipe(numbered(4)))

@@ -32,68 +32,66 @@ def deep() -> nn.Sequential:
     ).to(DOUBLE)
 
 
-class TestNames:
-    @given(balances(5))
-    def test_all_names_are_those_of_the_model_in_its_order(self, balance: list[int]) -> None:
-        model = deep()
-        pipe = piped(model, balance)
-        state, pipe_state = model.state_dict(), pipe.state_dict()
-        assert list(pipe_state) == list(state)
-        assert all(torch.equal(pipe_state[key], state[key]) for key in state)
-        assert pipe_state._metadata == state._metadata
-        for listing in ("named_parameters", "named_buffers", "named_modules", "named_children"):
-            names = [name for name, _ in getattr(pipe, listing)()]
-            assert names == [name for name, _ in getattr(model, listing)()]
-
-    @given(balances(5))
-    def test_a_checkpoint_of_torchgpipe_loads(self, balance: list[int]) -> None:
-        source, target = deep(), piped(deep(), balance)
-        view = piped(source, balance).partitions
-        old = {f"partitions.{key}": value for key, value in view.state_dict().items()}
-        assert not old.keys() & target.state_dict().keys()
-        keys = list(old)
-        assert str(target.load_state_dict(old)) == "<All keys matched successfully>"
-        assert list(old) == keys
-        assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
-
-    def test_what_is_missing_or_unknown_is_still_told(self) -> None:
-        pipe = piped(linears(2), [1, 1])
-        state = {f"partitions.0.{key}": value for key, value in linears(1).state_dict().items()} | {"other": rows()}
-        told = pipe.load_state_dict(state, strict=False)
-        assert (told.missing_keys, told.unexpected_keys) == (["1.weight", "1.bias"], ["other"])
-        with pytest.raises(RuntimeError, match=r"1\.weight"):
-            pipe.load_state_dict(state)
-
-    @pytest.mark.parametrize(
-        "name", ["chunks", "partitions", "balance", "devices", "checkpoint", "_workers", "_stages"]
-    )
-    def test_a_child_may_have_the_name_of_an_attribute(self, name: str) -> None:
-        model = nn.Sequential(
-            OrderedDict([(name, nn.Linear(3, 3, dtype=DOUBLE)), ("1", nn.Linear(3, 3, dtype=DOUBLE))])
-        )
-        pipe = piped(model, [1, 1], chunks=2)
-        assert (pipe.chunks, pipe.balance, pipe.devices) == (2, [1, 1], [CPU, CPU])
-        assert len(pipe.partitions) == 2
-        assert list(pipe.state_dict()) == list(model.state_dict())
-        assert_trains_like(pipe, model)
-        assert_trains_like(copy.deepcopy(pipe), model)
+@given(balances(5))
+def test_all_names_are_those_of_the_model_in_its_order(balance: list[int]) -> None:
+    model = deep()
+    pipe = piped(model, balance)
+    state, pipe_state = model.state_dict(), pipe.state_dict()
+    assert list(pipe_state) == list(state)
+    assert all(torch.equal(pipe_state[key], state[key]) for key in state)
+    assert pipe_state._metadata == state._metadata
+    for listing in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        names = [name for name, _ in getattr(pipe, listing)()]
+        assert names == [name for name, _ in getattr(model, listing)()]
 
 
-class TestSequence:
-    @given(balances(5))
-    def test_length_iteration_and_index_are_the_models(self, balance: list[int]) -> None:
-        model = deep()
-        pipe = GPipe(model, balance, devices=["cpu"] * len(balance))
-        assert len(pipe) == 5
-        assert list(pipe) == list(model)
-        assert [pipe[k] for k in range(-5, 5)] == [model[k] for k in range(-5, 5)]
+@given(balances(5))
+def test_a_checkpoint_of_torchgpipe_loads(balance: list[int]) -> None:
+    source, target = deep(), piped(deep(), balance)
+    view = piped(source, balance).partitions
+    old = {f"partitions.{key}": value for key, value in view.state_dict().items()}
+    assert not old.keys() & target.state_dict().keys()
+    keys = list(old)
+    assert str(target.load_state_dict(old)) == "<All keys matched successfully>"
+    assert list(old) == keys
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
-    @pytest.mark.parametrize("cut", [slice(1, 3), slice(None, None, 2), slice(-2, None), slice(0, 0)])
-    def test_a_slice_is_a_sequential_of_the_same_layers(self, cut: slice) -> None:
-        model = deep()
-        part = GPipe(model, [2, 3], devices=["cpu"] * 2)[cut]
-        assert isinstance(part, nn.Sequential)
-        assert list(part.named_children()) == list(model[cut].named_children())
+
+def test_what_is_missing_or_unknown_is_still_told() -> None:
+    pipe = piped(linears(2), [1, 1])
+    state = {f"partitions.0.{key}": value for key, value in linears(1).state_dict().items()} | {"other": rows()}
+    told = pipe.load_state_dict(state, strict=False)
+    assert (told.missing_keys, told.unexpected_keys) == (["1.weight", "1.bias"], ["other"])
+    with pytest.raises(RuntimeError, match=r"1\.weight"):
+        pipe.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["chunks", "partitions", "balance", "devices", "checkpoint", "_workers", "_stages"])
+def test_a_child_may_have_the_name_of_an_attribute(name: str) -> None:
+    model = nn.Sequential(OrderedDict([(name, nn.Linear(3, 3, dtype=DOUBLE)), ("1", nn.Linear(3, 3, dtype=DOUBLE))]))
+    pipe = piped(model, [1, 1], chunks=2)
+    assert (pipe.chunks, pipe.balance, pipe.devices) == (2, [1, 1], [CPU, CPU])
+    assert len(pipe.partitions) == 2
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert_trains_like(pipe, model)
+    assert_trains_like(copy.deepcopy(pipe), model)
+
+
+@given(balances(5))
+def test_length_iteration_and_index_are_the_models(balance: list[int]) -> None:
+    model = deep()
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance))
+    assert len(pipe) == 5
+    assert list(pipe) == list(model)
+    assert [pipe[k] for k in range(-5, 5)] == [model[k] for k in range(-5, 5)]
+
+
+@pytest.mark.parametrize("cut", [slice(1, 3), slice(None, None, 2), slice(-2, None), slice(0, 0)])
+def test_a_slice_is_a_sequential_of_the_same_layers(cut: slice) -> None:
+    model = deep()
+    part = GPipe(model, [2, 3], devices=["cpu"] * 2)[cut]
+    assert isinstance(part, nn.Sequential)
+    assert list(part.named_children()) == list(model[cut].named_children())
 
 
 @pytest.mark.parametrize(

@@ -57,22 +57,21 @@ def total(value: Any) -> Tensor:
     )
 
 
-class TestForward:
-    @each_way
-    @given(st.data())
-    def test_every_output_with_its_spec_is_that_of_the_plain_model(self, way: Any, data: st.DataObject) -> None:
-        last, spec = data.draw(outputs())
-        model = nn.Sequential(*linears(2), Call(last))
-        mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 4))
-        pipe = piped(model, [1, 2], chunks=chunks, checkpoint=mode, out_spec=spec)
-        x = rows(data.draw(st.integers(1, 9)))
-        with way():
-            found, expected = pipe(x), model(x)
-            torch.testing.assert_close(found, expected)
-            if total(expected).requires_grad:
-                total(found).backward()
-                total(expected).backward()
-                assert_same(pipe, model)
+@each_way
+@given(st.data())
+def test_every_output_with_its_spec_is_that_of_the_plain_model(way: Any, data: st.DataObject) -> None:
+    last, spec = data.draw(outputs())
+    model = nn.Sequential(*linears(2), Call(last))
+    mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 4))
+    pipe = piped(model, [1, 2], chunks=chunks, checkpoint=mode, out_spec=spec)
+    x = rows(data.draw(st.integers(1, 9)))
+    with way():
+        found, expected = pipe(x), model(x)
+        torch.testing.assert_close(found, expected)
+        if total(expected).requires_grad:
+            total(found).backward()
+            total(expected).backward()
+            assert_same(pipe, model)
 
 
 class Masked(nn.Module):
@@ -89,109 +88,108 @@ class Gathering(nn.Module):
         return x.index_add(0, torch.arange(len(x)).repeat_interleave(counts), pieces)
 
 
-class TestArguments:
-    @each_way
-    @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
-    @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(MODES))
-    def test_pieces_go_with_the_row_that_they_belong_to(
-        self, way: Any, said: str, counts: list[int], chunks: int, mode: str
-    ) -> None:
-        model = nn.Sequential(Gathering(), *linears(2))
-        spec = {"pieces": Split(counts=lambda batch: batch["counts"])} if said == "by the spec" else None
-        pipe = piped(nn.Sequential(*model), [2, 1], chunks=chunks, checkpoint=mode, in_spec=spec)
-        x, numbers = rows(len(counts)), torch.tensor(counts)
-        pieces, same = (
-            torch.randn(sum(counts), 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3)) for _ in "ab"
-        )
-        given = {"x": x, "pieces": pieces.requires_grad_() if spec else Split(pieces.requires_grad_(), counts=counts)}
-        expected = nn.functional.mse_loss(model[1:](model[0](x, same.requires_grad_(), numbers)), x)
-        expected.backward()
-        with way():
-            loss = pipe.step(**given, counts=numbers, target=x, loss_fn=nn.functional.mse_loss)
-        torch.testing.assert_close((loss, pieces.grad), (expected.detach(), same.grad))
-        assert_same(pipe, model)
-
-    @each_mode
-    @each_way
-    @pytest.mark.parametrize("said", ["by the spec", "by the spec for the mask", "around the argument"])
-    def test_a_mask_for_all_gets_the_sum_of_its_gradients(self, mode: str, way: Any, said: str) -> None:
-        model = nn.Sequential(Masked(), *linears(2))
-        whole = Replicate if said == "around the argument" else (lambda each: each)
-        spec: Any = {"mask": Replicate(), "scale": Replicate()} if said == "by the spec" else {"mask": Replicate()}
-        spec = None if whole is Replicate else Arguments((None,), spec)
-        pipe = piped(nn.Sequential(*model), [2, 1], chunks=3, checkpoint=mode, in_spec=spec)
-        mask, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
-        with way():
-            found = pipe(rows(7), mask=whole(mask), scale=whole(2.0))
-            found.square().sum().backward()
-        expected = model[2](model[1](model[0](rows(7), same, 2.0)))
-        torch.testing.assert_close(found, expected)
-        expected.square().sum().backward()
-        torch.testing.assert_close(mask.grad, same.grad)
-        assert_same(pipe, model)
-
-    def test_a_rule_for_a_keyword_that_is_not_given_says_nothing_unless_it_may_be_misspelt(self) -> None:
-        def called(**inputs: Any) -> Tensor:
-            return piped(nn.Sequential(Masked(), *linears(2)), [2, 1], chunks=3, in_spec=spec)(x=rows(7), **inputs)
-
-        spec = {"mask": Replicate(), "scale": Replicate()}
-        mask = torch.ones(3, dtype=DOUBLE)
-        torch.testing.assert_close(called(mask=mask), called(mask=mask, scale=1.0))
-        spec = {"masks": Replicate()}
-        with pytest.raises(ValueError, match=r"rule for 'masks', which is not given; did you mean 'mask'\?"):
-            called(mask=mask)
-
-    def test_a_list_that_the_spec_names_goes_whole_whatever_its_length(self) -> None:
-        class Named(nn.Module):
-            def forward(self, x: Tensor, names: list[str], scale: int) -> Tensor:
-                return x * len(names) * scale
-
-        pipe = piped(nn.Sequential(Named(), *linears(2)), [2, 1], chunks=3, in_spec={"names": Replicate()})
-        torch.testing.assert_close(pipe(x=rows(7), names=["a"] * 7, scale=2), pipe[1:](rows(7) * 14))
+@each_way
+@pytest.mark.parametrize("said", ["by the spec", "around the argument"])
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(MODES))
+def test_pieces_go_with_the_row_that_they_belong_to(
+    way: Any, said: str, counts: list[int], chunks: int, mode: str
+) -> None:
+    model = nn.Sequential(Gathering(), *linears(2))
+    spec = {"pieces": Split(counts=lambda batch: batch["counts"])} if said == "by the spec" else None
+    pipe = piped(nn.Sequential(*model), [2, 1], chunks=chunks, checkpoint=mode, in_spec=spec)
+    x, numbers = rows(len(counts)), torch.tensor(counts)
+    pieces, same = (torch.randn(sum(counts), 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3)) for _ in "ab")
+    given = {"x": x, "pieces": pieces.requires_grad_() if spec else Split(pieces.requires_grad_(), counts=counts)}
+    expected = nn.functional.mse_loss(model[1:](model[0](x, same.requires_grad_(), numbers)), x)
+    expected.backward()
+    with way():
+        loss = pipe.step(**given, counts=numbers, target=x, loss_fn=nn.functional.mse_loss)
+    torch.testing.assert_close((loss, pieces.grad), (expected.detach(), same.grad))
+    assert_same(pipe, model)
 
 
-class TestStep:
-    @each_mode
-    @each_way
-    @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-    @pytest.mark.parametrize("dim", [1, -2])
-    def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(
-        self, mode: str, way: Any, schedule: str | None, dim: int
-    ) -> None:
-        model, loss_fn = linears(), nn.functional.mse_loss
-        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
-        x, same, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
-        expected = model(same.requires_grad_())
-        options: Any = {"loss_fn": loss_fn, "schedule": schedule, "return_outputs": True}
-        with way():
-            if schedule is not None:
-                loss, found = pipe.step(x.requires_grad_(), Split(y, dim=dim), **options)
-            else:
-                found = pipe(x.requires_grad_())
-                loss = loss_fn(found, y)
-                loss.backward()
-        loss_fn(expected, y).backward()
-        torch.testing.assert_close((loss, found, x.grad), (loss_fn(expected, y), expected, same.grad))
-        assert_same(pipe, model)
+def test_a_rule_for_a_keyword_that_is_not_given_says_nothing_unless_it_may_be_misspelt() -> None:
+    def called(**inputs: Any) -> Tensor:
+        return piped(nn.Sequential(Masked(), *linears(2)), [2, 1], chunks=3, in_spec=spec)(x=rows(7), **inputs)
 
-    def test_a_replicated_first_tensor_has_no_say_in_the_weights_and_gets_one_gradient(self) -> None:
-        model = nn.Sequential(Call(lambda pair: pair[1] * pair[0]), *linears(2))
-        pipe = piped(model, [1, 2], chunks=4)
-        scale, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
-        arrived: list[Tensor] = []
-        scale.register_hook(arrived.append)
-        loss_fn = nn.functional.mse_loss
-        pipe.step((Replicate(scale), rows(7)), rows(7), loss_fn=loss_fn)
-        loss_fn(model((same, rows(7))), rows(7)).backward()
-        assert_same(pipe, model)
-        torch.testing.assert_close((scale.grad, arrived), (same.grad, [same.grad]))
+    spec = {"mask": Replicate(), "scale": Replicate()}
+    mask = torch.ones(3, dtype=DOUBLE)
+    torch.testing.assert_close(called(mask=mask), called(mask=mask, scale=1.0))
+    spec = {"masks": Replicate()}
+    with pytest.raises(ValueError, match=r"rule for 'masks', which is not given; did you mean 'mask'\?"):
+        called(mask=mask)
 
-    @pytest.mark.parametrize("whole", [3.0, torch.ones(3, dtype=DOUBLE), {"weight": torch.ones(3), "power": 2}])
-    def test_a_target_may_be_one_for_all_rows(self, whole: Any) -> None:
-        pipe, seen = piped(linears(), [1, 2], chunks=4), []
-        loss_fn = lambda output, target: (seen.append(target), output.square().mean())[1]  # noqa: E731
-        losses = [step(rows(7), Replicate(whole), loss_fn=loss_fn) for step in (pipe.step, pipe.evaluate)]
-        torch.testing.assert_close((losses[0], seen), (losses[1], [whole] * 8))
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("said", ["by the spec", "by the spec for the mask", "around the argument"])
+def test_a_mask_for_all_gets_the_sum_of_its_gradients(mode: str, way: Any, said: str) -> None:
+    model = nn.Sequential(Masked(), *linears(2))
+    whole = Replicate if said == "around the argument" else (lambda each: each)
+    spec: Any = {"mask": Replicate(), "scale": Replicate()} if said == "by the spec" else {"mask": Replicate()}
+    spec = None if whole is Replicate else Arguments((None,), spec)
+    pipe = piped(nn.Sequential(*model), [2, 1], chunks=3, checkpoint=mode, in_spec=spec)
+    mask, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
+    with way():
+        found = pipe(rows(7), mask=whole(mask), scale=whole(2.0))
+        found.square().sum().backward()
+    expected = model[2](model[1](model[0](rows(7), same, 2.0)))
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    torch.testing.assert_close(mask.grad, same.grad)
+    assert_same(pipe, model)
+
+
+def test_a_list_that_the_spec_names_goes_whole_whatever_its_length() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor, names: list[str], scale: int) -> Tensor:
+            return x * len(names) * scale
+
+    pipe = piped(nn.Sequential(Named(), *linears(2)), [2, 1], chunks=3, in_spec={"names": Replicate()})
+    torch.testing.assert_close(pipe(x=rows(7), names=["a"] * 7, scale=2), pipe[1:](rows(7) * 14))
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize("dim", [1, -2])
+def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(mode: str, way: Any, schedule: str | None, dim: int) -> None:
+    model, loss_fn = linears(), nn.functional.mse_loss
+    pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
+    x, same, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
+    expected = model(same.requires_grad_())
+    options: Any = {"loss_fn": loss_fn, "schedule": schedule, "return_outputs": True}
+    with way():
+        if schedule is not None:
+            loss, found = pipe.step(x.requires_grad_(), Split(y, dim=dim), **options)
+        else:
+            found = pipe(x.requires_grad_())
+            loss = loss_fn(found, y)
+            loss.backward()
+    loss_fn(expected, y).backward()
+    torch.testing.assert_close((loss, found, x.grad), (loss_fn(expected, y), expected, same.grad))
+    assert_same(pipe, model)
+
+
+def test_a_replicated_first_tensor_has_no_say_in_the_weights_and_gets_one_gradient() -> None:
+    model = nn.Sequential(Call(lambda pair: pair[1] * pair[0]), *linears(2))
+    pipe = piped(model, [1, 2], chunks=4)
+    scale, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
+    arrived: list[Tensor] = []
+    scale.register_hook(arrived.append)
+    loss_fn = nn.functional.mse_loss
+    pipe.step((Replicate(scale), rows(7)), rows(7), loss_fn=loss_fn)
+    loss_fn(model((same, rows(7))), rows(7)).backward()
+    assert_same(pipe, model)
+    torch.testing.assert_close((scale.grad, arrived), (same.grad, [same.grad]))
+
+
+@pytest.mark.parametrize("whole", [3.0, torch.ones(3, dtype=DOUBLE), {"weight": torch.ones(3), "power": 2}])
+def test_a_target_may_be_one_for_all_rows(whole: Any) -> None:
+    pipe, seen = piped(linears(), [1, 2], chunks=4), []
+    loss_fn = lambda output, target: (seen.append(target), output.square().mean())[1]  # noqa: E731
+    losses = [step(rows(7), Replicate(whole), loss_fn=loss_fn) for step in (pipe.step, pipe.evaluate)]
+    torch.testing.assert_close((losses[0], seen), (losses[1], [whole] * 8))
 
 
 # What looks like rows but is none, given (n, 3) with n > 1.
@@ -204,31 +202,30 @@ ROWLESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-class TestRefused:
-    @each_mode
-    @each_way
-    @pytest.mark.parametrize("name", ROWLESS)
-    def test_what_does_not_follow_the_rows(self, mode: str, way: Any, name: str) -> None:
-        last, path = ROWLESS[name]
-        model = nn.Sequential(*linears(2), Call(last))
-        pipe = piped(model, [1, 2], chunks=2, checkpoint=mode)
-        with (
-            way(),
-            pytest.raises(
-                ValueError,
-                match=rf"^{path} (has its|does not follow the) rows.*: the micro-batches have \[2, 2\], .* spec",
-            ),
-        ):
-            pipe(rows(4))
-        assert all(parameter.grad is None for parameter in pipe.parameters())
-        torch.testing.assert_close(piped(model, [1, 2], chunks=1)(rows(4)), model(rows(4)))  # nothing is put together
+@each_mode
+@each_way
+@pytest.mark.parametrize("name", ROWLESS)
+def test_what_does_not_follow_the_rows(mode: str, way: Any, name: str) -> None:
+    last, path = ROWLESS[name]
+    model = nn.Sequential(*linears(2), Call(last))
+    pipe = piped(model, [1, 2], chunks=2, checkpoint=mode)
+    with (
+        way(),
+        pytest.raises(
+            ValueError, match=rf"^{path} (has its|does not follow the) rows.*: the micro-batches have \[2, 2\], .* spec"
+        ),
+    ):
+        pipe(rows(4))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    torch.testing.assert_close(piped(model, [1, 2], chunks=1)(rows(4)), model(rows(4)))  # nothing is put together
 
-    def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients(self) -> None:
-        pipe = piped(nn.Sequential(*linears(2), Call(lambda x: x.T)), [1, 2], chunks=2)
-        with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0") as caught:
-            pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), return_outputs=True)
-        assert "its gradients are in .grad" in "".join(caught.value.__notes__)
-        assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum()).dim() == 0
+
+def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients() -> None:
+    pipe = piped(nn.Sequential(*linears(2), Call(lambda x: x.T)), [1, 2], chunks=2)
+    with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0") as caught:
+        pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), return_outputs=True)
+    assert "its gradients are in .grad" in "".join(caught.value.__notes__)
+    assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum()).dim() == 0
 
 
 def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:

@@ -45,60 +45,59 @@ def written(checkpoint: str, *, chunks: int = 3, count: int = 3, train: bool = T
     return diary
 
 
-class TestModes:
-    @each_mode
-    @given(st.integers(1, 4), st.integers(0, 4), st.booleans())
-    def test_layers_see_which_micro_batches_are_checkpointed(
-        self, checkpoint: str, count: int, more: int, train: bool
-    ) -> None:
-        """Except the last means the last that exists; evaluation checkpoints nothing."""
-        diary = written(checkpoint, chunks=count + more, count=count, train=train)
-        stop = {"always": count, "except_last": count - 1, "never": 0}[checkpoint] if train else 0
-        assert diary.microbatches(checkpointing=True, recomputing=False) == [*range(stop)]
-        assert diary.microbatches(checkpointing=False, recomputing=True) == [*reversed(range(stop))]
-        assert diary.microbatches(checkpointing=False, recomputing=False) == [*range(stop, count)]
+@each_mode
+@given(st.integers(1, 4), st.integers(0, 4), st.booleans())
+def test_layers_see_which_micro_batches_are_checkpointed(checkpoint: str, count: int, more: int, train: bool) -> None:
+    """Except the last means the last that exists; evaluation checkpoints nothing."""
+    diary = written(checkpoint, chunks=count + more, count=count, train=train)
+    stop = {"always": count, "except_last": count - 1, "never": 0}[checkpoint] if train else 0
+    assert diary.microbatches(checkpointing=True, recomputing=False) == [*range(stop)]
+    assert diary.microbatches(checkpointing=False, recomputing=True) == [*reversed(range(stop))]
+    assert diary.microbatches(checkpointing=False, recomputing=False) == [*range(stop, count)]
 
-    @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
-    @pytest.mark.parametrize("inner", MODES)
-    @each_mode
-    def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
-        self, checkpoint: str, inner: str, way: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Whatever the pipe inside them does, with runs of its own, which on the same thread begin and end between."""
-        diaries = [Diary() for _ in range(2)]
-        inside = GPipe(nn.Sequential(Diary(), Diary()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
-        around = nn.Sequential(diaries[0], inside, diaries[1])
-        pipe = GPipe(nn.Sequential(around, Diary()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
-        with way():
-            pipe(numbered(3).requires_grad_()).sum().backward()
-        expected = written(checkpoint).entries
-        assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
-        assert sorted(pipe[1].entries) == sorted(expected)
 
-    @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
-    @pytest.mark.parametrize("flags", ["always", [[True, False], "never"]], ids=["stage", "block"])
-    @pytest.mark.parametrize("call", [1, 2])
-    def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(
-        self, call: int, flags: Any, way: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        diary, calls = Diary(), iter(range(1, 9))
+@pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
+@pytest.mark.parametrize("inner", MODES)
+@each_mode
+def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
+    checkpoint: str, inner: str, way: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Whatever the pipe inside them does, with runs of its own, which on the same thread begin and end between."""
+    diaries = [Diary() for _ in range(2)]
+    inside = GPipe(nn.Sequential(Diary(), Diary()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
+    around = nn.Sequential(diaries[0], inside, diaries[1])
+    pipe = GPipe(nn.Sequential(around, Diary()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    with way():
+        pipe(numbered(3).requires_grad_()).sum().backward()
+    expected = written(checkpoint).entries
+    assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
+    assert sorted(pipe[1].entries) == sorted(expected)
 
-        def fail(*_: Any) -> None:
-            assert next(calls) != call
 
-        model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), diary), nn.Identity(), nn.Identity())
-        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, checkpoint=flags)
-        with way():
-            hook = model[0][0].register_forward_hook(fail)
-            with pytest.raises(AssertionError):
-                pipe(torch.ones(1, 1)).sum().backward()
-            hook.remove()
-            diary.entries.clear()
-            pipe.checkpoint = "never"
-            with torch.no_grad():
-                pipe(torch.ones(1, 1))
-        assert [phase for _, *phase in diary.entries] == [[False, False]]
-        pipe.close()
+@pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
+@pytest.mark.parametrize("flags", ["always", [[True, False], "never"]], ids=["stage", "block"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(
+    call: int, flags: Any, way: Callable[[], AbstractContextManager[None]]
+) -> None:
+    diary, calls = Diary(), iter(range(1, 9))
+
+    def fail(*_: Any) -> None:
+        assert next(calls) != call
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), diary), nn.Identity(), nn.Identity())
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, checkpoint=flags)
+    with way():
+        hook = model[0][0].register_forward_hook(fail)
+        with pytest.raises(AssertionError):
+            pipe(torch.ones(1, 1)).sum().backward()
+        hook.remove()
+        diary.entries.clear()
+        pipe.checkpoint = "never"
+        with torch.no_grad():
+            pipe(torch.ones(1, 1))
+    assert [phase for _, *phase in diary.entries] == [[False, False]]
+    pipe.close()
 
 
 def with_buffer() -> nn.Sequential:
@@ -143,111 +142,113 @@ def _slopes(kind: str) -> Callable[..., Any]:
     return {"forward": on_output, "forward_pre": on_input}.get(kind, on_gradients)
 
 
-class TestChangesBeforeTheRecomputation:
-    """Between forward and backward; the plain model would give the gradients of the forward, or refuse."""
-
-    @pytest.mark.parametrize(
-        ("change", "named"),
-        [
-            (_optimizer_step, "'0.weight', '0.bias'"),
-            (_load_state, "'0.weight', '0.bias'"),
-            (lambda pipe: pipe.eval(), r"train\(\) or eval\(\)"),
-            (lambda pipe: pipe[2].eval(), r"train\(\) or eval\(\)"),
-            (lambda pipe: setattr(pipe[2], "weight", nn.Parameter(2 * pipe[2].weight.detach())), "'2.weight'"),
-            (partial(_load_state, assign=True), "'0.weight'"),
-            (_swap_data, "'0.weight'"),
-            (lambda pipe: pipe[2].weight.requires_grad_(False), "'2.weight' changed between the forward and the"),
-            (lambda pipe: pipe[0].bias.requires_grad_(True), "'0.bias' changed between the forward and the backward"),
-        ],
-    )
-    @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-    def test_they_are_refused_by_name(self, change: Change, named: str, checkpoint: str) -> None:
-        pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
-        pipe[0].bias.requires_grad_(False)
-        if checkpoint == "except_last":  # torch refuses a change in place, of what the last graph has saved
-            named = f"{named}|modified by an inplace operation"
-        for changes in (False, True):
-            output = pipe(rows())
-            if changes:
-                change(pipe)
-                pipe.zero_grad()
-            with pytest.raises(RuntimeError, match=named) if changes else contextlib.nullcontext():
-                output.square().sum().backward()
-
-    @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-    @pytest.mark.parametrize("adds", [True, False])
-    @each_mode
-    def test_hooks_that_come_or_go(self, kind: str, adds: bool, checkpoint: str) -> None:
-        """Their recomputation would give other gradients than the plain model's backward."""
-        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
-        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
-        handles = [getattr(each[1][0], f"register_{kind}_hook")(_slopes(kind)) for each in (model, pipe)]
-        expected, output = model(rows()), pipe(rows())
-        for each, handle in zip((model, pipe), handles, strict=True):
-            getattr(each[1][1], f"register_{kind}_hook")(_slopes(kind)) if adds else handle.remove()
-        expected.square().sum().backward()
-        if checkpoint == "never":
-            output.square().sum().backward()
-            assert_same(pipe, model)
-        else:
-            names = "'1.1'" if adds else "'1.0'"
-            with pytest.raises(RuntimeError, match=f"hooks of {names} were added or removed between the forward"):
-                output.square().sum().backward()
-        pipe.zero_grad()
-        model.zero_grad()
-        assert_trains_like(pipe, model)
-        pipe.close()
-
-    @each_mode
-    def test_a_module_inside_of_a_layer_that_is_replaced(self, checkpoint: str) -> None:
-        """By an equal one, which the recomputed output does not tell."""
-        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
-        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
-        output, own = pipe(rows()), pipe[1][1]
-        model(rows()).square().sum().backward()
-        pipe[1][1] = copy.deepcopy(own)
-        if checkpoint == "never":
-            output.square().sum().backward()
-            pipe[1][1] = own
-            assert_same(pipe, model)
-        else:
-            with pytest.raises(RuntimeError, match=r"layer '1\.1' was replaced .* between the forward"):
-                output.square().sum().backward()
-        pipe.close()
-
-    @each_mode
-    def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(self, checkpoint: str) -> None:
-        """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
-
-        def doubled(s: Layer, x: Tensor) -> Tensor:
-            own, shared = s.m
-            handle = shared.register_forward_hook(lambda module, inputs, output: output * 2)
-            threading.Event().wait(0.01)  # meanwhile the other worker goes on
-            try:
-                return shared(own(x))
-            finally:
-                handle.remove()
-
-        shared = linears(1)
-        plain = Layer(lambda s, x: s.m[0](x), linears(1), shared)
-        model = nn.Sequential(plain, Layer(doubled, linears(1), shared))
-        pipe = piped(model, [1, 1], chunks=4, checkpoint=checkpoint)
-        for _ in range(3):
-            assert_trains_like(pipe, model)
-        pipe.close()
-
-    @pytest.mark.parametrize(
-        "change", [lambda pipe: pipe[2].scale.mul_(2), lambda pipe: setattr(pipe[2], "scale", 2 * pipe[2].scale)]
-    )
-    def test_buffers_are_put_back(self, change: Change) -> None:
-        model = with_buffer()
-        pipe = piped(model, [1, 4], chunks=2, checkpoint="always")
-        model(rows()).square().sum().backward()
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_optimizer_step, "'0.weight', '0.bias'"),
+        (_load_state, "'0.weight', '0.bias'"),
+        (lambda pipe: pipe.eval(), r"train\(\) or eval\(\)"),
+        (lambda pipe: pipe[2].eval(), r"train\(\) or eval\(\)"),
+        (lambda pipe: setattr(pipe[2], "weight", nn.Parameter(2 * pipe[2].weight.detach())), "'2.weight'"),
+        (partial(_load_state, assign=True), "'0.weight'"),
+        (_swap_data, "'0.weight'"),
+        (lambda pipe: pipe[2].weight.requires_grad_(False), "'2.weight' changed between the forward and the"),
+        (lambda pipe: pipe[0].bias.requires_grad_(True), "'0.bias' changed between the forward and the backward"),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_changes_before_the_recomputation_are_refused_by_name(change: Change, named: str, checkpoint: str) -> None:
+    """The plain model would give the gradients of the forward, or refuse."""
+    pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
+    pipe[0].bias.requires_grad_(False)
+    if checkpoint == "except_last":  # torch refuses a change in place, of what the last graph has saved
+        named = f"{named}|modified by an inplace operation"
+    for changes in (False, True):
         output = pipe(rows())
-        change(pipe)
+        if changes:
+            change(pipe)
+            pipe.zero_grad()
+        with pytest.raises(RuntimeError, match=named) if changes else contextlib.nullcontext():
+            output.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("adds", [True, False])
+@each_mode
+def test_hooks_that_come_or_go(kind: str, adds: bool, checkpoint: str) -> None:
+    """Their recomputation would give other gradients than the plain model's backward."""
+    model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+    pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+    handles = [getattr(each[1][0], f"register_{kind}_hook")(_slopes(kind)) for each in (model, pipe)]
+    expected, output = model(rows()), pipe(rows())
+    for each, handle in zip((model, pipe), handles, strict=True):
+        getattr(each[1][1], f"register_{kind}_hook")(_slopes(kind)) if adds else handle.remove()
+    expected.square().sum().backward()
+    if checkpoint == "never":
         output.square().sum().backward()
         assert_same(pipe, model)
-        assert torch.equal(pipe[2].scale, torch.full((3,), 2.0, dtype=DOUBLE))
+    else:
+        names = "'1.1'" if adds else "'1.0'"
+        with pytest.raises(RuntimeError, match=f"hooks of {names} were added or removed between the forward"):
+            output.square().sum().backward()
+    pipe.zero_grad()
+    model.zero_grad()
+    assert_trains_like(pipe, model)
+    pipe.close()
+
+
+@each_mode
+def test_a_module_inside_of_a_layer_that_is_replaced(checkpoint: str) -> None:
+    """By an equal one, which the recomputed output does not tell."""
+    model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+    pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+    output, own = pipe(rows()), pipe[1][1]
+    model(rows()).square().sum().backward()
+    pipe[1][1] = copy.deepcopy(own)
+    if checkpoint == "never":
+        output.square().sum().backward()
+        pipe[1][1] = own
+        assert_same(pipe, model)
+    else:
+        with pytest.raises(RuntimeError, match=r"layer '1\.1' was replaced .* between the forward"):
+            output.square().sum().backward()
+    pipe.close()
+
+
+@each_mode
+def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(checkpoint: str) -> None:
+    """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
+
+    def doubled(s: Layer, x: Tensor) -> Tensor:
+        own, shared = s.m
+        handle = shared.register_forward_hook(lambda module, inputs, output: output * 2)
+        threading.Event().wait(0.01)  # meanwhile the other worker goes on
+        try:
+            return shared(own(x))
+        finally:
+            handle.remove()
+
+    shared = linears(1)
+    plain = Layer(lambda s, x: s.m[0](x), linears(1), shared)
+    model = nn.Sequential(plain, Layer(doubled, linears(1), shared))
+    pipe = piped(model, [1, 1], chunks=4, checkpoint=checkpoint)
+    for _ in range(3):
+        assert_trains_like(pipe, model)
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda pipe: pipe[2].scale.mul_(2), lambda pipe: setattr(pipe[2], "scale", 2 * pipe[2].scale)]
+)
+def test_buffers_are_put_back(change: Change) -> None:
+    model = with_buffer()
+    pipe = piped(model, [1, 4], chunks=2, checkpoint="always")
+    model(rows()).square().sum().backward()
+    output = pipe(rows())
+    change(pipe)
+    output.square().sum().backward()
+    assert_same(pipe, model)
+    assert torch.equal(pipe[2].scale, torch.full((3,), 2.0, dtype=DOUBLE))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

@@ -37,105 +37,104 @@ def twins(model: nn.Sequential, balance: list[int], **options: Any) -> tuple[GPi
     return piped(model, balance, **options), model
 
 
-class TestRefused:
-    @each_mode
-    @pytest.mark.parametrize("retain", [False, True])
-    def test_a_second_backward(self, checkpoint: str, retain: bool) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
-        loss = pipe(rows(grad=True)).sum()
-        loss.backward(retain_graph=retain)
-        with pytest.raises(RuntimeError, match=SECOND if retain else "second time"):
-            loss.backward()
-        model(rows()).sum().backward()
-        assert_same(pipe, model)  # the refused one left nothing behind
+@each_mode
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_second_backward_is_refused(checkpoint: str, retain: bool) -> None:
+    pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+    loss = pipe(rows(grad=True)).sum()
+    loss.backward(retain_graph=retain)
+    with pytest.raises(RuntimeError, match=SECOND if retain else "second time"):
+        loss.backward()
+    model(rows()).sum().backward()
+    assert_same(pipe, model)  # the refused one left nothing behind
 
-    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-    @each_mode
-    def test_create_graph(self, checkpoint: str) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
-        output = pipe(rows(grad=True))
-        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-            output.sum().backward(create_graph=True)
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@each_mode
+def test_create_graph_is_refused(checkpoint: str) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+    output = pipe(rows(grad=True))
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        output.sum().backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@each_mode
+def test_autograd_grad_and_backward_to_some_inputs_are_refused(checkpoint: str) -> None:
+    """After the refusal the same run may go backward properly."""
+    pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+    model(rows()).sum().backward()
+    for ask in (
+        lambda y, x: torch.autograd.grad(y, x, retain_graph=True),
+        lambda y, x: y.backward(inputs=[x], retain_graph=True),
+        lambda y, x: torch.autograd.grad(y, x, create_graph=True),
+    ):
+        x = rows(grad=True)
+        output = pipe(x)
+        with pytest.raises(RuntimeError, match=f"{NO_GRAD_CALL}|cannot be differentiated twice"):
+            ask(output.sum(), x)
+        assert x.grad is None
         assert all(parameter.grad is None for parameter in pipe.parameters())
-
-    @each_mode
-    def test_autograd_grad_and_backward_to_some_inputs(self, checkpoint: str) -> None:
-        """After the refusal the same run may go backward properly."""
-        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
-        model(rows()).sum().backward()
-        for ask in (
-            lambda y, x: torch.autograd.grad(y, x, retain_graph=True),
-            lambda y, x: y.backward(inputs=[x], retain_graph=True),
-            lambda y, x: torch.autograd.grad(y, x, create_graph=True),
-        ):
-            x = rows(grad=True)
-            output = pipe(x)
-            with pytest.raises(RuntimeError, match=f"{NO_GRAD_CALL}|cannot be differentiated twice"):
-                ask(output.sum(), x)
-            assert x.grad is None
-            assert all(parameter.grad is None for parameter in pipe.parameters())
-            output.sum().backward()
-            assert_same(pipe, model)
-            pipe.zero_grad()
-
-
-class TestAllowed:
-    def test_reentrant_checkpointing_around_the_pipe(self) -> None:
-        """Also where layers draw: torch gives its generator the state of before."""
-        around, plain = (piped(nn.Sequential(*linears(), nn.Dropout()), [1, 3], chunks=2) for _ in "ab")
-        with torch.random.fork_rng(devices=[]):
-            torch_checkpoint(around, rows(grad=True), use_reentrant=True).square().sum().backward()
-        plain(rows()).square().sum().backward()
-        assert_same(around, plain)
-
-
-class TestParts:
-    """Outputs of which only some are used, need a gradient, or are differentiable at all."""
-
-    @staticmethod
-    def three_ways() -> nn.Sequential:
-        return nn.Sequential(
-            nn.Linear(3, 9, dtype=DOUBLE),
-            Call(lambda h: h.chunk(3, 1)),
-            Call(lambda t: (t[0].sin(), t[1].cos(), t[2].detach(), t[2].argmax(1), None, t[2].exp())),
-        )
-
-    @each_mode
-    @given(used=st.sets(st.sampled_from([0, 1, 5]), min_size=1))
-    def test_some_outputs_are_used(self, checkpoint: str, used: set[int]) -> None:
-        model = self.three_ways()
-        pipe = piped(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
-        found = []
-        for module in (pipe, model):
-            x = rows(grad=True)
-            output = module(x)
-            sum(output[k].square().sum() for k in used).backward()
-            found.append((x.grad, [o if o is None else (o.requires_grad, o.dtype, o.detach()) for o in output]))
+        output.sum().backward()
         assert_same(pipe, model)
-        torch.testing.assert_close(found[0][0], found[1][0])
-        for ours, theirs in zip(found[0][1], found[1][1], strict=True):
-            assert (ours is None) == (theirs is None)
-            assert ours is None or ours[:2] == theirs[:2]
-            assert ours is None or torch.equal(ours[2], theirs[2]) or torch.allclose(ours[2], theirs[2])
+        pipe.zero_grad()
 
-    @each_mode
-    @pytest.mark.parametrize("grads", [(False, True), (True, False), (True, True)])
-    def test_inputs_of_which_some_need_no_gradient(self, checkpoint: str, grads: tuple[bool, bool]) -> None:
-        model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
-        pipe = piped(model, [1, 1], chunks=3, checkpoint=checkpoint)
-        found = []
-        for module in (pipe, model):
-            inputs = tuple(rows(grad=grad) for grad in grads)
-            module(inputs).square().sum().backward()
-            found.append([each.grad for each in inputs])
-        torch.testing.assert_close(*found)
-        assert_same(pipe, model)
 
-    @each_mode
-    def test_a_parameter_handed_to_the_next_stage(self, checkpoint: str) -> None:
-        hand = Layer(lambda s, x: (x, s.weight), weight=nn.Parameter(rows(2)))
-        model = nn.Sequential(*linears(1), hand, Call(lambda t: t[0] @ t[1].T * t[1].sum()))
-        assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
+def test_reentrant_checkpointing_around_the_pipe_works() -> None:
+    """Also where layers draw: torch gives its generator the state of before."""
+    around, plain = (piped(nn.Sequential(*linears(), nn.Dropout()), [1, 3], chunks=2) for _ in "ab")
+    with torch.random.fork_rng(devices=[]):
+        torch_checkpoint(around, rows(grad=True), use_reentrant=True).square().sum().backward()
+    plain(rows()).square().sum().backward()
+    assert_same(around, plain)
+
+
+def three_ways() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 9, dtype=DOUBLE),
+        Call(lambda h: h.chunk(3, 1)),
+        Call(lambda t: (t[0].sin(), t[1].cos(), t[2].detach(), t[2].argmax(1), None, t[2].exp())),
+    )
+
+
+@each_mode
+@given(used=st.sets(st.sampled_from([0, 1, 5]), min_size=1))
+def test_some_outputs_are_used(checkpoint: str, used: set[int]) -> None:
+    model = three_ways()
+    pipe = piped(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    found = []
+    for module in (pipe, model):
+        x = rows(grad=True)
+        output = module(x)
+        sum(output[k].square().sum() for k in used).backward()
+        found.append((x.grad, [o if o is None else (o.requires_grad, o.dtype, o.detach()) for o in output]))
+    assert_same(pipe, model)
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or ours[:2] == theirs[:2]
+        assert ours is None or torch.equal(ours[2], theirs[2]) or torch.allclose(ours[2], theirs[2])
+
+
+@each_mode
+@pytest.mark.parametrize("grads", [(False, True), (True, False), (True, True)])
+def test_inputs_of_which_some_need_no_gradient(checkpoint: str, grads: tuple[bool, bool]) -> None:
+    model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
+    pipe = piped(model, [1, 1], chunks=3, checkpoint=checkpoint)
+    found = []
+    for module in (pipe, model):
+        inputs = tuple(rows(grad=grad) for grad in grads)
+        module(inputs).square().sum().backward()
+        found.append([each.grad for each in inputs])
+    torch.testing.assert_close(*found)
+    assert_same(pipe, model)
+
+
+@each_mode
+def test_a_parameter_handed_to_the_next_stage(checkpoint: str) -> None:
+    hand = Layer(lambda s, x: (x, s.weight), weight=nn.Parameter(rows(2)))
+    model = nn.Sequential(*linears(1), hand, Call(lambda t: t[0] @ t[1].T * t[1].sum()))
+    assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

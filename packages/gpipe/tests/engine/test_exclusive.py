@@ -162,74 +162,74 @@ def test_threads_may_evaluate_one_pipe_at_once(way: Way) -> None:
             torch.testing.assert_close(output, model(rows() * k).detach())
 
 
-class TestPipesInside:
-    """Layers that call pipes."""
+def calling(what: Callable[[Tensor], Any]) -> GPipe:
+    return GPipe(nn.Sequential(*linears(1), Call(what)), [1, 1], devices=["cpu"] * 2, chunks=2)
 
-    @staticmethod
-    def calling(what: Callable[[Tensor], Any], layers: int = 1) -> GPipe:
-        return GPipe(nn.Sequential(*linears(layers), Call(what)), [layers, 1], devices=["cpu"] * 2, chunks=2)
 
-    @each_way
-    @pytest.mark.parametrize("length", [1, 2, 3])
-    @pytest.mark.parametrize("grad", [True, False])
-    def test_a_circle_of_pipes_is_refused(self, way: Way, length: int, grad: bool) -> None:
-        pipes: list[GPipe] = []
-        pipes += [self.calling(lambda x, k=k: pipes[(k + 1) % length](x)) for k in range(length)]
+@each_way
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_circle_of_pipes_is_refused(way: Way, length: int, grad: bool) -> None:
+    pipes: list[GPipe] = []
+    pipes += [calling(lambda x, k=k: pipes[(k + 1) % length](x)) for k in range(length)]
 
-        def run() -> None:
-            with way(), torch.set_grad_enabled(grad):
-                pipes[0](rows())
+    def run() -> None:
+        with way(), torch.set_grad_enabled(grad):
+            pipes[0](rows())
 
-        with pytest.raises(RuntimeError, match="calls the pipe itself, or another pipe whose layers do"):
-            started(run).result(300)
-
-    @each_way
-    @pytest.mark.parametrize("trains", [True, False])
-    def test_a_loss_that_calls_the_pipe_is_refused(self, way: Way, trains: bool) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-
-        def run() -> None:
-            with way():
-                compute = pipe.step if trains else pipe.evaluate
-                compute(rows(), rows(), loss_fn=lambda output, target: (output - pipe(target)).sum())
-
-        with pytest.raises(RuntimeError, match="loss function"):
-            started(run).result(300)
-
-    @each_way
-    @pytest.mark.parametrize("checkpoint", ["always", "never"])
-    def test_layers_on_two_stages_may_share_a_pipe(self, way: Way, checkpoint: str) -> None:
-        inner_model, outer_model = linears(2), linears(2)
-        inner = piped(inner_model, [1, 1], chunks=2, checkpoint=checkpoint)
-
-        def around(layer: nn.Module) -> nn.Sequential:
-            first, second = linears(2)
-            return nn.Sequential(first, Call(lambda x: layer(x)), second, Call(lambda x: layer(x)))
-
-        outer = GPipe(around(inner), [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
-        outer_model = around(inner_model)
-
-        def run() -> None:
-            with way():
-                trained(outer, rows())
-
+    with pytest.raises(RuntimeError, match="calls the pipe itself, or another pipe whose layers do"):
         started(run).result(300)
-        trained(outer_model, rows())
-        assert_same(inner, inner_model)
-        assert_same(outer, outer_model)
 
-    @each_way
-    def test_a_hook_of_a_parameter_may_call_the_pipe(self, way: Way) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        outputs: list[Tensor] = []
-        pipe[0].weight.register_hook(lambda gradient: outputs.append(pipe(rows()).detach()) or gradient)
 
-        def run() -> None:
-            with way():
-                pipe(rows()).sum().backward()
+@each_way
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_loss_that_calls_the_pipe_is_refused(way: Way, trains: bool) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
 
+    def run() -> None:
+        with way():
+            compute = pipe.step if trains else pipe.evaluate
+            compute(rows(), rows(), loss_fn=lambda output, target: (output - pipe(target)).sum())
+
+    with pytest.raises(RuntimeError, match="loss function"):
         started(run).result(300)
-        torch.testing.assert_close(outputs, [linears()(rows()).detach()])
+
+
+@each_way
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_layers_on_two_stages_may_share_a_pipe(way: Way, checkpoint: str) -> None:
+    inner_model, outer_model = linears(2), linears(2)
+    inner = piped(inner_model, [1, 1], chunks=2, checkpoint=checkpoint)
+
+    def around(layer: nn.Module) -> nn.Sequential:
+        first, second = linears(2)
+        return nn.Sequential(first, Call(lambda x: layer(x)), second, Call(lambda x: layer(x)))
+
+    outer = GPipe(around(inner), [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    outer_model = around(inner_model)
+
+    def run() -> None:
+        with way():
+            trained(outer, rows())
+
+    started(run).result(300)
+    trained(outer_model, rows())
+    assert_same(inner, inner_model)
+    assert_same(outer, outer_model)
+
+
+@each_way
+def test_a_hook_of_a_parameter_may_call_the_pipe(way: Way) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    outputs: list[Tensor] = []
+    pipe[0].weight.register_hook(lambda gradient: outputs.append(pipe(rows()).detach()) or gradient)
+
+    def run() -> None:
+        with way():
+            pipe(rows()).sum().backward()
+
+    started(run).result(300)
+    torch.testing.assert_close(outputs, [linears()(rows()).detach()])
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

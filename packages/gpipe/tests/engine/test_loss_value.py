@@ -43,32 +43,33 @@ TAKES_ONE: dict[str, Callable[..., Any]] = {
 }
 
 
-class TestWithoutTarget:
-    @pytest.mark.parametrize("name", TAKES_ONE)
-    def test_defaults_of_other_arguments_stay(self, name: str) -> None:
-        loss_fn, model = TAKES_ONE[name], linears()
-        expected, pipe = loss_fn(model(rows())), piped(model, [1, 2], chunks=1)
-        torch.testing.assert_close(pipe.step(rows(), loss_fn=loss_fn), expected.detach())
-        torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=loss_fn), expected.detach())
+@pytest.mark.parametrize("name", TAKES_ONE)
+def test_defaults_of_other_arguments_stay(name: str) -> None:
+    loss_fn, model = TAKES_ONE[name], linears()
+    expected, pipe = loss_fn(model(rows())), piped(model, [1, 2], chunks=1)
+    torch.testing.assert_close(pipe.step(rows(), loss_fn=loss_fn), expected.detach())
+    torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=loss_fn), expected.detach())
 
-    def test_a_second_argument_that_is_required_is_none(self) -> None:
-        seen: list[Any] = []
 
-        def both(output: Tensor, target: Any) -> Tensor:
-            seen.append(target)
-            return square(output)
+def test_a_second_argument_that_is_required_is_none() -> None:
+    seen: list[Any] = []
 
-        for loss_fn in (both, partial(both), wraps(both)(lambda *given: both(*given))):
-            piped(linears(), [1, 2], chunks=3).step(rows(), loss_fn=loss_fn)
-        assert seen == [None] * 9
+    def both(output: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return square(output)
 
-    def test_a_target_that_nobody_takes_is_refused(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=3)
-        for loss_fn in (square, partial(square), lambda output, *, cap=0.1: square(output)):
-            with pytest.raises(TypeError, match="a target is given, but loss_fn takes the output alone"):
-                pipe.step(rows(), rows(), loss_fn=loss_fn)
-        with pytest.raises(TypeError, match="a target is given, but no loss_fn that takes it"):
-            pipe.step(rows(), rows())
+    for loss_fn in (both, partial(both), wraps(both)(lambda *given: both(*given))):
+        piped(linears(), [1, 2], chunks=3).step(rows(), loss_fn=loss_fn)
+    assert seen == [None] * 9
+
+
+def test_a_target_that_nobody_takes_is_refused() -> None:
+    pipe = piped(linears(), [1, 2], chunks=3)
+    for loss_fn in (square, partial(square), lambda output, *, cap=0.1: square(output)):
+        with pytest.raises(TypeError, match="a target is given, but loss_fn takes the output alone"):
+            pipe.step(rows(), rows(), loss_fn=loss_fn)
+    with pytest.raises(TypeError, match="a target is given, but no loss_fn that takes it"):
+        pipe.step(rows(), rows())
 
 
 @dataclass

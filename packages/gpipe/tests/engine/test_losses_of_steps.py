@@ -184,93 +184,86 @@ def measured(*metrics: Any) -> Callable[[Tensor, Tensor], Any]:
     return loss_fn
 
 
-class TestBadLosses:
-    @pytest.mark.parametrize(
-        ("loss_fn", "kind", "message"),
-        [
-            (lambda o, t: 3.0, TypeError, "returned float; expected a scalar tensor"),
-            (lambda o, t: None, TypeError, "returned NoneType"),
-            (lambda o, t: [o.sum()], TypeError, "returned list"),
-            (lambda o, t: o - t, ValueError, r"shape \(2, 3\); expected a scalar: take its mean"),
-            (lambda o, t: o.sum(0, keepdim=True)[:, :1], ValueError, r"shape \(1, 1\)"),
-            (lambda o, t: (o.sum(1), 3), ValueError, r"shape \(2,\)"),
-            (lambda o, t: o.detach().sum(), ValueError, "does not require grad"),
-            (lambda o, t: (t.sum(), 3), ValueError, "does not require grad"),
-            (lambda o, t: (o.sum(), 3, 4), ValueError, r"tuple of 3; expected a scalar loss, or \(sum, count\)"),
-            (lambda o, t: (), ValueError, "tuple of 0"),
-            (lambda o, t: (o + 1j).sum(), TypeError, r"complex128; expected a real scalar: take its \.real or \.abs"),
-            (lambda o, t: ((o + 1j).sum(), 3), TypeError, "complex128"),
-            (lambda o, t: (o.sum(), o.square().sum()), ValueError, r"count that requires grad.*count\.detach\(\)"),
-            (lambda o, t: (o.sum(), torch.ones(3)), ValueError, r"count of shape \(3,\); expected one number"),
-            (
-                lambda o, t: (o.sum(), torch.ones(()) * 1j),
-                TypeError,
-                "count of torch.complex64; expected a real number",
-            ),
-            (lambda o, t: (o.sum(), "3"), TypeError, "count of str; expected a real number"),
-            (lambda o, t: (o.sum(), None), TypeError, "count of NoneType"),
-            (measured({"a": "text"}), TypeError, r"metrics\['a'\] of loss_fn is of type str; expected a tensor or"),
-            (measured({"a": {"b": 1}}), TypeError, r"metrics\['a'\] of loss_fn is of type dict; .* flattened"),
-            (measured({"a": None}), TypeError, r"metrics\['a'\] of loss_fn is of type NoneType"),
-            (measured({"a": torch.ones(3)}), ValueError, r"must have the same names .* its shapes are \(3,\)"),
-            (measured({"a": torch.ones(2)}, {"a": torch.ones(4)}), ValueError, r"its shapes are \(\d,\), \(\d,\)"),
-            (measured({"a": 1}, {"b": 1}), ValueError, "instead of a dict with the leaves"),
-            (measured({"a": torch.ones(2)}, {"a": torch.ones(2).int()}), ValueError, "they may differ in rows only"),
-            (measured(None, {"a": 1}), ValueError, "loss_fn returned metrics for some micro-batches only"),
-            (measured({"a": 1}, None), ValueError, "loss_fn returned metrics for some micro-batches only"),
-        ],
-    )
-    @each_schedule
-    def test_what_is_no_loss_is_refused_with_the_place(
-        self, schedule: str, loss_fn: Any, kind: type[Exception], message: str
-    ) -> None:
-        pipe, model = piped(linears(), [1, 2], chunks=3), linears()
-        with pytest.raises(kind, match=message) as caught:
-            pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
-        assert "in partition 1" in " ".join(caught.value.__notes__)
-        assert all(p.grad is None for p in pipe.parameters())
-        if "grad" not in message:
-            with pytest.raises(kind, match=message):
-                pipe.evaluate(rows(), rows(), loss_fn=loss_fn)
-        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        F.mse_loss(model(rows()), rows()).backward()
-        assert_same(pipe, model)
-
-    def test_a_count_beside_another_reduction_is_refused(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=3)
-        for method in (pipe.step, pipe.evaluate):
-            with pytest.raises(ValueError, match=r"\(sum, count\).*beside reduction='sum'"):
-                method(rows(), rows(), loss_fn=lambda o, t: ((o - t).sum(), len(t)), reduction="sum", normalizer=48)
-
-    @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
-    def test_division_by_no_count_is_refused_before_anything_runs(self, normalizer: Any) -> None:
-        pipe = piped(linears(), [1, 2], chunks=3)
-        with pytest.raises(ValueError, match="normalizer must not be 0"):
-            pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
-        assert all(p.grad is None for p in pipe.parameters())
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "message"),
+    [
+        (lambda o, t: 3.0, TypeError, "returned float; expected a scalar tensor"),
+        (lambda o, t: None, TypeError, "returned NoneType"),
+        (lambda o, t: [o.sum()], TypeError, "returned list"),
+        (lambda o, t: o - t, ValueError, r"shape \(2, 3\); expected a scalar: take its mean"),
+        (lambda o, t: o.sum(0, keepdim=True)[:, :1], ValueError, r"shape \(1, 1\)"),
+        (lambda o, t: (o.sum(1), 3), ValueError, r"shape \(2,\)"),
+        (lambda o, t: o.detach().sum(), ValueError, "does not require grad"),
+        (lambda o, t: (t.sum(), 3), ValueError, "does not require grad"),
+        (lambda o, t: (o.sum(), 3, 4), ValueError, r"tuple of 3; expected a scalar loss, or \(sum, count\)"),
+        (lambda o, t: (), ValueError, "tuple of 0"),
+        (lambda o, t: (o + 1j).sum(), TypeError, r"complex128; expected a real scalar: take its \.real or \.abs"),
+        (lambda o, t: ((o + 1j).sum(), 3), TypeError, "complex128"),
+        (lambda o, t: (o.sum(), o.square().sum()), ValueError, r"count that requires grad.*count\.detach\(\)"),
+        (lambda o, t: (o.sum(), torch.ones(3)), ValueError, r"count of shape \(3,\); expected one number"),
+        (lambda o, t: (o.sum(), torch.ones(()) * 1j), TypeError, "count of torch.complex64; expected a real number"),
+        (lambda o, t: (o.sum(), "3"), TypeError, "count of str; expected a real number"),
+        (lambda o, t: (o.sum(), None), TypeError, "count of NoneType"),
+        (measured({"a": "text"}), TypeError, r"metrics\['a'\] of loss_fn is of type str; expected a tensor or"),
+        (measured({"a": {"b": 1}}), TypeError, r"metrics\['a'\] of loss_fn is of type dict; .* flattened"),
+        (measured({"a": None}), TypeError, r"metrics\['a'\] of loss_fn is of type NoneType"),
+        (measured({"a": torch.ones(3)}), ValueError, r"must have the same names .* its shapes are \(3,\)"),
+        (measured({"a": torch.ones(2)}, {"a": torch.ones(4)}), ValueError, r"its shapes are \(\d,\), \(\d,\)"),
+        (measured({"a": 1}, {"b": 1}), ValueError, "instead of a dict with the leaves"),
+        (measured({"a": torch.ones(2)}, {"a": torch.ones(2).int()}), ValueError, "they may differ in rows only"),
+        (measured(None, {"a": 1}), ValueError, "loss_fn returned metrics for some micro-batches only"),
+        (measured({"a": 1}, None), ValueError, "loss_fn returned metrics for some micro-batches only"),
+    ],
+)
+@each_schedule
+def test_what_is_no_loss_is_refused_with_the_place(
+    schedule: str, loss_fn: Any, kind: type[Exception], message: str
+) -> None:
+    pipe, model = piped(linears(), [1, 2], chunks=3), linears()
+    with pytest.raises(kind, match=message) as caught:
+        pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
+    assert "in partition 1" in " ".join(caught.value.__notes__)
+    assert all(p.grad is None for p in pipe.parameters())
+    if "grad" not in message:
+        with pytest.raises(kind, match=message):
+            pipe.evaluate(rows(), rows(), loss_fn=loss_fn)
+    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
+    F.mse_loss(model(rows()), rows()).backward()
+    assert_same(pipe, model)
 
 
-class TestCheckpointed:
-    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+def test_a_count_beside_another_reduction_is_refused() -> None:
+    pipe = piped(linears(), [1, 2], chunks=3)
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match=r"\(sum, count\).*beside reduction='sum'"):
+            method(rows(), rows(), loss_fn=lambda o, t: ((o - t).sum(), len(t)), reduction="sum", normalizer=48)
 
-    @staticmethod
-    def peak(chunks: int, schedule: str, mode: str) -> int:
-        """The most bytes in a step with outputs of 32 KiB for each micro-batch, and little else."""
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4096))
-        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
-        x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
-        with gpipe.inline():
+
+@pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
+def test_division_by_no_count_is_refused_before_anything_runs(normalizer: Any) -> None:
+    pipe = piped(linears(), [1, 2], chunks=3)
+    with pytest.raises(ValueError, match="normalizer must not be 0"):
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def peak(chunks: int, schedule: str, mode: str) -> int:
+    """The most bytes in a step with outputs of 32 KiB for each micro-batch, and little else."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4096))
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
+    with gpipe.inline():
+        pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+        pipe.zero_grad()
+        with AllocationTracker() as tracker:
             pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
-            pipe.zero_grad()
-            with AllocationTracker() as tracker:
-                pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
-        return tracker.peak
+    return tracker.peak
 
-    @each_schedule
-    @settings(max_examples=settings.default.max_examples // 10)
-    @given(few=st.integers(3, 6), more=st.integers(1, 12))
-    def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(
-        self, schedule: str, few: int, more: int
-    ) -> None:
-        grown = self.peak(few + more, schedule, "always") - self.peak(few, schedule, "always")
-        assert grown < 4096 * more
+
+@each_schedule
+@settings(max_examples=settings.default.max_examples // 10)
+@given(few=st.integers(3, 6), more=st.integers(1, 12))
+def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(schedule: str, few: int, more: int) -> None:
+    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+    grown = peak(few + more, schedule, "always") - peak(few, schedule, "always")
+    assert grown < 4096 * more

@@ -26,37 +26,37 @@ def blocks(count: int) -> nn.Sequential:
         return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(count)))
 
 
-class TestConstruction:
-    @given(st.integers(0, 3), st.booleans(), st.booleans())
-    def test_where_a_device_fails_nothing_has_moved(self, failing: int, deferred: bool, trained: bool) -> None:
-        """To leave their device at all, layers go to 'meta' here, which every build of torch has."""
-        model = blocks(4)
-        if trained:
-            model(torch.randn(4, 3)).sum().backward()
-        before, values = state(model), copy.deepcopy(model.state_dict())
-        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+@given(st.integers(0, 3), st.booleans(), st.booleans())
+def test_where_a_device_fails_nothing_has_moved(failing: int, deferred: bool, trained: bool) -> None:
+    """To leave their device at all, layers go to 'meta' here, which every build of torch has."""
+    model = blocks(4)
+    if trained:
+        model(torch.randn(4, 3)).sum().backward()
+    before, values = state(model), copy.deepcopy(model.state_dict())
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
-        def move(block: nn.Module, device: torch.device) -> None:
-            if block[0] is model[failing]:
-                block[0][0].to("meta")  # some of it had room
-                raise FullError
-            block.to("meta")
+    def move(block: nn.Module, device: torch.device) -> None:
+        if block[0] is model[failing]:
+            block[0][0].to("meta")  # some of it had room
+            raise FullError
+        block.to("meta")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpipe.module._tied, "move", move)
-            with pytest.raises(FullError):
-                GPipe(model, [1] * 4, devices=["cpu"] * 4, deferred_batch_norm=deferred)
-        assert state(model) == before
-        torch.testing.assert_close(model.state_dict(), values)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            assert (parameter.grad is None) == (gradient is None)
-            assert gradient is None or torch.equal(parameter.grad, gradient)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpipe.module._tied, "move", move)
+        with pytest.raises(FullError):
+            GPipe(model, [1] * 4, devices=["cpu"] * 4, deferred_batch_norm=deferred)
+    assert state(model) == before
+    torch.testing.assert_close(model.state_dict(), values)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-    def test_a_scripted_layer_hides_no_error(self) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3))))
-        with pytest.raises(ValueError, match=r"'1.0.weight' of partition 1 .* cannot go to 'meta'"):
-            GPipe(model, [1, 1], devices=["cpu", "meta"])
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_layer_hides_no_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3))))
+    with pytest.raises(ValueError, match=r"'1.0.weight' of partition 1 .* cannot go to 'meta'"):
+        GPipe(model, [1, 1], devices=["cpu", "meta"])
 
 
 def around(middle: nn.Module) -> nn.Module:
@@ -82,26 +82,26 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-class TestInsideOfAnotherModule:
-    @pytest.mark.parametrize("name", MOVES)
-    def test_a_move_is_denied_and_nothing_of_the_pipe_has_moved(self, name: str) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        before = state(pipe)
-        with pytest.raises(TypeError, match=r"denied to move parameters and buffers by 'cpu' to 'meta'.*devices="):
-            MOVES[name](around(pipe))
-        assert state(pipe) == before
-        assert_trains_like(pipe, linears())
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_is_denied_and_nothing_of_the_pipe_has_moved(name: str) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    before = state(pipe)
+    with pytest.raises(TypeError, match=r"denied to move parameters and buffers by 'cpu' to 'meta'.*devices="):
+        MOVES[name](around(pipe))
+    assert state(pipe) == before
+    assert_trains_like(pipe, linears())
 
-    @pytest.mark.parametrize("used", [False, True])
-    @pytest.mark.parametrize("name", CHANGES)
-    def test_other_changes_are_those_of_the_plain_model(self, name: str, used: bool) -> None:
-        outer, plain = around(piped(linears(), [1, 2], chunks=2, checkpoint="always")), around(linears())
-        if used:
-            assert_trains_like(outer, plain)
-        for each in (outer, plain):
-            CHANGES[name](each)
-        assert [p.dtype for p in outer.parameters()] == [p.dtype for p in plain.parameters()]
-        assert [p.is_shared() for p in outer.parameters()] == [p.is_shared() for p in plain.parameters()]
-        for each in (outer, plain):
-            each.to(DOUBLE)
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_changes_are_those_of_the_plain_model(name: str, used: bool) -> None:
+    outer, plain = around(piped(linears(), [1, 2], chunks=2, checkpoint="always")), around(linears())
+    if used:
         assert_trains_like(outer, plain)
+    for each in (outer, plain):
+        CHANGES[name](each)
+    assert [p.dtype for p in outer.parameters()] == [p.dtype for p in plain.parameters()]
+    assert [p.is_shared() for p in outer.parameters()] == [p.is_shared() for p in plain.parameters()]
+    for each in (outer, plain):
+        each.to(DOUBLE)
+    assert_trains_like(outer, plain)

@@ -44,98 +44,99 @@ def spied(stages: int, **options: Any) -> tuple[GPipe, list[list[threading.Threa
     return pipe, list(threads)
 
 
-class TestThreads:
-    def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run(self) -> None:
-        pipe, threads = spied(3, chunks=2)
-        for _ in range(3):
-            pipe(rows(grad=True)).sum().backward()
-        assert [len(set(each)) for each in threads] == [1, 1, 1]
-        assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
+def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run() -> None:
+    pipe, threads = spied(3, chunks=2)
+    for _ in range(3):
+        pipe(rows(grad=True)).sum().backward()
+    assert [len(set(each)) for each in threads] == [1, 1, 1]
+    assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
 
-    def test_they_keep_the_handling_of_denormal_numbers_that_they_were_started_with(self) -> None:
-        tiny = torch.full((1, 1), 1e-310, dtype=DOUBLE)
-        pipe = GPipe(nn.Sequential(Call(lambda x: x * 0.5), nn.Identity()), [1, 1], devices=["cpu"] * 2)
 
-        def is_kept() -> bool:
-            # As an integer, since this thread itself may take the number for 0.
-            return bool(pipe(tiny).view(torch.int64) != 0)
+def test_they_keep_the_handling_of_denormal_numbers_that_they_were_started_with() -> None:
+    tiny = torch.full((1, 1), 1e-310, dtype=DOUBLE)
+    pipe = GPipe(nn.Sequential(Call(lambda x: x * 0.5), nn.Identity()), [1, 1], devices=["cpu"] * 2)
 
+    def is_kept() -> bool:
+        # As an integer, since this thread itself may take the number for 0.
+        return bool(pipe(tiny).view(torch.int64) != 0)
+
+    assert is_kept()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor handles denormal numbers in one way")
+    try:
         assert is_kept()
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this processor handles denormal numbers in one way")
-        try:
-            assert is_kept()
-            pipe.close()
-            assert not is_kept()
-        finally:
-            torch.set_flush_denormal(False)
-            pipe.close()
+        pipe.close()
+        assert not is_kept()
+    finally:
+        torch.set_flush_denormal(False)
+        pipe.close()
 
-    def test_close_ends_them_and_the_next_run_starts_new_ones(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        pipe.close()  # before any run: nothing to do
-        for _ in range(3):
-            assert_trains_like(pipe, linears())
-            assert len(born()) == 2
-            pipe.close()
-            assert not born()
-            pipe.close()
 
-    def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(
-        self, born: Callable[[], set[threading.Thread]]
-    ) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        weight = pipe[0].weight
+def test_close_ends_threads_and_the_next_run_starts_new_ones(born: Callable[[], set[threading.Thread]]) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    pipe.close()  # before any run: nothing to do
+    for _ in range(3):
+        assert_trains_like(pipe, linears())
+        assert len(born()) == 2
+        pipe.close()
+        assert not born()
+        pipe.close()
+
+
+def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(born: Callable[[], set[threading.Thread]]) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    weight = pipe[0].weight
+    output = pipe(rows())
+    del pipe
+    gc.collect()
+    within(20, output.sum().backward)
+    assert weight.grad is not None
+    del output
+    gc.collect()
+    for thread in born():
+        thread.join(60)
+    assert not born()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("balance", [[2, 1], [1, 2]], ids=["the last worker", "a worker that others wait for"])
+def test_a_pipe_may_become_garbage_on_its_own_worker(
+    balance: list[int], born: Callable[[], set[threading.Thread]]
+) -> None:
+    def train() -> None:
+        collecting = Call(lambda x: on_backward(x, gc.collect))
+        model = nn.Sequential(*linears(1), collecting, *linears(1))
+        pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=2)
+        pipe.__dict__["me"] = pipe
         output = pipe(rows())
-        del pipe
-        gc.collect()
-        within(20, output.sum().backward)
-        assert weight.grad is not None
-        del output
-        gc.collect()
-        for thread in born():
-            thread.join(60)
-        assert not born()
-
-    @pytest.mark.usefixtures("no_collector")
-    @pytest.mark.parametrize("balance", [[2, 1], [1, 2]], ids=["the last worker", "a worker that others wait for"])
-    def test_a_pipe_may_become_garbage_on_its_own_worker(
-        self, balance: list[int], born: Callable[[], set[threading.Thread]]
-    ) -> None:
-        def train() -> None:
-            collecting = Call(lambda x: on_backward(x, gc.collect))
-            model = nn.Sequential(*linears(1), collecting, *linears(1))
-            pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=2)
-            pipe.__dict__["me"] = pipe
-            output = pipe(rows())
-            del pipe, model, collecting
-            output.sum().backward()
-
-        within(20, train)
-        gc.collect()
-        for thread in born():
-            thread.join(60)
-        assert not born()
-
-
-class TestInline:
-    def test_everything_happens_on_this_thread(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe, threads = spied(2, chunks=2, checkpoint="always")
-        with inline():
-            output = pipe(rows(grad=True))
+        del pipe, model, collecting
         output.sum().backward()
-        assert {*threads[0], *threads[1]} == {threading.current_thread()}
-        assert not born()
 
-    def test_a_backward_follows_its_forward_and_not_the_moment(self) -> None:
-        pipe, (threads,) = spied(1, checkpoint="never")
-        with inline():
-            here = pipe(rows(grad=True))
-        there = pipe(rows(grad=True))
-        here.sum().backward()
-        with inline():
-            there.sum().backward()
-        assert [each is threading.current_thread() for each in threads] == [True, False, True, False]
+    within(20, train)
+    gc.collect()
+    for thread in born():
+        thread.join(60)
+    assert not born()
+
+
+def test_inline_everything_happens_on_this_thread(born: Callable[[], set[threading.Thread]]) -> None:
+    pipe, threads = spied(2, chunks=2, checkpoint="always")
+    with inline():
+        output = pipe(rows(grad=True))
+    output.sum().backward()
+    assert {*threads[0], *threads[1]} == {threading.current_thread()}
+    assert not born()
+
+
+def test_a_backward_follows_its_forward_and_not_the_moment() -> None:
+    pipe, (threads,) = spied(1, checkpoint="never")
+    with inline():
+        here = pipe(rows(grad=True))
+    there = pipe(rows(grad=True))
+    here.sum().backward()
+    with inline():
+        there.sum().backward()
+    assert [each is threading.current_thread() for each in threads] == [True, False, True, False]
 
 
 @pytest.fixture

@@ -44,70 +44,69 @@ def refused(make: Callable[[], object]) -> str | None:
     return None
 
 
-class TestAnyArgument:
-    @given(st.dictionaries(st.sampled_from(NAMES), nonsense, min_size=1))
-    @example({"chunks": 2.7})
-    @example({"chunks": None})
-    @example({"chunks": True})
-    @example({"checkpoint": True})
-    @example({"devices": "cpu"})
-    @example({"devices": ["meta", "cpu"]})
-    @example({"devices": ["cpu", "cuda:0"]})
-    @example({"balance": 2})
-    @example({"balance": [True, 2]})
-    @example({"balance": torch.tensor(2.5)})
-    @example({"devices": torch.tensor(2.5)})
-    @example({"deferred_batch_norm": "no"})
-    def test_it_is_taken_or_refused_by_name_and_nothing_has_changed(self, arguments: dict[str, Any]) -> None:
-        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 3))
-        before, pipes = state(model), []
-        options = {"balance": [1, 2], "devices": ["cpu", "cpu"], **arguments}
-        message = refused(lambda: pipes.append(GPipe(model, **options)))
-        for pipe in pipes:
-            assert (len(pipe.balance), sum(pipe.balance)) == (len(pipe.devices), 3)
-            assert (type(pipe.chunks), pipe.checkpoint in MODES) == (int, True)
-            assert pipe.chunks == arguments.get("chunks", 1)
-            pipe.eval()(torch.randn(6, 3))
-        if message is not None:
-            assert any(name in message or MENTIONED.get(name, name) in message for name in arguments)
-            assert state(model) == before
-
-    @given(st.sampled_from(["chunks", "checkpoint"]), nonsense)
-    def test_what_is_set_later_is_checked_alike(self, name: str, value: Any) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        before = repr(pipe)
-        message = refused(lambda: setattr(pipe, name, value))
-        assert message == refused(lambda: piped(linears(), [1, 2], **{name: value}))
-        assert message is None or (name in message and repr(pipe) == before)
-        pipe(rows())
+@given(st.dictionaries(st.sampled_from(NAMES), nonsense, min_size=1))
+@example({"chunks": 2.7})
+@example({"chunks": None})
+@example({"chunks": True})
+@example({"checkpoint": True})
+@example({"devices": "cpu"})
+@example({"devices": ["meta", "cpu"]})
+@example({"devices": ["cpu", "cuda:0"]})
+@example({"balance": 2})
+@example({"balance": [True, 2]})
+@example({"balance": torch.tensor(2.5)})
+@example({"devices": torch.tensor(2.5)})
+@example({"deferred_batch_norm": "no"})
+def test_any_argument_is_taken_or_refused_by_name_and_nothing_has_changed(arguments: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    before, pipes = state(model), []
+    options = {"balance": [1, 2], "devices": ["cpu", "cpu"], **arguments}
+    message = refused(lambda: pipes.append(GPipe(model, **options)))
+    for pipe in pipes:
+        assert (len(pipe.balance), sum(pipe.balance)) == (len(pipe.devices), 3)
+        assert (type(pipe.chunks), pipe.checkpoint in MODES) == (int, True)
+        assert pipe.chunks == arguments.get("chunks", 1)
+        pipe.eval()(torch.randn(6, 3))
+    if message is not None:
+        assert any(name in message or MENTIONED.get(name, name) in message for name in arguments)
+        assert state(model) == before
 
 
-class TestDevices:
-    @pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1, 99, "cuda:99", torch.device("cuda", 99)])
-    def test_what_torch_does_not_know(self, device: Any) -> None:
-        with pytest.raises(
-            ValueError, match=r"devices\[1\] is .*, which is not a device that can be used here: .*'cpu'"
-        ):
-            GPipe(linears(), [1, 2], devices=["cpu", device])
+@given(st.sampled_from(["chunks", "checkpoint"]), nonsense)
+def test_what_is_set_later_is_checked_alike(name: str, value: Any) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    before = repr(pipe)
+    message = refused(lambda: setattr(pipe, name, value))
+    assert message == refused(lambda: piped(linears(), [1, 2], **{name: value}))
+    assert message is None or (name in message and repr(pipe) == before)
+    pipe(rows())
 
-    def test_a_device_that_torch_can_use_but_not_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        layers = linears()
-        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
-        with pytest.raises(ValueError, match=r"devices\[0\] is 'xla:0'.*torch\.accelerator, .*knows no 'xla' devices"):
-            GPipe(layers, [1, 2], devices=["xla:0", "cpu"])
 
-    def test_an_accelerator_without_streams_or_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def no_streams(device: torch.device) -> None:
-            raise RuntimeError("Backend doesn't support create a new Stream.")
+@pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1, 99, "cuda:99", torch.device("cuda", 99)])
+def test_a_device_that_torch_does_not_know(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"devices\[1\] is .*, which is not a device that can be used here: .*'cpu'"):
+        GPipe(linears(), [1, 2], devices=["cpu", device])
 
-        layers = linears()
-        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
-        monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
-        monkeypatch.setattr(_arguments, "new_stream", no_streams)
-        with pytest.raises(
-            ValueError, match=r"devices\[0\] is 'xpu:0', which is not a device that can be used here: Backend doesn't"
-        ):
-            GPipe(layers, [1, 2], devices=["xpu:0", "cpu"])
+
+def test_a_device_that_torch_can_use_but_not_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = linears()
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match=r"devices\[0\] is 'xla:0'.*torch\.accelerator, .*knows no 'xla' devices"):
+        GPipe(layers, [1, 2], devices=["xla:0", "cpu"])
+
+
+def test_an_accelerator_without_streams_or_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_streams(device: torch.device) -> None:
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    layers = linears()
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
+    monkeypatch.setattr(_arguments, "new_stream", no_streams)
+    with pytest.raises(
+        ValueError, match=r"devices\[0\] is 'xpu:0', which is not a device that can be used here: Backend doesn't"
+    ):
+        GPipe(layers, [1, 2], devices=["xpu:0", "cpu"])
 
 
 @pytest.mark.parametrize("name", ["balance", "devices", "partitions"])

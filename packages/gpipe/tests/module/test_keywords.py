@@ -118,31 +118,22 @@ class Clashing(nn.Module):
         return x + input if target is None else x + target
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("layer", "call", "message"),
-        [
-            (
-                Clashing,
-                {"x": X, "target": Y},
-                r"Clashing\.forward.*'reduction', 'target' can be meant for step\(\) too",
-            ),
-            (Several, {"x": X, "labels": Y}, r"do not fit: got an unexpected keyword argument 'labels'"),
-            (Several, {"mask": Y}, r"do not fit: missing a required argument: 'x'"),
-            (
-                Anything,
-                {"x": X, "y": Y, "losss_fn": 3},
-                r"'losss_fn' is no keyword of step\(\); did you mean 'loss_fn'",
-            ),
-            (Anything, {"x": X, "y": Y, "schedul": 3}, "did you mean 'schedule'"),
-            (Several, {}, r"step\(\) needs a mini-batch: step\(x, \.\.\.\), or step\(\*\*batch\)"),
-        ],
-    )
-    def test_keywords(self, layer: type[nn.Module], call: dict[str, Any], message: str) -> None:
-        pipe = piped(model(layer()), [2, 2], chunks=2)
-        with pytest.raises(TypeError, match=message):
-            pipe.step(**call, loss_fn=loss_fn)
-        assert all(parameter.grad is None for parameter in pipe.parameters())
+@pytest.mark.parametrize(
+    ("layer", "call", "message"),
+    [
+        (Clashing, {"x": X, "target": Y}, r"Clashing\.forward.*'reduction', 'target' can be meant for step\(\) too"),
+        (Several, {"x": X, "labels": Y}, r"do not fit: got an unexpected keyword argument 'labels'"),
+        (Several, {"mask": Y}, r"do not fit: missing a required argument: 'x'"),
+        (Anything, {"x": X, "y": Y, "losss_fn": 3}, r"'losss_fn' is no keyword of step\(\); did you mean 'loss_fn'"),
+        (Anything, {"x": X, "y": Y, "schedul": 3}, "did you mean 'schedule'"),
+        (Several, {}, r"step\(\) needs a mini-batch: step\(x, \.\.\.\), or step\(\*\*batch\)"),
+    ],
+)
+def test_keywords_that_do_not_fit_are_refused(layer: type[nn.Module], call: dict[str, Any], message: str) -> None:
+    pipe = piped(model(layer()), [2, 2], chunks=2)
+    with pytest.raises(TypeError, match=message):
+        pipe.step(**call, loss_fn=loss_fn)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_what_is_said_twice_is_refused() -> None:

@@ -41,44 +41,44 @@ def test_a_wrong_sum_is_refused_with_both_numbers(balance: list[int], more: int)
     assert "balance_by_time(" in str(caught.value)
 
 
-class TestBadModule:
-    @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
-    def test_no_sequential(self, module: Any) -> None:
-        name = type(module).__name__
-        with pytest.raises(TypeError, match=rf"module must be nn.Sequential to be partitioned; got {name}"):
-            GPipe(module, [1], devices=["cpu"])
-        with pytest.raises(TypeError, match=name):
-            verify_module(module)
-        with pytest.raises(TypeError, match=name):
-            split_module(module, [1], ["cpu"])
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
+def test_what_is_no_sequential_is_refused(module: Any) -> None:
+    name = type(module).__name__
+    with pytest.raises(TypeError, match=rf"module must be nn.Sequential to be partitioned; got {name}"):
+        GPipe(module, [1], devices=["cpu"])
+    with pytest.raises(TypeError, match=name):
+        verify_module(module)
+    with pytest.raises(TypeError, match=name):
+        split_module(module, [1], ["cpu"])
 
-    def test_a_layer_twice(self) -> None:
-        layer = nn.Linear(1, 1)
-        module = nn.Sequential(OrderedDict(first=layer, between=nn.ReLU(), again=layer))
-        with pytest.raises(
-            ValueError, match="duplicate children is not supported: 'again' is the same layer as 'first'"
-        ):
-            GPipe(module, [3], devices=["cpu"])
-        with pytest.raises(ValueError, match="duplicate children"):
-            verify_module(module)
 
-    @given(st.lists(st.integers(1, 2), min_size=2, max_size=4), st.data())
-    def test_a_parameter_in_any_two_partitions(self, balance: list[int], data: st.DataObject) -> None:
-        module = layers(sum(balance))
-        blocks = [j for j, size in enumerate(balance) for _ in range(size)]
-        one, other = sorted(data.draw(st.sets(st.integers(0, len(blocks) - 1), min_size=2, max_size=2)))
-        module[other].weight = module[one].weight
-        if blocks[one] == blocks[other]:
-            verify_module(module, balance)
-            return
-        with pytest.raises(ValueError, match=rf"'{other}\.weight' is '{one}\.weight'"):
-            split_module(module, balance, ["cpu"] * len(balance))
+def test_a_layer_twice_is_refused() -> None:
+    layer = nn.Linear(1, 1)
+    module = nn.Sequential(OrderedDict(first=layer, between=nn.ReLU(), again=layer))
+    with pytest.raises(ValueError, match="duplicate children is not supported: 'again' is the same layer as 'first'"):
+        GPipe(module, [3], devices=["cpu"])
+    with pytest.raises(ValueError, match="duplicate children"):
+        verify_module(module)
 
-    def test_without_a_balance_any_two_layers_are_suspect(self) -> None:
-        module = layers(2)
-        module[1].weight = module[0].weight
-        with pytest.raises(ValueError, match="duplicate parameters in distinct children"):
-            verify_module(module)
+
+@given(st.lists(st.integers(1, 2), min_size=2, max_size=4), st.data())
+def test_a_parameter_in_any_two_partitions_is_refused(balance: list[int], data: st.DataObject) -> None:
+    module = layers(sum(balance))
+    blocks = [j for j, size in enumerate(balance) for _ in range(size)]
+    one, other = sorted(data.draw(st.sets(st.integers(0, len(blocks) - 1), min_size=2, max_size=2)))
+    module[other].weight = module[one].weight
+    if blocks[one] == blocks[other]:
+        verify_module(module, balance)
+        return
+    with pytest.raises(ValueError, match=rf"'{other}\.weight' is '{one}\.weight'"):
+        split_module(module, balance, ["cpu"] * len(balance))
+
+
+def test_without_a_balance_any_two_layers_are_suspect() -> None:
+    module = layers(2)
+    module[1].weight = module[0].weight
+    with pytest.raises(ValueError, match="duplicate parameters in distinct children"):
+        verify_module(module)
 
 
 @pytest.mark.parametrize("count", [0, 1])

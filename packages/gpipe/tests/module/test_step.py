@@ -262,30 +262,28 @@ def test_a_failed_step_says_how_many_gradients_of_before_may_have_changed(filled
     assert not filled or "the .grad of 6 parameters" in noted[0]
 
 
-class TestBadInput:
-    pipe = staticmethod(lambda **options: piped(linears(), [1, 2], **{"chunks": 3, **options}))
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("F0 F1 B0 B1", "1 stages, the pipe has 2"),
+        ("F0 F1 B0 B1\nF0 F1 B0", "stage 1 does F1 for micro-batch 1; expected F1"),
+        ("F0 F1 B0 B1\nB0 F0 F1 B1", "stage 1 does B0 F0 for micro-batch 0"),
+        ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "of micro-batch 2, but there are 2"),
+        ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
+    ],
+)
+def test_schedule_that_does_not_fit_is_refused_before_anything_runs(text: str, named: str) -> None:
+    pipe, calls = piped(linears(), [1, 2], chunks=2, checkpoint="never"), []
+    pipe[0].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=named):
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=Schedule.parse(text))
+    assert not calls
 
-    @pytest.mark.parametrize(
-        ("text", "named"),
-        [
-            ("F0 F1 B0 B1", "1 stages, the pipe has 2"),
-            ("F0 F1 B0 B1\nF0 F1 B0", "stage 1 does F1 for micro-batch 1; expected F1"),
-            ("F0 F1 B0 B1\nB0 F0 F1 B1", "stage 1 does B0 F0 for micro-batch 0"),
-            ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "of micro-batch 2, but there are 2"),
-            ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
-        ],
-    )
-    def test_schedule_that_does_not_fit_is_refused_before_anything_runs(self, text: str, named: str) -> None:
-        pipe, calls = self.pipe(chunks=2, checkpoint="never"), []
-        pipe[0].register_forward_hook(lambda *_: calls.append(1))
-        with pytest.raises(ValueError, match=named):
-            pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=Schedule.parse(text))
-        assert not calls
 
-    @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-    def test_without_grad_mode(self, off: Callable[[], AbstractContextManager[Any]]) -> None:
-        with off(), pytest.raises(RuntimeError, match="grad mode is off"):
-            self.pipe().step(rows(), rows(), loss_fn=F.mse_loss)
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_grad_mode_is_refused(off: Callable[[], AbstractContextManager[Any]]) -> None:
+    with off(), pytest.raises(RuntimeError, match="grad mode is off"):
+        piped(linears(), [1, 2], chunks=3).step(rows(), rows(), loss_fn=F.mse_loss)
 
 
 def alive(s: Layer) -> int:

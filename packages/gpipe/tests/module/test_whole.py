@@ -94,43 +94,42 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-class TestWhatHasRows:
-    @pytest.mark.parametrize(
-        "value", [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]]
-    )
-    def test_as_many_entries_as_rows(self, value: Any) -> None:
-        way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"
-        for call in (
-            lambda pipe: pipe(rows(7), value),
-            lambda pipe: pipe(x=rows(7), other=value),
-            lambda pipe: pipe.step(x=rows(7), m={"d": value}, loss_fn=Tensor.mean),
-            lambda pipe: pipe(rows(7), UserDict(deep=[3, value])),
-        ):
-            pipe = noting()
-            with pytest.raises(TypeError, match=f"^input has a .* of 7, {way}"):
-                call(pipe)
-            assert not pipe[0].seen
-
-    @pytest.mark.parametrize("make", [list, tuple, deque, lambda leaves: Pair(*leaves)])
-    def test_containers_of_tensors_may_have_as_many_parts(self, make: Callable[[list[Tensor]], Any]) -> None:
+@pytest.mark.parametrize("value", [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]])
+def test_as_many_entries_as_rows_are_refused(value: Any) -> None:
+    way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"
+    for call in (
+        lambda pipe: pipe(rows(7), value),
+        lambda pipe: pipe(x=rows(7), other=value),
+        lambda pipe: pipe.step(x=rows(7), m={"d": value}, loss_fn=Tensor.mean),
+        lambda pipe: pipe(rows(7), UserDict(deep=[3, value])),
+    ):
         pipe = noting()
-        torch.testing.assert_close(pipe(rows(2), make([rows(2), rows(2)])), linears()(rows(2)))
-
-    @pytest.mark.parametrize(
-        ("value", "message"),
-        [
-            (np.zeros((7, 3)), "ndarray, which cannot be cut by rows; make a tensor of it, or put Replicate"),
-            (Hiding(), "Hiding, "),
-            (set(range(7)), "set, "),
-        ],
-    )
-    def test_rows_that_are_hidden(self, value: Any, message: str) -> None:
-        pipe = noting()
-        with pytest.raises(TypeError, match=rf"^input\.kwargs\['other'\] is of type {message}"):
-            pipe(x=rows(7), other=value)
+        with pytest.raises(TypeError, match=f"^input has a .* of 7, {way}"):
+            call(pipe)
         assert not pipe[0].seen
-        pipe(rows(7), Replicate(value))
-        assert all(other is value for _, other, _ in pipe[0].seen)
+
+
+@pytest.mark.parametrize("make", [list, tuple, deque, lambda leaves: Pair(*leaves)])
+def test_containers_of_tensors_may_have_as_many_parts(make: Callable[[list[Tensor]], Any]) -> None:
+    pipe = noting()
+    torch.testing.assert_close(pipe(rows(2), make([rows(2), rows(2)])), linears()(rows(2)))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.zeros((7, 3)), "ndarray, which cannot be cut by rows; make a tensor of it, or put Replicate"),
+        (Hiding(), "Hiding, "),
+        (set(range(7)), "set, "),
+    ],
+)
+def test_rows_that_are_hidden_are_refused(value: Any, message: str) -> None:
+    pipe = noting()
+    with pytest.raises(TypeError, match=rf"^input\.kwargs\['other'\] is of type {message}"):
+        pipe(x=rows(7), other=value)
+    assert not pipe[0].seen
+    pipe(rows(7), Replicate(value))
+    assert all(other is value for _, other, _ in pipe[0].seen)
 
 
 def test_targets_too():

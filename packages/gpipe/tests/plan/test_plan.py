@@ -146,25 +146,25 @@ def test_batch_norm_that_is_deferred_is_the_planned_layer() -> None:
         assert found.verify(x, loss_fn=lambda output, _: output.sum(), pipe=pipe).seconds > 0
 
 
-class TestReport:
-    def test_predicted_bytes_are_by_kind_and_device(self, example: Plan) -> None:
-        for need, room in zip(example.predicted.bytes, example.memory, strict=True):
-            assert need.total == sum(need.by_kind.values()) <= room
-            assert set(need.by_kind) == {"parameters", "gradients", "optimizer", "activations", "transient"}
+def test_predicted_bytes_are_by_kind_and_device(example: Plan) -> None:
+    for need, room in zip(example.predicted.bytes, example.memory, strict=True):
+        assert need.total == sum(need.by_kind.values()) <= room
+        assert set(need.by_kind) == {"parameters", "gradients", "optimizer", "activations", "transient"}
 
-    def test_it_is_saved_as_its_ending_says(self, example: Plan, tmp_path: Path) -> None:
-        for ending in ("html", "json", "txt"):
-            example.save(tmp_path / f"plan.{ending}")
-        page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-        assert page.startswith("<!doctype html>")
-        assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-        assert "<svg" in page
-        again = Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
-        assert again == example
-        assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == f"{again}\n"
-        with pytest.raises(ValueError, match=r"path: expected a name that ends in .html, .json or .txt, got .* '.pdf'"):
-            example.save(tmp_path / "plan.pdf")
-        assert not (tmp_path / "plan.pdf").exists()
+
+def test_a_plan_is_saved_as_its_ending_says(example: Plan, tmp_path: Path) -> None:
+    for ending in ("html", "json", "txt"):
+        example.save(tmp_path / f"plan.{ending}")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "<svg" in page
+    again = Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert again == example
+    assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == f"{again}\n"
+    with pytest.raises(ValueError, match=r"path: expected a name that ends in .html, .json or .txt, got .* '.pdf'"):
+        example.save(tmp_path / "plan.pdf")
+    assert not (tmp_path / "plan.pdf").exists()
 
 
 WRONG = {"sizes": [3, 2], "modes": ["never"], "memory": [True, None], "schedule": "no", "placement": [0, 5], "rows": 0}
@@ -203,76 +203,81 @@ def test_other_layers_are_another_model(example: Plan) -> None:
         example.build(layers)
 
 
-class TestSearch:
-    def test_what_is_asked_for_is_kept(self) -> None:
-        found = made(chunks=4, schedule="fill_drain", checkpoint="always")
-        assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "always"])
-        assert found.alternatives == ()
-        assert made(chunks=15).chunks == 8  # as many as 16 rows give
-
-    def test_a_profile_of_one_size_goes_with_its_chunks(self) -> None:
-        plain, x = linears(4), rows(8)
-        known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)
-        assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
-        with pytest.raises(ValueError, match="this profile knows 2 rows only"):
-            plan(plain, x, CPUS, profile=known, calibrate=False)
-        with pytest.raises(Infeasible, match=r"what would fit: (?!.*chunks)"):
-            plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
+def test_what_is_asked_for_is_kept() -> None:
+    found = made(chunks=4, schedule="fill_drain", checkpoint="always")
+    assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "always"])
+    assert found.alternatives == ()
+    assert made(chunks=15).chunks == 8  # as many as 16 rows give
 
 
-class TestModels:
-    def test_a_model_that_is_flattened(self) -> None:
-        net, x = Model(), torch.randn(8, 2)
-        found = plan(net, x, CPUS, chunks=4, calibrate=False)
-        assert "one step of the engine" in found.notes[-1]
-        with closing(found.build(net)) as pipe:
-            torch.testing.assert_close(pipe(x), net(x))
-            assert check(pipe, x).findings == check(net, x).findings
-            with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
-                plan(pipe, x, CPUS)
+def test_a_profile_of_one_size_goes_with_its_chunks() -> None:
+    plain, x = linears(4), rows(8)
+    known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)
+    assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
+    with pytest.raises(ValueError, match="this profile knows 2 rows only"):
+        plan(plain, x, CPUS, profile=known, calibrate=False)
+    with pytest.raises(Infeasible, match=r"what would fit: (?!.*chunks)"):
+        plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
 
-    def test_one_in_evaluation_mode_is_trained(self) -> None:
-        seen = []
-        net = nn.Sequential(*linears(2), Layer(lambda s, x: (seen.append(s.training), x * 1)[1])).eval()
-        assert "calibrated" in plan(net, rows(8), CPUS, chunks=2).notes[1]
-        assert {*seen} == {True}
-        assert not any(module.training for module in net.modules())
 
-    def test_settings_that_a_plan_tries_are_not_advised_on(self, caplog: pytest.LogCaptureFixture) -> None:
-        plan(linears(3).eval(), rows(8), CPUS, chunks=1)
-        assert not caplog.records
+def test_a_model_that_is_flattened() -> None:
+    net, x = Model(), torch.randn(8, 2)
+    found = plan(net, x, CPUS, chunks=4, calibrate=False)
+    assert "one step of the engine" in found.notes[-1]
+    with closing(found.build(net)) as pipe:
+        torch.testing.assert_close(pipe(x), net(x))
+        assert check(pipe, x).findings == check(net, x).findings
+        with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
+            plan(pipe, x, CPUS)
 
-    def test_a_loss_with_a_state_keeps_it(self) -> None:
-        head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
-        before = copy.deepcopy(head.state_dict())
-        found = plan(linears(3), rows(8), CPUS, loss_fn=head, chunks=2)
-        with closing(found.build(linears(3))) as pipe:
-            found.verify(rows(8), pipe=pipe)
-        torch.testing.assert_close(head.state_dict(), before)
-        assert all(parameter.grad is None for parameter in head.parameters())
 
-    def test_a_mask_for_all_rows_and_a_weighted_target(self) -> None:
-        first, x, y = Layer(lambda s, given: given[0] * given[1].mean()), rows(8), {"y": rows(8), "w": 2.0}
-        given = {"target": y, "loss_fn": lambda output, target: loss(output, target["y"]) * target["w"]}
-        net, sample = nn.Sequential(first, *linears(2)), (x, Replicate(torch.ones(64, 64)))
-        assert "one step of the engine" in plan(net, sample, CPUS, calibrate=False, **given).notes[-1]
-        assert check(net, sample, **given).ok
+def test_a_model_in_evaluation_mode_is_trained() -> None:
+    seen = []
+    net = nn.Sequential(*linears(2), Layer(lambda s, x: (seen.append(s.training), x * 1)[1])).eval()
+    assert "calibrated" in plan(net, rows(8), CPUS, chunks=2).notes[1]
+    assert {*seen} == {True}
+    assert not any(module.training for module in net.modules())
 
-    @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-    def test_a_weight_that_was_computed_under_no_grad(self) -> None:
-        net, x = nn.Sequential(nn.utils.weight_norm(linears(1)[0]), *linears(1)), rows(8)
-        net(x)
-        with torch.no_grad():
-            assert plan(net, x, CPUS, chunks=2).balance == [1, 1]
-            assert check(net, x).ok
 
-    @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
-    @pytest.mark.parametrize(
-        "loss_fn", [lambda output: output.mean(), lambda output: (output.sum(), 3, {"most": output.max()})]
-    )
-    def test_a_loss_of_the_output_alone(self, devices: Any, loss_fn: Any) -> None:
-        found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
-        assert found.balance == [1, 1]
+def test_settings_that_a_plan_tries_are_not_advised_on(caplog: pytest.LogCaptureFixture) -> None:
+    plan(linears(3).eval(), rows(8), CPUS, chunks=1)
+    assert not caplog.records
+
+
+def test_a_loss_with_a_state_keeps_it() -> None:
+    head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
+    before = copy.deepcopy(head.state_dict())
+    found = plan(linears(3), rows(8), CPUS, loss_fn=head, chunks=2)
+    with closing(found.build(linears(3))) as pipe:
+        found.verify(rows(8), pipe=pipe)
+    torch.testing.assert_close(head.state_dict(), before)
+    assert all(parameter.grad is None for parameter in head.parameters())
+
+
+def test_a_mask_for_all_rows_and_a_weighted_target() -> None:
+    first, x, y = Layer(lambda s, given: given[0] * given[1].mean()), rows(8), {"y": rows(8), "w": 2.0}
+    given = {"target": y, "loss_fn": lambda output, target: loss(output, target["y"]) * target["w"]}
+    net, sample = nn.Sequential(first, *linears(2)), (x, Replicate(torch.ones(64, 64)))
+    assert "one step of the engine" in plan(net, sample, CPUS, calibrate=False, **given).notes[-1]
+    assert check(net, sample, **given).ok
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_was_computed_under_no_grad() -> None:
+    net, x = nn.Sequential(nn.utils.weight_norm(linears(1)[0]), *linears(1)), rows(8)
+    net(x)
+    with torch.no_grad():
+        assert plan(net, x, CPUS, chunks=2).balance == [1, 1]
+        assert check(net, x).ok
+
+
+@pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
+@pytest.mark.parametrize(
+    "loss_fn", [lambda output: output.mean(), lambda output: (output.sum(), 3, {"most": output.max()})]
+)
+def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
+    found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
+    assert found.balance == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -47,40 +47,41 @@ def test_both_ways_of_fill_drain_take_the_shortest_time(size: tuple[int, int]) -
     assert makespan(backwards.on(range(n))) == 2 * m + n - 1
 
 
-class TestEverySchedule:
-    @given(scheduled())
-    def test_it_is_valid(self, problem: Scheduled) -> None:
-        schedule, m, placement = problem
-        validate(schedule, m, placement)
+@given(scheduled())
+def test_every_schedule_is_valid(problem: Scheduled) -> None:
+    schedule, m, placement = problem
+    validate(schedule, m, placement)
 
-    @given(names(), counts, st.data())
-    def test_each_stage_may_have_a_stop_of_its_own(
-        self, case: tuple[str, list[int]], m: int, data: st.DataObject
-    ) -> None:
-        name, placement = case
-        stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
-        found = named(name, m, placement, stops)
-        assert found == named(name, m, placement).recomputing(stops)
-        assert [sum(a.kind == "recompute" for a in program) for program in found] == stops
-        assert named(name, m, placement, stops[0]) == named(name, m, placement, [stops[0]] * len(placement))
 
-    @given(scheduled(), st.randoms(use_true_random=False))
-    def test_no_placement_makes_it_wait_for_ever(self, problem: Scheduled, random: Random) -> None:
-        schedule, _, placement = problem
-        workers = [random.randrange(3) for _ in placement]
-        assert Counter(executed(schedule.on(workers))) == Counter(steps_of(schedule))
+@given(names(), counts, st.data())
+def test_each_stage_may_have_a_stop_of_its_own(case: tuple[str, list[int]], m: int, data: st.DataObject) -> None:
+    name, placement = case
+    stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
+    found = named(name, m, placement, stops)
+    assert found == named(name, m, placement).recomputing(stops)
+    assert [sum(a.kind == "recompute" for a in program) for program in found] == stops
+    assert named(name, m, placement, stops[0]) == named(name, m, placement, [stops[0]] * len(placement))
 
-    @given(scheduled())
-    def test_its_text_reads_back(self, problem: Scheduled) -> None:
-        schedule, _, placement = problem
-        again = Schedule.parse(str(schedule))
-        assert again == schedule
-        assert again.on(placement) == schedule.on(placement)
 
-    @given(sizes, st.integers(0, 7))
-    def test_what_stages_hold_at_most(self, size: tuple[int, int], stop: int) -> None:
-        m, n = size
-        held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
-        assert held == [min(m, n - j) for j in range(n)]
-        assert all(in_flight(program) <= n for program in zero_bubble(m, n))
-        assert Schedule(tuple(fill_drain(m, n))) == fill_drain(m, n)  # its programs say all of it
+@given(scheduled(), st.randoms(use_true_random=False))
+def test_no_placement_makes_a_schedule_wait_for_ever(problem: Scheduled, random: Random) -> None:
+    schedule, _, placement = problem
+    workers = [random.randrange(3) for _ in placement]
+    assert Counter(executed(schedule.on(workers))) == Counter(steps_of(schedule))
+
+
+@given(scheduled())
+def test_the_text_of_a_schedule_reads_back(problem: Scheduled) -> None:
+    schedule, _, placement = problem
+    again = Schedule.parse(str(schedule))
+    assert again == schedule
+    assert again.on(placement) == schedule.on(placement)
+
+
+@given(sizes, st.integers(0, 7))
+def test_what_stages_hold_at_most(size: tuple[int, int], stop: int) -> None:
+    m, n = size
+    held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
+    assert held == [min(m, n - j) for j in range(n)]
+    assert all(in_flight(program) <= n for program in zero_bubble(m, n))
+    assert Schedule(tuple(fill_drain(m, n))) == fill_drain(m, n)  # its programs say all of it

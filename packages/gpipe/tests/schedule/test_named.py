@@ -23,27 +23,28 @@ def test_other_names_are_refused_with_a_list(name: str) -> None:
         named(name, 3, [0, 1])
 
 
-class TestPlacement:
-    @pytest.mark.parametrize(
-        ("name", "placement", "told"),
-        [
-            *product(LOOPED, ([0, 0, 1, 1], [1, 0, 1, 0]), ["takes the workers in turn, as in devices=[0, 1, 0, 1]"]),
-            *product(V_SHAPED, ([0, 1, 0, 1], [1, 0, 0, 1]), ["goes down all workers and up again"]),
-        ],
-    )
-    def test_workers_in_another_order(self, name: str, placement: list[int], told: str) -> None:
-        for run in (named, partial(makespan, costs=[StageCost(1, 2)] * 4)):
-            with pytest.raises(
-                ValueError, match=re.escape(f"'{name}' {told}") + rf".* on workers {re.escape(str(placement))}"
-            ):
-                run(name, microbatches=3, placement=placement)
+@pytest.mark.parametrize(
+    ("name", "placement", "told"),
+    [
+        *product(LOOPED, ([0, 0, 1, 1], [1, 0, 1, 0]), ["takes the workers in turn, as in devices=[0, 1, 0, 1]"]),
+        *product(V_SHAPED, ([0, 1, 0, 1], [1, 0, 0, 1]), ["goes down all workers and up again"]),
+    ],
+)
+def test_workers_in_another_order_are_refused(name: str, placement: list[int], told: str) -> None:
+    for run in (named, partial(makespan, costs=[StageCost(1, 2)] * 4)):
+        with pytest.raises(
+            ValueError, match=re.escape(f"'{name}' {told}") + rf".* on workers {re.escape(str(placement))}"
+        ):
+            run(name, microbatches=3, placement=placement)
 
-    @pytest.mark.parametrize("name", V_SHAPED)
-    def test_a_single_worker_does_what_several_would_do_in_their_order(self, name: str) -> None:
-        assert named(name, 5, [0] * 6) == named(name, 5, [0, 1, 2, 2, 1, 0])
-        assert max(map(in_flight, named(name, 20, [0] * 6))) <= 7
 
-    @pytest.mark.parametrize("name", V_SHAPED)
-    def test_a_simulation_by_name_is_in_a_v(self, name: str) -> None:
-        timeline = simulate(name, [StageCost(1, 2)] * 4, microbatches=6)
-        assert timeline.workers == {0: 0, 1: 1, 2: 1, 3: 0}
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_a_single_worker_does_what_several_would_do_in_their_order(name: str) -> None:
+    assert named(name, 5, [0] * 6) == named(name, 5, [0, 1, 2, 2, 1, 0])
+    assert max(map(in_flight, named(name, 20, [0] * 6))) <= 7
+
+
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_a_simulation_by_name_is_in_a_v(name: str) -> None:
+    timeline = simulate(name, [StageCost(1, 2)] * 4, microbatches=6)
+    assert timeline.workers == {0: 0, 1: 1, 2: 1, 3: 0}

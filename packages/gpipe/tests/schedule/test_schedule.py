@@ -20,88 +20,89 @@ def walked(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
     return schedule, draw(st.permutations(placement) | st.just([0] * len(placement)))
 
 
-class TestWalk:
-    @given(walked())
-    def test_each_worker_gets_the_steps_of_its_stages(self, problem: tuple[Schedule, list[int]]) -> None:
-        schedule, placement = problem
-        for worker, steps in enumerate(schedule.on(placement)):
-            assert {placement[step.stage] for step in steps} <= {worker}
-        for j, program in enumerate(schedule):
-            steps = schedule.on(placement)[placement[j]]
-            assert tuple(action for stage, action in steps if stage == j) == program
-        assert Counter(executed(schedule.on(placement))) == Counter(steps_of(schedule))
-
-    @given(placed())
-    def test_nobody_idles_who_could_work(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
-        """Where no order was written, and each action takes one tick."""
-        programs, placement = problem
-        spans = replay(Schedule(programs).on(placement))
-        busy = {(placement[step.stage], span.start) for step, span in spans.items()}
-        for j, program in enumerate(programs):
-            ready = 0.0
-            for step in (Step(j, action) for action in program):
-                source = needs(step, set(spans))
-                ready = max(ready, spans[source].end if source else 0.0)
-                assert all((placement[j], tick) in busy for tick in range(int(ready), int(spans[step].start)))
-                ready = spans[step].end
-
-    @given(walked(), walked())
-    def test_equal_schedules_do_the_same_on_any_workers(
-        self, one: tuple[Schedule, list[int]], other: tuple[Schedule, list[int]]
-    ) -> None:
-        schedule, placement = one
-        again = Schedule(tuple(schedule), schedule.walk)
-        assert again == schedule
-        assert hash(again) == hash(schedule)
-        assert again.on(placement) == schedule.on(placement)
-        assert (schedule == other[0]) == (str(schedule) == str(other[0]))
-        assert (schedule != other[0]) == (str(schedule) != str(other[0]))
-
-    @pytest.mark.parametrize(
-        ("programs", "walk", "named"),
-        [
-            (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
-            (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
-            (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
-        ],
-    )
-    def test_one_that_is_not_that_of_the_programs_is_refused(
-        self, programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str
-    ) -> None:
-        with pytest.raises(ValueError, match=named):
-            Schedule(programs, walk)
+@given(walked())
+def test_each_worker_gets_the_steps_of_its_stages(problem: tuple[Schedule, list[int]]) -> None:
+    schedule, placement = problem
+    for worker, steps in enumerate(schedule.on(placement)):
+        assert {placement[step.stage] for step in steps} <= {worker}
+    for j, program in enumerate(schedule):
+        steps = schedule.on(placement)[placement[j]]
+        assert tuple(action for stage, action in steps if stage == j) == program
+    assert Counter(executed(schedule.on(placement))) == Counter(steps_of(schedule))
 
 
-class TestRecomputing:
-    @given(orders(), st.integers(0, 4))
-    def test_all_else_stays_in_its_place(self, problem: Scheduled, stop: int) -> None:
-        schedule, m, placement = problem
-        again = schedule.recomputing(stop)
-        validate(again, m, placement)
-        added = set(steps_of(again)) - set(steps_of(schedule))
-        for before, after in zip(schedule.on(placement), again.on(placement), strict=True):
-            assert tuple(step for step in after if step not in added) == before or schedule.walk is None
-        for program, longer in zip(schedule, again, strict=True):
-            assert tuple(action for action in longer if action in program) == program
-            assert {i for kind, i in longer if kind == Kind.RECOMPUTE} >= set(range(min(stop, m)))
-            for action, following in pairwise(longer):
-                assert action in program or following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-                assert action in program or following.microbatch == action.microbatch < stop
+@given(placed())
+def test_nobody_idles_who_could_work(problem: tuple[tuple[Program, ...], list[int]]) -> None:
+    """Where no order was written, and each action takes one tick."""
+    programs, placement = problem
+    spans = replay(Schedule(programs).on(placement))
+    busy = {(placement[step.stage], span.start) for step, span in spans.items()}
+    for j, program in enumerate(programs):
+        ready = 0.0
+        for step in (Step(j, action) for action in program):
+            source = needs(step, set(spans))
+            ready = max(ready, spans[source].end if source else 0.0)
+            assert all((placement[j], tick) in busy for tick in range(int(ready), int(spans[step].start)))
+            ready = spans[step].end
 
 
-class TestParse:
-    @pytest.mark.parametrize(("text", "line"), [("F0 X1", 1), ("# first\n\nF0 B0\n  # then\nF0 X1", 5)])
-    def test_what_cannot_be_read_is_named_with_its_line_in_the_text(self, text: str, line: int) -> None:
-        with pytest.raises(ValueError, match=f"cannot read 'X1' in line {line} of the schedule"):
-            Schedule.parse(text)
+@given(walked(), walked())
+def test_equal_schedules_do_the_same_on_any_workers(
+    one: tuple[Schedule, list[int]], other: tuple[Schedule, list[int]]
+) -> None:
+    schedule, placement = one
+    again = Schedule(tuple(schedule), schedule.walk)
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    assert again.on(placement) == schedule.on(placement)
+    assert (schedule == other[0]) == (str(schedule) == str(other[0]))
+    assert (schedule != other[0]) == (str(schedule) != str(other[0]))
 
-    @given(orders(), st.randoms(use_true_random=False))
-    def test_blank_lines_comments_and_dots_say_nothing(self, problem: Scheduled, random: Random) -> None:
-        schedule, _, _ = problem
-        noise = ["", "   ", "# F9 B9", "  # nothing", "#"]
-        lines: list[str] = random.choices(noise, k=2)
-        for line in str(schedule).splitlines():
-            words = [word for each in line.split() for word in (["."] * random.randrange(3) + [each])]
-            lines += ["  " * random.randrange(2) + "  ".join(words) + random.choice(["", "  # R0", "#"])]
-            lines += random.choices(noise, k=random.randrange(3))
-        assert Schedule.parse("\n".join(lines)) == schedule
+
+@pytest.mark.parametrize(
+    ("programs", "walk", "named"),
+    [
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
+        (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
+    ],
+)
+def test_a_walk_that_is_not_that_of_the_programs_is_refused(
+    programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        Schedule(programs, walk)
+
+
+@given(orders(), st.integers(0, 4))
+def test_recomputing_leaves_all_else_in_its_place(problem: Scheduled, stop: int) -> None:
+    schedule, m, placement = problem
+    again = schedule.recomputing(stop)
+    validate(again, m, placement)
+    added = set(steps_of(again)) - set(steps_of(schedule))
+    for before, after in zip(schedule.on(placement), again.on(placement), strict=True):
+        assert tuple(step for step in after if step not in added) == before or schedule.walk is None
+    for program, longer in zip(schedule, again, strict=True):
+        assert tuple(action for action in longer if action in program) == program
+        assert {i for kind, i in longer if kind == Kind.RECOMPUTE} >= set(range(min(stop, m)))
+        for action, following in pairwise(longer):
+            assert action in program or following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            assert action in program or following.microbatch == action.microbatch < stop
+
+
+@pytest.mark.parametrize(("text", "line"), [("F0 X1", 1), ("# first\n\nF0 B0\n  # then\nF0 X1", 5)])
+def test_what_cannot_be_read_is_named_with_its_line_in_the_text(text: str, line: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot read 'X1' in line {line} of the schedule"):
+        Schedule.parse(text)
+
+
+@given(orders(), st.randoms(use_true_random=False))
+def test_blank_lines_comments_and_dots_say_nothing(problem: Scheduled, random: Random) -> None:
+    schedule, _, _ = problem
+    noise = ["", "   ", "# F9 B9", "  # nothing", "#"]
+    lines: list[str] = random.choices(noise, k=2)
+    for line in str(schedule).splitlines():
+        words = [word for each in line.split() for word in (["."] * random.randrange(3) + [each])]
+        lines += ["  " * random.randrange(2) + "  ".join(words) + random.choice(["", "  # R0", "#"])]
+        lines += random.choices(noise, k=random.randrange(3))
+    assert Schedule.parse("\n".join(lines)) == schedule

@@ -54,28 +54,28 @@ def lines_of(schedule: Schedule) -> list[list[Step]]:
     return [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
 
 
-class TestValidate:
-    @given(edited())
-    def test_it_is_refused_exactly_if_it_does_not_train(self, problem: Scheduled) -> None:
-        schedule, m, placement = problem
-        if trains(schedule, m, placement):
+@given(edited())
+def test_a_schedule_is_refused_exactly_if_it_does_not_train(problem: Scheduled) -> None:
+    schedule, m, placement = problem
+    if trains(schedule, m, placement):
+        validate(schedule, m, placement)
+    else:
+        with pytest.raises(ValueError, match=r"[FRBIW]\d@\d|stage \d does .* for micro-batch \d; expected"):
             validate(schedule, m, placement)
-        else:
-            with pytest.raises(ValueError, match=r"[FRBIW]\d@\d|stage \d does .* for micro-batch \d; expected"):
-                validate(schedule, m, placement)
 
-    @pytest.mark.parametrize(
-        ("text", "told"),
-        [
-            ("F0 R0 R0 B0", "stage 0 does F0 R0 R0 B0 for micro-batch 0; expected F0, perhaps R0, and then B0, or I0"),
-            ("F0 I0", "stage 0 does F0 I0 for micro-batch 0"),
-            ("# nothing", "the schedule is for 0 stages, the pipe has 1"),
-            ("F0 B0 F1 B1", "F1@0 is of micro-batch 1, but there are 1"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, text: str, told: str) -> None:
-        with pytest.raises(ValueError, match=told):
-            validate(Schedule.parse(text), 1, [0])
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("F0 R0 R0 B0", "stage 0 does F0 R0 R0 B0 for micro-batch 0; expected F0, perhaps R0, and then B0, or I0"),
+        ("F0 I0", "stage 0 does F0 I0 for micro-batch 0"),
+        ("# nothing", "the schedule is for 0 stages, the pipe has 1"),
+        ("F0 B0 F1 B1", "F1@0 is of micro-batch 1, but there are 1"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        validate(Schedule.parse(text), 1, [0])
 
 
 @given(orders())

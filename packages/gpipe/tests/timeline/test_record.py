@@ -107,23 +107,19 @@ def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carri
     assert look.bytes_moved == moved
 
 
-class TestClockOfADevice:
+def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there():
     """On stand-ins for streams, whose clocks go as the tests say."""
-
-    DEVICE = torch.device("xpu", 0)
-
-    def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there(self):
-        with accelerator("xpu") as fake:
-            clock, stream = Clock(), fake.stream(0, 0)
-            look = Look(lambda: clock.now(self.DEVICE))
-            stream.clock += 3
-            look.got([], False)
-            stream.clock += 4
-            look.got([], False)
-            stream.clock += 2
-            end = clock.now(self.DEVICE)
-            assert [b() - a() for a, b in look.waits] == pytest.approx([3, 4])
-            assert end() - look.start() == pytest.approx(2)
+    with accelerator("xpu") as fake:
+        clock, stream, device = Clock(), fake.stream(0, 0), torch.device("xpu", 0)
+        look = Look(lambda: clock.now(device))
+        stream.clock += 3
+        look.got([], False)
+        stream.clock += 4
+        look.got([], False)
+        stream.clock += 2
+        end = clock.now(device)
+        assert [b() - a() for a, b in look.waits] == pytest.approx([3, 4])
+        assert end() - look.start() == pytest.approx(2)
 
 
 def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_else():
@@ -154,36 +150,36 @@ def test_failed_action_is_not_recorded_and_the_others_are():
     assert "F1@1" not in names
 
 
-class TestMemory:
-    @each_way
-    def test_bytes_of_storages(self, way: Block) -> None:
-        """Exponentials keep their own output, once, which is also what the stage sends on."""
-        size, m = 2 * 5 * 8, 3
-        model = nn.Sequential(Call(torch.exp), Call(torch.exp))
-        pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=m, checkpoint="never")
-        x = torch.zeros(2 * m, 5, dtype=torch.float64, requires_grad=True)
-        with record(memory=True) as timeline, way():
-            output = pipe(x)
-        copied = size  # of the first input, until it is known that the layers leave it as it is
-        assert timeline.peak_bytes == {0: m * size + copied, 1: m * size}
-        assert [e.held_bytes - copied for e in timeline.events if e.stage == 0] == [size, 2 * size, 3 * size]
-        assert output.shape == x.shape
-        pipe.close()
+@each_way
+def test_bytes_of_storages(way: Block) -> None:
+    """Exponentials keep their own output, once, which is also what the stage sends on."""
+    size, m = 2 * 5 * 8, 3
+    model = nn.Sequential(Call(torch.exp), Call(torch.exp))
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=m, checkpoint="never")
+    x = torch.zeros(2 * m, 5, dtype=torch.float64, requires_grad=True)
+    with record(memory=True) as timeline, way():
+        output = pipe(x)
+    copied = size  # of the first input, until it is known that the layers leave it as it is
+    assert timeline.peak_bytes == {0: m * size + copied, 1: m * size}
+    assert [e.held_bytes - copied for e in timeline.events if e.stage == 0] == [size, 2 * size, 3 * size]
+    assert output.shape == x.shape
+    pipe.close()
 
-    def test_runs_that_overlap_are_counted_one_by_one(self) -> None:
-        """Inline, since whether a gradient on its way is still its sender's would be a matter of timing."""
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        found = []
-        for others in (0, 1):
-            with record(memory=True) as timeline, gpipe.inline():
-                output = pipe(rows(4))
-                between = [pipe(rows(4)) for _ in range(others)]
-                seen = len(timeline)
-                output.sum().backward()
-            backward = timeline.events[seen:]
-            found.append({j: [e.held_bytes for e in backward if e.stage == j] for j in range(2)})
-            assert len(between) == others
-        assert found[0] == found[1]
+
+def test_runs_that_overlap_are_counted_one_by_one() -> None:
+    """Inline, since whether a gradient on its way is still its sender's would be a matter of timing."""
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+    found = []
+    for others in (0, 1):
+        with record(memory=True) as timeline, gpipe.inline():
+            output = pipe(rows(4))
+            between = [pipe(rows(4)) for _ in range(others)]
+            seen = len(timeline)
+            output.sum().backward()
+        backward = timeline.events[seen:]
+        found.append({j: [e.held_bytes for e in backward if e.stage == j] for j in range(2)})
+        assert len(between) == others
+    assert found[0] == found[1]
 
 
 def test_profilers_see_actions_by_their_names_inline():

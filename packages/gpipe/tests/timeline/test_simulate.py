@@ -83,36 +83,37 @@ def test_what_is_not_told_follows_from_the_rest(forward: float, backward: float)
     assert StageCost(forward, backward, backward_weight=backward / 4).seconds("backward_input") == backward * 3 / 4
 
 
-class TestRefused:
-    @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
-    @pytest.mark.parametrize("name", ["forward", "backward", "recompute", "backward_input", "activation_bytes"])
-    def test_impossible_figures(self, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=f"{name}: expected a number that is not negative, got {value}"):
-            StageCost(**{"forward": 1, "backward": 1, name: value})
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["forward", "backward", "recompute", "backward_input", "activation_bytes"])
+def test_impossible_figures_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number that is not negative, got {value}"):
+        StageCost(**{"forward": 1, "backward": 1, name: value})
 
-    def test_a_part_that_is_more_than_the_whole(self) -> None:
-        with pytest.raises(ValueError, match="backward_weight: expected a number that is not negative, got -1"):
-            StageCost(1, 1, backward_input=2)
-        assert StageCost(1, 1, backward_input=2, backward_weight=2).seconds("backward") == 1
 
-    @pytest.mark.parametrize(
-        "wrong", [{"latency": -1}, {"latency": math.inf}, {"bandwidth": 0}, {"bandwidth": math.nan}]
-    )
-    def test_what_is_no_link(self, wrong: dict[str, float]) -> None:
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Link(**wrong)
+def test_a_part_that_is_more_than_the_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="backward_weight: expected a number that is not negative, got -1"):
+        StageCost(1, 1, backward_input=2)
+    assert StageCost(1, 1, backward_input=2, backward_weight=2).seconds("backward") == 1
 
-    @pytest.mark.parametrize("run", [simulate, makespan])
-    @pytest.mark.parametrize(
-        ("wrong", "error"), [(-1.0, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)]
-    )
-    def test_impossible_transfers(self, run: Any, wrong: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="transfer: expected seconds"):
-            run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
 
-    def test_one_for_each_stage(self) -> None:
-        with pytest.raises(ValueError, match="costs: expected one for each of the schedule's 3 stages, got 2"):
-            simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
+@pytest.mark.parametrize("wrong", [{"latency": -1}, {"latency": math.inf}, {"bandwidth": 0}, {"bandwidth": math.nan}])
+def test_what_is_no_link_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Link(**wrong)
+
+
+@pytest.mark.parametrize("run", [simulate, makespan])
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(-1.0, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)]
+)
+def test_impossible_transfers_are_refused(run: Any, wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="transfer: expected seconds"):
+        run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
+
+
+def test_costs_are_one_for_each_stage() -> None:
+    with pytest.raises(ValueError, match="costs: expected one for each of the schedule's 3 stages, got 2"):
+        simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
 
 
 def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profile:
@@ -123,41 +124,41 @@ def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profil
     return Profile(tuple(records), device, torch="2", threads=1, chunks=4, rows=8, rounds=3)
 
 
-class TestProfiles:
-    @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    def test_stages_cost_what_their_layers_cost(self, balance: list[int]) -> None:
-        layers, ends = sum(balance), list(accumulate(balance))
-        costs = stage_costs(profile_of(layers), balance, input_bytes=99)
-        assert sum(cost.forward for cost in costs) == 2.0**layers - 1
-        assert sum(cost.backward for cost in costs) == 2 * (2.0**layers - 1)
-        assert sum(cost.activation_bytes for cost in costs) == int("1" * layers)
-        assert [cost.boundary_bytes for cost in costs] == [99, *(end - 1 for end in ends[:-1])]
-        assert ", ".join(cost.layers for cost in costs) == ", ".join(f"layer{k}" for k in range(layers))
-        blind = stage_costs(profile_of(layers, seconds=False), balance, input_bytes=99)
-        assert [(cost.forward, cost.backward) for cost in blind] == [(1, 2)] * len(balance)
-        assert [cost.activation_bytes for cost in blind] == [cost.activation_bytes for cost in costs]
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_stages_cost_what_their_layers_cost(balance: list[int]) -> None:
+    layers, ends = sum(balance), list(accumulate(balance))
+    costs = stage_costs(profile_of(layers), balance, input_bytes=99)
+    assert sum(cost.forward for cost in costs) == 2.0**layers - 1
+    assert sum(cost.backward for cost in costs) == 2 * (2.0**layers - 1)
+    assert sum(cost.activation_bytes for cost in costs) == int("1" * layers)
+    assert [cost.boundary_bytes for cost in costs] == [99, *(end - 1 for end in ends[:-1])]
+    assert ", ".join(cost.layers for cost in costs) == ", ".join(f"layer{k}" for k in range(layers))
+    blind = stage_costs(profile_of(layers, seconds=False), balance, input_bytes=99)
+    assert [(cost.forward, cost.backward) for cost in blind] == [(1, 2)] * len(balance)
+    assert [cost.activation_bytes for cost in blind] == [cost.activation_bytes for cost in costs]
 
-    def test_on_cuda_a_stage_keeps_a_copy_of_its_input(self) -> None:
-        there = stage_costs(profile_of(4, "cuda:0"), [3, 1], input_bytes=5)
-        here = stage_costs(profile_of(4), [3, 1], input_bytes=5)
-        assert [a.activation_bytes - b.activation_bytes for a, b in zip(there, here, strict=True)] == [0, 2]
 
-    @pytest.mark.parametrize("balance", [[1, 1], [3, 1], [3, 0], []])
-    def test_a_balance_of_another_model(self, balance: list[int]) -> None:
-        with pytest.raises(ValueError, match="balance: expected positive numbers that sum up to 3 layers"):
-            stage_costs(profile_of(3), balance)
+def test_on_cuda_a_stage_keeps_a_copy_of_its_input() -> None:
+    there = stage_costs(profile_of(4, "cuda:0"), [3, 1], input_bytes=5)
+    here = stage_costs(profile_of(4), [3, 1], input_bytes=5)
+    assert [a.activation_bytes - b.activation_bytes for a, b in zip(there, here, strict=True)] == [0, 2]
 
-    @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 3, 2]], ids=str)
-    def test_stages_keep_what_is_alive_after_their_forwards(self, balance: list[int]) -> None:
-        model = nn.Sequential(*[make() for _ in range(3) for make in (lambda: nn.Linear(8, 8), nn.ReLU)])
-        x, first = torch.rand(4, 8, requires_grad=True), 0
-        for size, cost in zip(
-            balance, stage_costs(profile(model, x, device="cpu", timeout=1e-6), balance), strict=True
-        ):
-            entered = x.detach().requires_grad_() * 1
-            with AllocationTracker() as tracker:
-                output = model[first : first + size](entered)
-            del entered  # a later layer may hold it, which did not make it
-            assert cost.activation_bytes == tracker.alive()
-            first += size
-        del output
+
+@pytest.mark.parametrize("balance", [[1, 1], [3, 1], [3, 0], []])
+def test_a_balance_of_another_model_is_refused(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="balance: expected positive numbers that sum up to 3 layers"):
+        stage_costs(profile_of(3), balance)
+
+
+@pytest.mark.parametrize("balance", [[6], [2, 4], [1, 3, 2]], ids=str)
+def test_stages_keep_what_is_alive_after_their_forwards(balance: list[int]) -> None:
+    model = nn.Sequential(*[make() for _ in range(3) for make in (lambda: nn.Linear(8, 8), nn.ReLU)])
+    x, first = torch.rand(4, 8, requires_grad=True), 0
+    for size, cost in zip(balance, stage_costs(profile(model, x, device="cpu", timeout=1e-6), balance), strict=True):
+        entered = x.detach().requires_grad_() * 1
+        with AllocationTracker() as tracker:
+            output = model[first : first + size](entered)
+        del entered  # a later layer may hold it, which did not make it
+        assert cost.activation_bytes == tracker.alive()
+        first += size
+    del output

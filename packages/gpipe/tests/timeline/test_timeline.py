@@ -59,63 +59,64 @@ def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(timeline
     assert max(expected.values(), default=0) <= together <= sum(expected.values())
 
 
-class TestFilling:
-    @given(st.lists(events(), max_size=8), st.data())
-    def test_functions_are_as_good_as_events_and_called_once(self, found: list[Event], data: st.DataObject) -> None:
-        calls = []
-        timeline = Timeline()
-        for each in found:
-            late = data.draw(st.booleans())
-            timeline.add((lambda each=each: calls.append(each) or each) if late else each)
-        assert calls == []
-        assert timeline.events == Timeline(found).events
-        assert timeline.events == Timeline(found).events
-        assert len(calls) == len({id(each) for each in calls})
-
-    def test_threads_add_at_the_same_time(self) -> None:
-        timeline, ready = Timeline(), threading.Barrier(4)
-
-        def work(stage: int) -> None:
-            ready.wait(300)
-            for i in range(500):
-                timeline.add(event(stage, i, i + 1, microbatch=i))
-
-        threads = [threading.Thread(target=work, args=(stage,), daemon=True) for stage in range(4)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            assert len(timeline.events) <= 2000
-        assert [len(lane) for lane in timeline.lanes.values()] == [500] * 4
-
-    def test_a_function_that_raises_loses_nothing(self) -> None:
-        patience = iter([False, True])
-        timeline = Timeline([event(0, 0, 1)])
-        timeline.add(lambda: event(1, 1, 2) if next(patience) else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            _ = timeline.events
-        assert timeline.events == (event(0, 0, 1), event(1, 1, 2))
+@given(st.lists(events(), max_size=8), st.data())
+def test_functions_are_as_good_as_events_and_called_once(found: list[Event], data: st.DataObject) -> None:
+    calls = []
+    timeline = Timeline()
+    for each in found:
+        late = data.draw(st.booleans())
+        timeline.add((lambda each=each: calls.append(each) or each) if late else each)
+    assert calls == []
+    assert timeline.events == Timeline(found).events
+    assert timeline.events == Timeline(found).events
+    assert len(calls) == len({id(each) for each in calls})
 
 
-class TestTable:
-    @fewer
-    @given(timelines)
-    def test_columns_add_up_what_the_actions_of_a_worker_say(self, timeline: Timeline) -> None:
-        head, _, *lines = str(timeline).splitlines()[1:] or ["", ""]
-        for line, lane in zip(lines, timeline.lanes.values(), strict=True):
-            columns = dict(zip(head.split()[3:], re.split(r"  +", line.strip())[3:], strict=True))
-            held = timeline.held(*{each.stage for each in lane})
-            assert columns["waiting"] == format_seconds(sum(each.wait for each in lane))
-            assert columns["moved"] == format_bytes(sum(each.bytes_moved for each in lane))
-            assert columns["peak"] == (format_bytes(max(size for _, size in held)) if held else "–")
+def test_threads_add_at_the_same_time() -> None:
+    timeline, ready = Timeline(), threading.Barrier(4)
 
-    def test_an_example(self) -> None:
-        timeline = Timeline(
-            [event(0, 0.0, 0.001, held_bytes=1536), event(1, 0.002, 0.004, wait=0.002, bytes_moved=2048)], {1: 1}
-        )
-        assert str(timeline).splitlines() == [
-            "2 stages × 1 micro-batch in 4.00 ms, bubble 62.5 %",
-            "worker  stages  device  forward  waiting     moved      peak    busy",
-            "────────────────────────────────────────────────────────────────────",
-            "0       0       cpu     1.00 ms      0 s       0 B  1.50 KiB  25.0 %",
-            "1       1       cpu     2.00 ms  2.00 ms  2.00 KiB         –  50.0 %",
-        ]
+    def work(stage: int) -> None:
+        ready.wait(300)
+        for i in range(500):
+            timeline.add(event(stage, i, i + 1, microbatch=i))
+
+    threads = [threading.Thread(target=work, args=(stage,), daemon=True) for stage in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert len(timeline.events) <= 2000
+    assert [len(lane) for lane in timeline.lanes.values()] == [500] * 4
+
+
+def test_a_function_that_raises_loses_nothing() -> None:
+    patience = iter([False, True])
+    timeline = Timeline([event(0, 0, 1)])
+    timeline.add(lambda: event(1, 1, 2) if next(patience) else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _ = timeline.events
+    assert timeline.events == (event(0, 0, 1), event(1, 1, 2))
+
+
+@fewer
+@given(timelines)
+def test_columns_of_a_table_add_up_what_the_actions_of_a_worker_say(timeline: Timeline) -> None:
+    head, _, *lines = str(timeline).splitlines()[1:] or ["", ""]
+    for line, lane in zip(lines, timeline.lanes.values(), strict=True):
+        columns = dict(zip(head.split()[3:], re.split(r"  +", line.strip())[3:], strict=True))
+        held = timeline.held(*{each.stage for each in lane})
+        assert columns["waiting"] == format_seconds(sum(each.wait for each in lane))
+        assert columns["moved"] == format_bytes(sum(each.bytes_moved for each in lane))
+        assert columns["peak"] == (format_bytes(max(size for _, size in held)) if held else "–")
+
+
+def test_an_example_of_a_table() -> None:
+    timeline = Timeline(
+        [event(0, 0.0, 0.001, held_bytes=1536), event(1, 0.002, 0.004, wait=0.002, bytes_moved=2048)], {1: 1}
+    )
+    assert str(timeline).splitlines() == [
+        "2 stages × 1 micro-batch in 4.00 ms, bubble 62.5 %",
+        "worker  stages  device  forward  waiting     moved      peak    busy",
+        "────────────────────────────────────────────────────────────────────",
+        "0       0       cpu     1.00 ms      0 s       0 B  1.50 KiB  25.0 %",
+        "1       1       cpu     2.00 ms  2.00 ms  2.00 KiB         –  50.0 %",
+    ]

@@ -66,22 +66,22 @@ def reports() -> Any:
     logging.getLogger("gpipe").removeHandler(handler)
 
 
-class TestStallReport:
-    def test_a_pipe_says_which_stage_waits_for_what(self, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_STALL_SECONDS", "0.05")
-        report = "no values between partitions 0 and 1 for micro-batch 1 in 0.05 s; still waiting"
+def test_a_pipe_says_which_stage_waits_for_what(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_STALL_SECONDS", "0.05")
+    report = "no values between partitions 0 and 1 for micro-batch 1 in 0.05 s; still waiting"
 
-        def slow(x: torch.Tensor) -> torch.Tensor:
-            assert x[0, 0] != 1 or reports.wait_for(report)
-            return x
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        assert x[0, 0] != 1 or reports.wait_for(report)
+        return x
 
-        model = nn.Sequential(Call(slow), nn.Identity())
-        pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2)
-        assert pipe(numbered(2)).tolist() == [[0.0], [1.0]]
+    model = nn.Sequential(Call(slow), nn.Identity())
+    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2)
+    assert pipe(numbered(2)).tolist() == [[0.0], [1.0]]
 
-    @pytest.mark.parametrize("text", ["0", "-1", "soon", "", "nan", "inf"])
-    def test_what_is_no_time_is_refused(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
-        with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS must be a positive number of seconds") as caught:
-            stall_seconds()
-        assert repr(text) in str(caught.value)
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "", "nan", "inf"])
+def test_what_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
+    with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS must be a positive number of seconds") as caught:
+        stall_seconds()
+    assert repr(text) in str(caught.value)
