@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import CLASSES, Family
-from .more_families import EVERY
+from .families import CLASSES, EVERY, Family
 from .table import set_dropout
 
 Batch = dict[str, Any]

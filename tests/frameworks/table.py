@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from gpipe import Arguments, GPipe, flatten
 
-from .families import ROWS, Family
-from .more_families import EVERY
+from .families import EVERY, ROWS, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CHUNKS = 3

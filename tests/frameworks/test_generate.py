@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from .families import transformers
-from .more_families import EVERY
+from .families import EVERY, transformers
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from gpipe import GPipe, flatten
 
-from .more_families import EVERY
+from .families import EVERY
 from .table import distance, gradients
 
 ROUTERS = [(name, "output_router_logits") for name in ("Mixtral", "gpt-oss", "Qwen3-MoE")]

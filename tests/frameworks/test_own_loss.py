@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from gpipe import GPipe, flatten
 from gpipe.schedule import SCHEDULES
 
-from .families import ROWS, Family
+from .families import EVERY, ROWS, Family
 from .labelled import BATCHES, BRANCHING, CASES, Batch, batch_of, made
-from .more_families import EVERY
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .more_families import EVERY
+from .families import EVERY
 from .table import PAGE, row, rows
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
