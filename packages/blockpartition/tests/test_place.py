@@ -4,12 +4,15 @@ from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Mode, Stage, partition, place, verify
 
 from . import oracle
+from .cases import cases
+from .counting import steps
 from .strategies import SMALL, Placing, placings
 
 
@@ -116,3 +119,72 @@ def test_equal_stages_without_transfers_have_the_same_best_for_both(costs, data,
     found = place(costs, k, objective="makespan", microbatches=m)
     assert found.makespan == sum(map(Fraction, costs)) + (m - 1) * place(costs, k).bottleneck
     assert place(costs, 1, objective="makespan", microbatches=m, gap=1).gap == 0  # less than was asked for is proven
+
+
+KEEP = Mode("keep")
+RECOMPUTE = Mode("recompute", time=Fraction(4, 3), saved=0.25, transient=1)
+
+
+def test_only_stages_short_of_memory_recompute():
+    """1F1B: the first stage holds four micro-batches, the last one."""
+    stages = [Stage(capacity=10, modes=[KEEP, RECOMPUTE])] * 4
+    found = place([3] * 8, stages, activations=[2] * 8, in_flight="1f1b")
+    assert (found.sizes, found.modes) == ((2, 2, 2, 2), ("recompute", "recompute", "keep", "keep"))
+    assert found.times == (8, 8, 6, 6)
+    verify(found, [3] * 8, stages, activations=[2] * 8, in_flight="1f1b")
+
+
+def test_of_two_modes_as_good_the_earlier_is_chosen():
+    for modes in ([Mode("a"), Mode("b")], [Mode("b"), Mode("a")]):
+        assert place([1, 1], [Stage(modes=modes)] * 2).modes == (modes[0].name,) * 2
+
+
+def test_impossible_modes_are_named():
+    with pytest.raises(TypeError, match=r"^modes\[1\] must be a Mode, got 'b' of type str$"):
+        Stage(modes=[KEEP, "b"])
+    with pytest.raises(ValueError, match=r"^a stage's modes must have different names"):
+        Stage(modes=[KEEP, Mode("keep", 2)])
+    with pytest.raises(ValueError, match=r"^time of mode 'a' of stage\[0\] must be positive, got 0$"):
+        place([1, 2], [Stage(modes=[Mode("a", 0)])])
+
+
+def drawn(n: int, limit: int) -> list[int]:
+    random = Random(n + limit)
+    return [random.randrange(1, limit) for _ in range(n)]
+
+
+@cases("constraints", [{}, {"transfer": 300}, {"memory": 1000}])
+def test_placements_grow_with_layers_and_stages_not_with_their_product(constraints):
+    counts = []
+    for n, k in ((500, 20), (4000, 160)):
+        call = {name: drawn(n, value) for name, value in constraints.items()}
+        counts.append(steps(place, drawn(n, 1000), k, **call))
+    assert counts[1] < 8 * 2 * counts[0]
+
+
+def test_a_makespan_is_verified_by_a_few_looks_at_each_pair_of_positions_for_each_stage():
+    n, k = 200, 6
+    costs, call = drawn(n, 1000), {"transfer": drawn(n, 300), "microbatches": 8, "objective": "makespan"}
+    found = place(costs, k, **call)
+    assert steps(verify, found, costs, k, **call) < 2 * n * n * k
+
+
+GROWTHS = {
+    "convex": lambda n: [i * i for i in range(n)] + [10**15],
+    "convex, falling": lambda n: [10**15] + [i * i for i in range(n, 0, -1)],
+    "doubling": lambda n: [2**i for i in range(n)],
+    "one in front": lambda n: [10**15] + [1] * n,
+    "equal": lambda n: [7] * n,
+    "valley": lambda n: [(i - n // 2) ** 2 for i in range(n)],
+    "floats": lambda n: [Random(n + i).random() for i in range(n)],
+    "sawtooth": lambda n: [i % 17 * 1000 + i for i in range(n)],
+}
+
+
+@cases("growth", list(GROWTHS))
+@cases("share", [2, 3, 10])
+def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_steps(growth, share):
+    """Lines run, not seconds. A search may take a few passes more or less: so of several sizes together."""
+    costs = GROWTHS[growth]
+    few, many = (sum(steps(partition, costs(n), n // share) for n in (m, m + m // 4)) for m in (300, 2400))
+    assert many < 8 * 1.6 * few

@@ -5,10 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpartition import Partition, partition, place, verify
+from blockpartition import Partition, Placement, Stage, partition, place, verify
 
 from . import oracle
-from .strategies import ODDITIES, problems
+from .strategies import ODDITIES, placings, problems
+
+
+def accepted(found: Partition | Placement, costs, stages=None, **constraints) -> bool:
+    try:
+        verify(found, costs, stages, **constraints)
+    except ValueError:
+        return False
+    return True
 
 
 def truthful(costs, ends, witness) -> Partition:
@@ -25,14 +33,6 @@ def test_no_witness_proves_a_worse_partition(problem, data):
     best = max(oracle.loads(costs, ends)) == oracle.least_bottleneck(costs, k)
     witnesses = list(combinations_with_replacement(range(len(costs)), k))
     assert any(accepted(truthful(costs, ends, witness), costs) for witness in witnesses) == best
-
-
-def accepted(found: Partition, costs) -> bool:
-    try:
-        verify(found, costs)
-    except ValueError:
-        return False
-    return True
 
 
 @given(problems(max_size=6), st.sampled_from([field.name for field in fields(Partition)]), ODDITIES)
@@ -76,3 +76,80 @@ def test_each_result_is_verified_with_the_arguments_it_came_from():
         verify(GOOD, [1, 2, 3, 4, 5, 6], pin=[1])
     with pytest.raises(TypeError, match=r"stages is missing$"):
         verify(place([1, 2], 2), [1, 2])
+
+
+@given(placings(max_layers=6), st.sampled_from(["bottleneck", "makespan"]), st.data())
+def test_an_accepted_placement_is_optimal(problem, objective, data):
+    """Parts of other placements, each right in itself, do not add up to a proof."""
+    n, k = len(problem.costs), len(problem.stages)
+    ends = data.draw(st.sampled_from(list(oracle.all_ends(n, k))))
+    best = problem.placed(objective=objective)
+    other = problem.placed(objective=objective, pin=list(ends[1:-1]), forbid=[])
+    if best is None or other is None:
+        return
+    allowed = not set(problem.constraints["forbid"]) & set(ends) and set(problem.constraints["pin"]) <= set(ends)
+    other = replace(other, lower_bound=best.lower_bound)  # that depends on the constraints
+    if allowed and not isinstance(getattr(best, objective), float):  # equal floats may stand for unlike sums
+        as_good = getattr(other, objective) == getattr(best, objective)
+        assert accepted(other, problem.costs, problem.stages, objective=objective, **problem.constraints) == as_good
+    elif accepted(other, problem.costs, problem.stages, objective=objective, **problem.constraints):
+        outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
+        m = problem.constraints["microbatches"]
+        if objective == "bottleneck":
+            assert oracle.agrees(other.bottleneck, min(map(max, outcomes)))
+        else:
+            assert oracle.agrees(other.makespan, min(oracle.makespan(times, m) for times in outcomes))
+
+
+@given(placings(max_layers=6))
+def test_what_does_not_fit_is_refused(problem):
+    """However fast it would be."""
+    roomy = replace(problem, stages=[replace(stage, capacity=None) for stage in problem.stages])
+    found = roomy.placed()
+    if found is not None and accepted(found, problem.costs, problem.stages, **problem.constraints):
+        assert problem.placed().bottleneck == found.bottleneck
+
+
+@given(
+    placings(max_layers=5),
+    st.sampled_from([field.name for field in fields(Placement)]),
+    st.sampled_from(["bottleneck", "makespan"]),
+    ODDITIES,
+)
+def test_no_field_of_a_placement_can_be_forged(problem, name, objective, value):
+    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    honest = problem.placed(objective=objective)
+    if honest is None:
+        return
+    forged = replace(honest, **{name: value})
+    try:
+        verify(forged, problem.costs, problem.stages, objective=objective, gap=1, **problem.constraints)
+    except (TypeError, ValueError):
+        return
+    if name == "sizes":  # another placement, just as good and with the same description
+        assert sum(forged.sizes) == len(problem.costs)
+    elif name == "gap":  # to promise less than what is proven is true as well
+        assert objective == "makespan" or value == 0
+        assert 0 <= value <= 1
+    elif name != "witness":
+        assert value == getattr(honest, name)
+
+
+def test_a_pinned_cut_is_missed():
+    with pytest.raises(ValueError, match=r"^cut 2 is pinned, and a block goes across$"):
+        verify(place([3, 1, 2], 2), [3, 1, 2], 2, pin=[2])
+
+
+def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
+    costs = [(7 * i * i) % 23 + 1 for i in range(20)]
+    transfer = [(13 * i * i) % 19 for i in range(20)]
+    call = {"stages": [Stage(1), Stage(2), Stage(1), Stage(3)], "transfer": transfer, "microbatches": 4}
+    found = place(costs, **call, objective="makespan", gap=0.2)
+    assert 0 < found.gap <= 0.2
+    verify(found, costs, **call, objective="makespan", gap=0.2)
+    with pytest.raises(ValueError, match=r"^gap is .*, more than 0$"):
+        verify(found, costs, **call, objective="makespan")
+    worse = place(costs, **call, pin=[17, 18, 19])
+    for gap in (0.0, 0.2):
+        with pytest.raises(ValueError, match=r"^blocks that finish earlier are possible"):
+            verify(replace(worse, gap=gap), costs, **call, objective="makespan", gap=0.2)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from profiler import AllocationTracker, profile, profile_sizes
+from profiler import AllocationTracker, profile, profile_sizes, profile_times
 
-from .hard_layers import first
+from .hard_layers import HARD, SIZED_BY_VALUES, first
 from .strategies import WIDTH, Call, models, samples
 
 ROW = 4 * WIDTH
@@ -73,3 +73,62 @@ class Twice(nn.Linear):
 def test_a_backward_has_two_parts_where_an_engine_may_do_one_first(make, splits):
     (layer,) = counted(nn.Sequential(make()), torch.rand(8, WIDTH, requires_grad=True))
     assert (layer.backward_input_seconds is not None) == splits
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_every_layer_gets_its_figures_and_fake_tensors_agree(name):
+    model, sample = HARD[name]()
+    real = profile(model, sample, device="cpu", timeout=1e-6)
+    assert real.names == [name for name, _ in model.named_children()]
+    assert all(layer.forward_seconds > 0 for layer in real)
+    assert (
+        len(profile_times(model, sample, 1e-6, "cpu")) == len(profile_sizes(model, sample, 2, 2.0, "cpu")) == len(model)
+    )
+    if name in SIZED_BY_VALUES:
+        with pytest.raises(ValueError, match=r"of layout torch\.sparse_coo depend on its values.*use device='cpu'"):
+            profile(model, sample, device="meta")
+        return
+    fake = profile(model, sample, device="meta")
+    for by in ("saved_bytes", "output_bytes", "parameter_bytes", "buffer_bytes", "flops"):
+        assert fake.costs(by) == real.costs(by), by
+
+
+def test_a_backward_goes_through_the_skip_too():
+    model, sample = HARD["skip without gradient"]()
+    without = profile(model, sample, device="cpu", timeout=1e-6)
+    assert [layer.backward_seconds > 0 for layer in without] == [False, False, False]
+    found = profile(model, sample.requires_grad_(), device="cpu", timeout=1e-6)
+    assert all(layer.backward_seconds > 0 for layer in found)
+    rows = 4 * 6 * 4
+    # What is stashed is alive after the forward; what is popped was born elsewhere.
+    assert found["0"].saved_bytes == 2 * rows
+    assert found["2"].saved_bytes == rows
+
+
+# The compiler looks at tensors in a way that PyTorch itself warns about.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_compiled_layers_are_timed_compiled_counted_as_written_and_stay_compiled():
+    graphs, runs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+
+        def run(*args):
+            runs.append(len(graphs))
+            return graph.forward(*args)
+
+        return run
+
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    model = nn.Sequential(plain[0], torch.compile(plain[1], backend=backend))
+    sample = torch.rand(4, 6)
+    model(sample)
+    profile_times(model, sample, 1e-6, "cpu")
+    timed = len(runs)
+    assert timed > 1
+    assert profile_sizes(model, sample, 1, 2.0, "cpu") == profile_sizes(plain, sample, 1, 2.0, "cpu")
+    assert profile_sizes(model, sample, 1, 2.0, "meta") == profile_sizes(plain, sample, 1, 2.0, "meta")
+    assert profile(model, sample, device="meta").costs("flops") == profile(plain, sample, device="meta").costs("flops")
+    assert len(runs) == timed
+    model(sample)
+    assert len(runs) == timed + 1

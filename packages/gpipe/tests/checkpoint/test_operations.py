@@ -1,9 +1,24 @@
-"""Operations that are given a generator do what torch's do with the numbers of its own."""
+"""Operations that are given a generator do what torch's do with the numbers of its own; others are left alone."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.library import Library
 
+from gpipe import GPipe
+from gpipe._current import setting
+from gpipe._torch import set_intercepting
 from gpipe.checkpoint._operations import with_generator
+from gpipe.checkpoint._random import CellRNG, RunRNG, interception
+
+from ..layers import Call
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 1.0])
@@ -20,3 +35,86 @@ def test_dropout_is_that_of_torch(p: float, dtype: torch.dtype) -> None:
     weights = torch.arange(60, dtype=dtype).view(4, 15)
     one, other = (torch.autograd.grad(output, x, weights)[0] for output, _ in (found, expected))
     torch.testing.assert_close(one, other)  # torch multiplies in another order
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bernoulli": torch.bernoulli,
+    "bernoulli_ of a tensor": lambda p: torch.empty_like(p).bernoulli_(p),
+    "dropout": lambda p: nn.functional.dropout(p, 0.3),
+    "fused dropout": lambda p: torch.native_dropout(p, 0.3, True)[0],
+    "rrelu": lambda p: nn.functional.rrelu(p - 0.5, training=True),
+    "attention": lambda p: nn.functional.scaled_dot_product_attention(p, p, p, dropout_p=0.5),
+    "rand": lambda p: p * torch.rand(p.shape),
+    "randn out": lambda p: torch.randn(p.shape, out=torch.empty(p.shape)),
+    "randperm": lambda p: p[torch.randperm(len(p))],
+    "multinomial": lambda p: torch.multinomial(p + 0.1, 2).float(),
+    "gamma": lambda p: torch.distributions.Gamma(p + 1, 1.0).rsample(),
+    "in vmap": lambda p: torch.vmap(lambda row: row * torch.rand(row.shape), randomness="different")(p),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _prepared() -> None:
+    """As the first pipe of a process does."""
+    interception.prepare()
+
+
+def drawn(names: list[str], microbatch: int) -> list[Tensor]:
+    """What a cell gives that draws by these operations, with its gradients."""
+    torch.manual_seed(3)
+    p = torch.rand(4, 5, requires_grad=True)
+    set_intercepting(True)
+    try:
+        with setting(rng=CellRNG(RunRNG(), microbatch, 2)):
+            found = [DRAWS[name](p) for name in names]
+    finally:
+        set_intercepting(False)
+    total = sum((each.sum() for each in found), p.sum())
+    return [*found, *torch.autograd.grad(total, p), torch.get_rng_state()]
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=4))
+def test_the_numbers_are_those_of_the_cell(names: list[str]):
+    """And torch's generator gives one number, whatever is drawn."""
+    one, same, other = drawn(names, 1), drawn(names, 1), drawn(names, 2)
+    torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
+    assert any(not torch.equal(a, b) for a, b in zip(one[:-2], other[:-2], strict=True))
+    torch.manual_seed(3)
+    torch.rand(4, 5)
+    torch.randint(2**32, ())
+    assert torch.equal(torch.get_rng_state(), one[-1])
+
+
+TAKEN = """
+import torch
+from torch import nn
+library = torch.library.Library("aten", "IMPL", "DeferredInit")
+library.impl("relu", lambda x: x)
+from gpipe import GPipe
+try:
+    GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_where_the_key_is_taken_a_pipe_is_refused():
+    found = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True)
+    assert "another library has kernels for torch's dispatch key DeferredInit" in found.stdout
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_an_operation_of_another_library_draws_by_its_generator_or_is_refused(takes: bool):
+    library = Library(f"gpipe_test_{takes}", "DEF")
+    argument = ", *, Generator? generator=None" if takes else ""
+    library.define(f"noisy(Tensor x{argument}) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    library.impl("noisy", lambda x, generator=None: x * torch.rand(x.shape, generator=generator), "CPU")
+    noisy = getattr(torch.ops, f"gpipe_test_{takes}").noisy
+    pipe = GPipe(nn.Sequential(Call(noisy)), [1], devices=["cpu"], chunks=2)
+    outputs = []
+    with nullcontext() if takes else pytest.raises(RuntimeError, match=r"noisy.* takes no generator"):
+        for _ in range(2):
+            torch.manual_seed(1)
+            outputs.append(pipe(torch.ones(4, 4)))
+    assert not takes or torch.equal(*outputs)
+    library._destroy()

@@ -1,4 +1,4 @@
-"""``evaluate()`` gives the loss that a step would give, keeps nothing, and leaves everything as it was."""
+"""The loss of the whole mini-batch, and what comes with it, from a step and from ``evaluate()``."""
 
 import copy
 import weakref
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe
 
-from ..layers import DOUBLE, MODES, linears, piped, rows
+from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 
@@ -111,3 +111,58 @@ def test_a_loss_need_not_be_differentiable():
     torch.testing.assert_close(accuracy.item(), (plain(rows(7)).argmax(1) == labels).double().mean().item())
     with pytest.raises(ValueError, match=r"does not require grad.*use pipe\.evaluate"):
         pipe.step(rows(7), labels, loss_fn=right)
+
+
+def metrics_of(output: Tensor, target: Tensor) -> dict[str, Any]:
+    each = (output - target).square().mean(1)
+    return {
+        "rows": each,
+        "tokens": output.flatten(),
+        "mean": each.mean(),
+        "share": (each > 1).sum() / len(each),
+        "number": each.mean().item(),
+    }
+
+
+def mean(output: Tensor, target: Tensor) -> Any:
+    return F.mse_loss(output, target), metrics_of(output, target)
+
+
+def counted(output: Tensor, target: Tensor) -> Any:
+    return (output - target).square().sum(), output.numel(), metrics_of(output, target)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.integers(1, 9), st.integers(1, 5), st.sampled_from(ALONE),
+    st.sampled_from(MODES), st.sampled_from([mean, counted]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_metrics_are_those_of_the_whole_mini_batch(
+    count: int, chunks: int, schedule: str, mode: str, loss_fn: Any, inline: bool, outputs: bool
+):
+    plain = linears()
+    pipe = piped(plain, [1, 2], chunks=chunks, checkpoint=mode)
+    output = plain(rows(count))
+    F.mse_loss(output, rows(count)).backward()
+    expected = (F.mse_loss(output, rows(count)), metrics_of(output, rows(count)), *([output] if outputs else []))
+    expected = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, expected)
+    seen: list[list[float]] = []
+
+    def once(output: Tensor, target: Tensor) -> Any:
+        """Also where the last stage is checkpointed: then when it is recomputed."""
+        assert not gpipe.is_checkpointing()
+        assert not gpipe.is_recomputing()
+        seen.append(target[:, 0].tolist())
+        return loss_fn(output, target)
+
+    with way(pipe, inline):
+        found = pipe.step(rows(count), rows(count), loss_fn=once, schedule=schedule, return_outputs=outputs)
+        assert sorted(seen) == sorted(part[:, 0].tolist() for part in rows(count).chunk(chunks))
+        again = pipe.evaluate(rows(count), rows(count), loss_fn=loss_fn, return_outputs=outputs)
+    for each in (found, again):
+        assert isinstance(each, tuple)
+        assert list(each[1]) == list(expected[1])
+        torch.testing.assert_close(each, expected, check_dtype=False)
+        assert each[1]["mean"].dtype == expected[1]["mean"].dtype
+        assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(each) if isinstance(t, Tensor))
+    assert_same(pipe, plain)
