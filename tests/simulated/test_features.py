@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.gpipe.tests.layers import Call, Layer
 from packages.gpipe.tests.models import InPlace
 from torch import Tensor, nn
 
@@ -28,24 +29,16 @@ def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return ((output - target).square().mean(1) * counts).sum(), counts.sum()
 
 
-class Values(nn.Module):
+def values(x: Tensor) -> Any:
     """From a tensor to a tuple with integers, None, and a tensor that needs no grad."""
-
-    def forward(self, x: Tensor) -> Any:
-        return (x.detach() * 3).long(), None, x * 1, x.detach() > 0
+    return (x.detach() * 3).long(), None, x * 1, x.detach() > 0
 
 
-class Tensors(nn.Module):
+def tensors(s: Layer, value: Any) -> Tensor:
     """Back to a tensor, through a layer on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, value: Any) -> Tensor:
-        integers, nothing, x, positive = value
-        assert nothing is None
-        return self.inner(x) * positive + integers
+    integers, nothing, x, positive = value
+    assert nothing is None
+    return s.m[0](x) * positive + integers
 
 
 class Hooked(nn.Module):
@@ -71,7 +64,14 @@ def normalised() -> nn.Module:
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "batch norm": lambda: [linear(), normalised(), nn.Tanh(), linear(), normalised(), linear()],
     "hooks": lambda: [Hooked(), nn.Tanh(), Hooked(), nn.Tanh(), linear(), Hooked()],
-    "values": lambda: [linear(), Values(), Tensors(), Values(), Tensors(), linear()],
+    "values": lambda: [
+        linear(),
+        Call(values),
+        Layer(tensors, linear()),
+        Call(values),
+        Layer(tensors, linear()),
+        linear(),
+    ],
     "in place": lambda: [linear(), InPlace(), nn.GELU(), InPlace(), InPlace(), linear()],
     "skip": lambda: [linear(), Stash(), nn.Tanh(), linear(), Pop(), linear()],
 }

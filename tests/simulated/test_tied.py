@@ -3,8 +3,8 @@
 import copy
 
 import torch
-from packages.gpipe.tests.layers import Tied
-from torch import Tensor, nn
+from packages.gpipe.tests.layers import Layer, Tied
+from torch import nn
 
 from gpipe import GPipe
 
@@ -12,39 +12,25 @@ from .models import WIDTH, assert_trains_like, linear
 from .placements import devices
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """Has a parameter, and a buffer that nobody changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-        self.register_buffer("scale", torch.arange(WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) * self.scale
+    scale = torch.arange(WIDTH, dtype=torch.float64)
+    return Layer(lambda s, x: torch.tanh(s.m[0](x)) * s.scale, linear(), scale=scale)
 
 
 def model() -> nn.Sequential:
     """Six layers with ties between the first and the last three: of weights, a bias and a module."""
     torch.manual_seed(0)
-    first, second, shared = linear(), linear(), Scaled()
+    first, second, shared = linear(), linear(), scaled()
     second.bias = first.bias
     layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Tied(second)), linear()]
     return nn.Sequential(*layers, Tied(first))
 
 
-class Masked(nn.Module):
-    def __init__(self, mask: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
-
-
 def test_a_buffer_of_several_layers_is_where_the_first_of_them_is():
     mask = torch.arange(WIDTH, dtype=torch.float64)
-    layers = nn.Sequential(Masked(mask), linear(), Masked(mask))
+    first, last = (Layer(lambda s, x: x * s.mask, mask=mask) for _ in range(2))
+    layers = nn.Sequential(first, linear(), last)
     pipe = GPipe(copy.deepcopy(layers), [1, 1, 1], devices=devices("three devices"), chunks=3)
     assert pipe[0].mask is pipe[2].mask
     assert pipe[0].mask.device == pipe.devices[0]

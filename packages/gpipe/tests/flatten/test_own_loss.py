@@ -340,15 +340,20 @@ def test_a_loss_that_changes_a_buffer_is_refused_and_a_head_that_does_is_called_
     assert pipe.head.calls == 4
 
 
+def refused(pipe: GPipe, why: str, error: type[Exception] = ValueError, **given: Any) -> None:
+    """By what needs the loss of all rows."""
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(error, match=why):
+            method(**given)
+
+
 @pytest.mark.parametrize("kind", [Model, InTheList])
 @pytest.mark.parametrize("loss", NEVER)
 def test_what_micro_batches_do_not_determine_is_refused_by_name(loss: Loss, kind: type[Model]) -> None:
     pipe, plain = both(loss, kind)
     pipe.chunks = 2
     inputs = batch(4, 3, 2)
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match=f"{kind.__name__} computes a loss that cannot be put together.*call pipe"):
-            method(**inputs)
+    refused(pipe, f"{kind.__name__} computes a loss that cannot be put together.*call pipe", **inputs)
     assert_same_output(pipe, plain, inputs)
 
 
@@ -372,9 +377,7 @@ def test_several_means_are_right_where_their_counts_are_in_proportion_and_refuse
     pipe, plain = both(two_ends)
     pipe.chunks = 3
     assert_same(pipe, plain, batch(6, 4, 99))
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match="several means, whose counts differ in proportion"):
-            method(**batch(6, 4, 3))
+    refused(pipe, "several means, whose counts differ in proportion", **batch(6, 4, 3))
     torch.testing.assert_close(pipe(**batch(6, 4, 3))["loss"], plain(**batch(6, 4, 3))["loss"])
 
 
@@ -383,17 +386,13 @@ def test_a_loss_that_is_set_later_and_computed_in_another_way_is_refused(losses:
     model = Model(losses[0])
     pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=2)
     model.loss = losses[1]
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match=r"another way than with the sample.*make a new pipe"):
-            method(**batch(4, 3, 2))
+    refused(pipe, r"another way than with the sample.*make a new pipe", **batch(4, 3, 2))
     torch.testing.assert_close(pipe(**batch(4, 3, 2))["loss"], model(**batch(4, 3, 2))["loss"])
 
 
 def test_labels_that_are_missing_are_asked_for() -> None:
     pipe, _ = both(tokens)
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(TypeError, match=r"the output must be the loss.*such as labels"):
-            method(tokens=batch(4, 3, 3)["tokens"])
+    refused(pipe, r"the output must be the loss.*such as labels", TypeError, tokens=batch(4, 3, 3)["tokens"])
 
 
 def test_a_step_in_evaluation_mode_or_of_one_micro_batch_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -413,9 +412,7 @@ def test_a_step_in_evaluation_mode_or_of_one_micro_batch_says_so_once(caplog: py
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])
 def test_it_has_no_reduction(options: dict[str, Any]) -> None:
     pipe, _ = both(tokens)
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match=r"reduction= and normalizer= go with a loss_fn.*leave them out"):
-            method(**batch(4, 3, 3), **options)
+    refused(pipe, r"reduction= and normalizer= go with a loss_fn.*leave them out", **batch(4, 3, 3), **options)
 
 
 class Pair(NamedTuple):
@@ -648,9 +645,7 @@ def test_a_loss_of_probabilities(loss: Loss) -> None:
 )
 def test_what_a_sample_without_clicks_does_not_show_is_refused_too(loss: Loss) -> None:
     pipe, plain, inputs = clicks(loss, [0, 0])
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match="computes a loss that cannot be put together"):
-            method(**inputs)
+    refused(pipe, "computes a loss that cannot be put together", **inputs)
     assert_same_output(pipe, plain, inputs)
 
 
@@ -685,9 +680,9 @@ def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own() -> N
     pipe = GPipe(
         Pictures(rows), [2, 3], devices=["cpu"] * 2, chunks=2, sample=with_pictures([0, 1], [2, 0]), in_spec=PICTURES
     )
-    for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match="a mean by hand, and tensors have other numbers of rows for each sample"):
-            method(**with_pictures([0, 0], [1, 0]))
+    refused(
+        pipe, "a mean by hand, and tensors have other numbers of rows for each sample", **with_pictures([0, 0], [1, 0])
+    )
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 4), (2, 3), (4, 2)])
