@@ -72,6 +72,17 @@ def mesh_of_four() -> Any:
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
 
 
+def shard(rank: nn.Module, mesh: Any, *, nested: bool = False, **options: Any) -> None:
+    """Its stages over the replicas, and ``nested`` layers too: these are gathered anew for every micro-batch."""
+    from torch.distributed.fsdp import fully_shard
+
+    for partition in rank.partitions:
+        for layer in partition if nested else ():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["replicas"])
+        fully_shard(partition, mesh=mesh["replicas"], **options)
+
+
 def own_half(mesh: Any, *given: Tensor) -> list[Tensor]:
     """The rows of this process's replica, one of two."""
     return [each.chunk(2)[mesh["replicas"].get_local_rank()] for each in given]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe.distributed import GradScaler, Rank, average_gradients
 
 from ..layers import Tied
-from .planted import expect_gradients, mesh_of_four
+from .planted import expect_gradients, mesh_of_four, shard
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -46,10 +46,7 @@ def _expect_clipped(how: str, max_norm: float) -> None:
         balance = [2, 3]
     rank = Rank(copy.deepcopy(plain), balance, chunks=2, **options)
     if how == "sharded":
-        from torch.distributed.fsdp import fully_shard
-
-        for partition in rank.partitions:
-            fully_shard(partition, mesh=mesh["replicas"])
+        shard(rank, mesh)
     rows = X if how == "one" else X[4 * mesh["replicas"].get_local_rank() :][:4]
     rank.step(rows, loss_fn=loss_of)
     if how == "replicas":

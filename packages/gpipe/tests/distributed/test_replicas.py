@@ -12,7 +12,7 @@ from torch import nn
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from ..worlds import world
-from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in
+from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in, shard
 from .test_rendezvous import expect_named
 
 SIZE = 4
@@ -68,7 +68,7 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
     mesh = mesh_of_four()
     rank = _rank(mesh)
     if sharded:
-        _shard(rank, mesh, sharded)
+        shard(rank, mesh, nested=sharded == "layers")
     _expect_right(rank, mesh, bool(sharded))
     _expect_on_all(rank, mesh, who, phase, kind)
     if not sharded:
@@ -77,17 +77,6 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
         return
     with pytest.raises((LostRankError, RemoteError), match="start the processes again"):
         _step(rank, mesh)
-
-
-def _shard(rank: Rank, mesh: Any, what: str) -> None:
-    """Layers are gathered anew for every micro-batch, forwards and backwards."""
-    from torch.distributed.fsdp import fully_shard
-
-    for partition in rank.partitions:
-        for layer in partition if what == "layers" else ():
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh["replicas"])
-        fully_shard(partition, mesh=mesh["replicas"])
 
 
 def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseException]) -> None:

@@ -14,7 +14,7 @@ import gpipe
 from gpipe.distributed import Rank, load, save
 
 from ..layers import Layer, Tied
-from .planted import batch, expect_gradients, mesh_of_four, own_half
+from .planted import batch, expect_gradients, mesh_of_four, own_half, shard
 
 STAGES = {"two": ([3, 4], [0, 1]), "v": ([2, 1, 2, 2], [0, 1, 1, 0])}
 
@@ -44,16 +44,10 @@ LOSSES: dict[str, Callable[..., Any]] = {"mean": nn.functional.mse_loss, "counte
 
 def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options: Any) -> tuple[Rank, Any]:
     """A rank of one of two replicas, and the mesh."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of_four()
     balance, ranks = STAGES[stages]
     rank = Rank(network(), balance, ranks=ranks, group=mesh["stages"], replicas=mesh["replicas"], **options)
-    for partition in rank.partitions:
-        for layer in partition if nested else ():
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh["replicas"])
-        fully_shard(partition, mesh=mesh["replicas"], **({} if mp_policy is None else {"mp_policy": mp_policy}))
+    shard(rank, mesh, nested=nested, **({} if mp_policy is None else {"mp_policy": mp_policy}))
     return rank, mesh
 
 
