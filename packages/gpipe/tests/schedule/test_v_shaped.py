@@ -19,70 +19,71 @@ def on_a_v(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     return schedule.on(v_placement(len(schedule)))
 
 
-class TestPlacement:
-    @given(workers)
-    def test_the_first_and_the_last_stage_share_a_worker_and_so_on(self, k: int) -> None:
-        assert v_placement(2 * k) == [min(j, 2 * k - 1 - j) for j in range(2 * k)]
+@given(workers)
+def test_the_first_and_the_last_stage_share_a_worker_and_so_on(k: int) -> None:
+    assert v_placement(2 * k) == [min(j, 2 * k - 1 - j) for j in range(2 * k)]
 
-    @pytest.mark.parametrize("make", [zbv, dualpipev, lambda m, n: v_placement(n)])
-    @given(st.integers(0, 4))
-    def test_an_odd_number_of_stages_is_refused(self, make: Callable[..., object], k: int) -> None:
-        with pytest.raises(ValueError, match=f"two stages on every worker.*got {2 * k + 1} stages"):
-            make(3, 2 * k + 1)
+
+@pytest.mark.parametrize("make", [zbv, dualpipev, lambda m, n: v_placement(n)])
+@given(st.integers(0, 4))
+def test_an_odd_number_of_stages_is_refused(make: Callable[..., object], k: int) -> None:
+    with pytest.raises(ValueError, match=f"two stages on every worker.*got {2 * k + 1} stages"):
+        make(3, 2 * k + 1)
 
 
 @each_maker
-class TestBoth:
-    @given(m=counts, k=workers, data=st.data())
-    def test_stages_that_are_not_split_do_whole_backwards_in_the_same_order(
-        self, make: Callable[..., Schedule], m: int, k: int, data: st.DataObject
-    ) -> None:
-        split = data.draw(st.sets(st.integers(0, 2 * k - 1)))
-        for j, (some, every) in enumerate(zip(make(m, 2 * k, 0, split), make(m, 2 * k), strict=True)):
-            whole = [a._replace(kind=Kind.BACKWARD) if a.kind == Kind.BACKWARD_INPUT else a for a in every]
-            assert list(some) == (list(every) if j in split else [a for a in whole if a.kind != Kind.BACKWARD_WEIGHT])
-
-    @given(m=counts, k=workers)
-    def test_more_micro_batches_do_not_make_it_hold_more(self, make: Callable[..., Schedule], m: int, k: int) -> None:
-        most = max(held(on_a_v(make(m, 2 * k))))
-        assert most <= max(held(on_a_v(make(m + 1, 2 * k)))) <= 2 * k + (make is dualpipev)
+@given(m=counts, k=workers, data=st.data())
+def test_stages_that_are_not_split_do_whole_backwards_in_the_same_order(
+    make: Callable[..., Schedule], m: int, k: int, data: st.DataObject
+) -> None:
+    split = data.draw(st.sets(st.integers(0, 2 * k - 1)))
+    for j, (some, every) in enumerate(zip(make(m, 2 * k, 0, split), make(m, 2 * k), strict=True)):
+        whole = [a._replace(kind=Kind.BACKWARD) if a.kind == Kind.BACKWARD_INPUT else a for a in every]
+        assert list(some) == (list(every) if j in split else [a for a in whole if a.kind != Kind.BACKWARD_WEIGHT])
 
 
-class TestZBV:
-    @given(counts, workers, st.integers(1, 5))
-    def test_no_worker_waits_between_its_first_and_its_last_step(self, more: int, k: int, unit: int) -> None:
-        """The published bubble is none, of the longest time that a worker takes (arXiv 2405.15362, table 2)."""
-        m = 2 * k - 2 + more
-        walk = on_a_v(zbv(m, 2 * k))
-        spans = spans_of(walk, unit, unit, unit)
-        for r, steps in enumerate(walk):
-            assert spans[steps[0]].start == r * unit
-            assert all(spans[step].wait == 0 for step in steps[1:])
-        assert idle(walk, unit, unit, unit) == (k - 1) * unit  # at the ends
-
-    @given(counts, workers)
-    def test_a_worker_holds_no_more_than_the_first_one_under_1f1b(self, m: int, k: int) -> None:
-        """A stage of 1F1B is as much as two of these."""
-        most = held(on_a_v(zbv(m, 2 * k)))
-        assert max(most) <= 2 * in_flight(one_forward_one_backward(max(m, k), k)[0])
-        if m >= 2 * k - 1:
-            assert most == [2 * k] * k
+@each_maker
+@given(m=counts, k=workers)
+def test_more_micro_batches_do_not_make_it_hold_more(make: Callable[..., Schedule], m: int, k: int) -> None:
+    most = max(held(on_a_v(make(m, 2 * k))))
+    assert most <= max(held(on_a_v(make(m + 1, 2 * k)))) <= 2 * k + (make is dualpipev)
 
 
-class TestDualPipeV:
-    @given(counts, workers, st.data())
-    def test_the_bubble_is_no_longer_than_published(self, more: int, k: int, data: st.DataObject) -> None:
-        """Where a whole backward takes no less than a forward, and the weights no more than the inputs."""
-        i = data.draw(st.integers(1, 9))
-        w = data.draw(st.integers(1, i))
-        f = data.draw(st.integers(1, i + w))
-        walk = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
-        assert idle(walk, f, i, w) <= (k - 1) * ((f + i + w) + (i + w) - 3 * w)
-        assert idle(walk, f, f, f) == (k - 1) * f
+@given(counts, workers, st.integers(1, 5))
+def test_under_zbv_no_worker_waits_between_its_first_and_its_last_step(more: int, k: int, unit: int) -> None:
+    """The published bubble is none, of the longest time that a worker takes (arXiv 2405.15362, table 2)."""
+    m = 2 * k - 2 + more
+    walk = on_a_v(zbv(m, 2 * k))
+    spans = spans_of(walk, unit, unit, unit)
+    for r, steps in enumerate(walk):
+        assert spans[steps[0]].start == r * unit
+        assert all(spans[step].wait == 0 for step in steps[1:])
+    assert idle(walk, unit, unit, unit) == (k - 1) * unit  # at the ends
 
-    @given(counts, workers)
-    def test_a_worker_holds_no_more_than_published(self, m: int, k: int) -> None:
-        most = held(on_a_v(dualpipev(m, 2 * k)))
-        assert max(most) <= 2 * k + 1
-        if m >= 2 * k:
-            assert most == [2 * k + 1] * k
+
+@given(counts, workers)
+def test_under_zbv_a_worker_holds_no_more_than_the_first_one_under_1f1b(m: int, k: int) -> None:
+    """A stage of 1F1B is as much as two of these."""
+    most = held(on_a_v(zbv(m, 2 * k)))
+    assert max(most) <= 2 * in_flight(one_forward_one_backward(max(m, k), k)[0])
+    if m >= 2 * k - 1:
+        assert most == [2 * k] * k
+
+
+@given(counts, workers, st.data())
+def test_the_bubble_of_dualpipev_is_no_longer_than_published(more: int, k: int, data: st.DataObject) -> None:
+    """Where a whole backward takes no less than a forward, and the weights no more than the inputs."""
+    i = data.draw(st.integers(1, 9))
+    w = data.draw(st.integers(1, i))
+    f = data.draw(st.integers(1, i + w))
+    walk = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
+    assert idle(walk, f, i, w) <= (k - 1) * ((f + i + w) + (i + w) - 3 * w)
+    assert idle(walk, f, f, f) == (k - 1) * f
+
+
+@given(counts, workers)
+def test_under_dualpipev_a_worker_holds_no_more_than_published(m: int, k: int) -> None:
+    most = held(on_a_v(dualpipev(m, 2 * k)))
+    assert max(most) <= 2 * k + 1
+    if m >= 2 * k:
+        assert most == [2 * k + 1] * k
