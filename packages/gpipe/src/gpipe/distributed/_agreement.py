@@ -51,16 +51,16 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
             raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
     first = reports[0]["alike"]
     for k, each in enumerate(reports):
-        if (text := disagreement(first, each["alike"], members[0], members[k])) is not None:
-            raise ValueError(text)
+        if (other := disagreement(first, each["alike"], members[0], members[k])) is not None:
+            raise other
     found.heard = [each["told"] for each in reports]
 
 
-def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> str | None:
-    """What to say of a value in ``first``, of ``rank``, that is another one in ``other``; None if there is none."""
+def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> ValueError | None:
+    """The error for a value in ``first``, of ``rank``, that is another one in ``other``; None if there is none."""
     for name, expected in first.items():
         if other.get(name) != expected:
-            return (
+            return ValueError(
                 f"the ranks disagree: {name} is {expected!r} on rank {rank}, but {other.get(name)!r} on rank "
                 f"{other_rank}; give all of them the same" + _SEED * name.startswith("the checksum")
             )

@@ -199,9 +199,9 @@ class Ranks(Processes):
         if told is not None:
             first, batches, self.seed = told
             found.batches = found.batches if self._rendezvous.is_root else batches
-            text = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
-            if text is not None and not errors:
-                errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": text}
+            unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+            if unlike is not None and not errors:
+                errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": str(unlike)}
         elif not errors:
             errors = [Cancelled()]
         self._microbatches = len(found.batches)

@@ -130,7 +130,7 @@ Hooks = dict[int, Any]
 """The hooks that are called when a gradient arrives at a leaf, or has been accumulated."""
 
 
-class Held(NamedTuple):
+class HeldLeaf(NamedTuple):
     """A leaf whose ``.grad`` and hooks are removed.
 
     Attributes:
@@ -154,7 +154,7 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldLeaf] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False, tied: bool = False) -> None:
         """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every`` or ``tied``, of all.
@@ -167,7 +167,9 @@ class DeferredGradients:
                 if (every or tied or any(_HOOKS(leaf))) and id(leaf) not in self._held:
                     expect_unguarded(leaf)
                     hooks = [(own, dict(own)) for own in _HOOKS(leaf) if own]
-                    self._held[id(leaf)] = Held(leaf, leaf.grad, hooks, not (tied or hooks or leaf.grad is not None))
+                    self._held[id(leaf)] = HeldLeaf(
+                        leaf, leaf.grad, hooks, not (tied or hooks or leaf.grad is not None)
+                    )
                     leaf.grad = None
                     # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
                     for own, _ in hooks:
