@@ -87,9 +87,9 @@ class OwnLoss:
                 "after the loss was replaced (make a new pipe)"
             )
         by_counts = kind.name == "counts"
-        if by_counts and seen.counts and seen.sums:
+        if by_counts and seen.means and seen.sums:
             raise self._refused("a part of it is a mean, and another a sum")
-        counts = torch.stack(seen.counts) if by_counts and seen.counts else None
+        counts = [mean.divisor for mean in seen.means] if by_counts and seen.means else None
         return {"loss": own_loss(found), "counts": counts, "adds": kind.name == "sum" or (by_counts and seen.sums > 0)}
 
     def whole(self) -> MiniBatchLoss:

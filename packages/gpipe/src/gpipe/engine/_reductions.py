@@ -16,19 +16,14 @@ class SeenMean(NamedTuple):
 
     Attributes:
         results: the mean, and what was made of it by multiplying it with, or dividing it by, the ``factors``.
-        divisor: what it divides by: a tensor on its device if that depends on values, such as labels that count.
+        divisor: what it divides by: a number, or a tensor on an accelerator, which is not waited for.
+        counts: whether that depends on values, such as labels that count, and not on shapes alone.
     """
 
     results: list[Tensor]
-    divisor: Tensor | int
+    divisor: Tensor | float
+    counts: bool
     factors: list[Any]
-
-    @property
-    def number(self) -> Tensor:
-        mean = self.results[0]
-        if isinstance(self.divisor, Tensor):
-            return self.divisor
-        return torch.full((), self.divisor, dtype=_wide(mean), device=mean.device)
 
 
 class Reductions(TorchFunctionMode):
@@ -56,11 +51,6 @@ class Reductions(TorchFunctionMode):
         # What the loss compares something with: numbers, and tensors that are read only where a loss is tried.
         self._compared: list[Any] = []
 
-    @property
-    def counts(self) -> list[Tensor]:
-        """For each mean what it divides by, on the device of the loss."""
-        return [mean.number for mean in self.means]
-
     def any(self) -> bool:
         return bool(self.means) or self.sums > 0
 
@@ -72,20 +62,41 @@ class Reductions(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        is_loss = "reduction" in kwargs and getattr(function, "__module__", None) == F.__name__
+        result = self._loss(function, args, kwargs) if is_loss else function(*args, **kwargs)
+        self._note(getattr(function, "__name__", "").strip("_"), args, kwargs, result)
+        return result
+
+    def _loss(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of a loss function of torch."""
         # Two flags of older code choose another reduction, which is tried as if it were computed by hand.
         is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
-        reduction = None if is_old else kwargs.get("reduction")
-        count_of = _COUNTS.get(function) if reduction == "mean" else None
-        count = None if count_of is None else count_of(*args, **kwargs)
-        if isinstance(count, Tensor):
+        reduction, ignored = None if is_old else kwargs["reduction"], kwargs.get("ignore_index", -100)
+        self.sums += reduction == "sum"
+        self._compared.append(ignored)
+        if reduction != "mean" or function not in _COUNTS:
+            return function(*args, **kwargs)
+        found = _COUNTS[function](*args, **kwargs)
+        count = known(found)
+        if isinstance(found, Tensor) and (isinstance(count, Tensor) or not count):
             # Where nothing counts, as where all weights are 0, no label may: gradients would be 0 times nan.
-            args = args[0], args[1].where(count > 0, kwargs.get("ignore_index", -100))
-        found = function(*args, **kwargs)
-        name = getattr(function, "__name__", "").strip("_")
-        number = next(iter(args), None) if name in _COMPARISONS else found if name in _CUTS else None
+            args = args[0], args[1].where(found > 0, ignored)
+        result = function(*args, **kwargs)
+        # Not a sum divided later: in half precision that overflows where the mean does not.
+        if isinstance(count, Tensor):
+            count = count.to(result.device, torch.promote_types(result.dtype, torch.float32)).detach()
+            result = torch.where(count > 0, result, torch.zeros_like(result))
+        elif not count:
+            result = result.masked_fill(torch.ones_like(result, dtype=torch.bool), 0.0)  # with its graph
+        self.means.append(SeenMean([result], count, isinstance(found, Tensor), []))
+        return result
+
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note what is computed by hand: by the function of that ``name``."""
+        number = next(iter(args), None) if name in _COMPARISONS else result if name in _CUTS else None
         self.is_cut |= isinstance(number, Tensor) and not number.dim() and number.is_floating_point()
         self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
-        if name == "mean" and self._selects and not found.dim():
+        if name == "mean" and self._selects and not result.dim():
             self.is_cut = True
             self.selected.append((args or (*kwargs.values(),))[0].numel())
         if name in _DIVISIONS:
@@ -93,29 +104,16 @@ class Reductions(TorchFunctionMode):
         if name in _SCALES and _is_number(args[1]):
             for mean in self.means:
                 if any(each is args[0] for each in mean.results):
-                    mean.results.append(found)
+                    mean.results.append(result)
                     mean.factors.append(args[1])
         if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
-        if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
-            return found
-        self._compared.append(kwargs.get("ignore_index", -100))
-        self.sums += reduction == "sum"
-        if count is None:
-            return found
-        # Not a sum divided later: in half precision that overflows where the mean does not.
-        if isinstance(count, Tensor):
-            count = count.to(found.device, _wide(found)).detach()
-            found = torch.where(count > 0, found, torch.zeros_like(found))
-        elif not count:
-            found = found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0.0)  # with its graph
-        self.means.append(SeenMean([found], count, []))
-        return found
 
 
-def _wide(loss: Tensor) -> torch.dtype:
-    """A type that counts: half precision cannot."""
-    return torch.promote_types(loss.dtype, torch.float32)
+def known(number: Any) -> Any:
+    """A ``number``, read from its tensor if nothing has to be waited for, and it has a value."""
+    is_here = type(number) is Tensor and number.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    return number.item() if is_here else number
 
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
@@ -149,6 +147,8 @@ def _labels(
 
 
 def _elements(found: Tensor, target: Tensor, **options: object) -> int:
+    if found.shape == target.shape:  # else this takes as long as a small loss
+        return found.numel()
     return torch.broadcast_shapes(found.shape, target.shape).numel()  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._loss_value import LossFunction, loss_value, own_loss
-from ._reductions import Reductions
+from ._reductions import Reductions, known
 
 
 class MiniBatchLoss:
@@ -23,8 +23,8 @@ class MiniBatchLoss:
     def __init__(self, refused: Callable[[str], ValueError]) -> None:
         self._refused = refused
         self._form: tuple[bool, int] | None = None
-        self._unit: Tensor | None = None
-        self._sums: Any = 0.0
+        self._unit: Any = None
+        self._sums: list[Any] = []
 
     def __call__(self, output: Any, share: float) -> Any:
         """The loss of a micro-batch that has this ``share`` of all rows, of an output of :meth:`OwnLoss.part`."""
@@ -39,30 +39,30 @@ class MiniBatchLoss:
         weight = self._weight(self._common(counts), share)
         return loss * weight, weight
 
-    def _weight(self, count: Tensor, share: float) -> float | Tensor:
-        if count.device.type == "cpu":
-            count = count.double()
+    def _weight(self, count: Any, share: float) -> Any:
         if self._unit is None:
-            self._unit = count.clamp(min=1.0) / max(share, 1e-3)
+            self._unit = (count.clamp(min=1.0) if isinstance(count, Tensor) else max(count, 1.0)) / max(share, 1e-3)
         weight = count / self._unit
-        if count.device.type != "cpu":
-            return weight
         # Where as much counts in all rows, nothing has to be scaled when the weights of all are known.
-        return share if math.isclose(weight, share, rel_tol=1e-12) else float(weight)
+        is_share = not isinstance(weight, Tensor) and math.isclose(weight, share, rel_tol=1e-12)
+        return share if is_share else weight
 
-    def _common(self, counts: Tensor) -> Tensor:
+    def _common(self, counts: Sequence[Any]) -> Any:
         """The count of all means. It is right for all if their counts are in the same proportion everywhere."""
-        if len(counts) == 1:
-            return counts[0]
-        before = self._sums + torch.zeros_like(counts)
-        self._sums = before + counts
-        off = (counts * before[0] - counts[0] * before).abs() > 1e-5 * counts[0] * before
-        fits = ~off.any() & (counts.gt(0).all() | counts.eq(0).all())
-        if counts.device.type != "cpu":  # reading it would wait for the device
-            return counts[0].where(fits, torch.nan)
-        if not fits:
+        first, *others = counts
+        if not others:
+            return first
+        before = self._sums or [0.0] * len(counts)
+        self._sums = [earlier + count for earlier, count in zip(before, counts, strict=True)]
+        off: Any = False
+        for count, earlier in zip(others, before[1:], strict=True):
+            off = off | ((count == 0) != (first == 0))
+            off = off | (abs(count * before[0] - first * earlier) > 1e-5 * first * earlier)
+        if isinstance(off, Tensor):
+            return torch.where(off, torch.nan, first)
+        if off:
             raise self._refused("it is made of several means, whose counts differ in proportion in this mini-batch")
-        return counts[0]
+        return first
 
 
 class ObservedLoss:
@@ -88,9 +88,9 @@ class ObservedLoss:
             return found
         divisors = [mean.divisor for mean in seen.means]
         is_one = len(divisors) == 1 and any(loss is each for each in seen.means[0].results)
-        if is_one and isinstance(divisors[0], Tensor):
+        if is_one and seen.means[0].counts:
             off = self._is_off(_Numbers.of((), (), seen.means[0].factors), share)
-            value = self._whole({"loss": loss, "counts": divisors[0][None], "adds": False}, share)
+            value = self._whole({"loss": loss, "counts": divisors, "adds": False}, share)
         else:
             off = self._is_off(_Numbers.of(seen.selected + divisors, seen.divisors, ()), share)
             value = (loss,)
@@ -130,7 +130,7 @@ class _Numbers(NamedTuple):
 
     @classmethod
     def of(cls, *numbers: Iterable[Any]) -> _Numbers:
-        return cls(*([*map(_read, each)] for each in numbers))
+        return cls(*([*map(known, each)] for each in numbers))
 
 
 _MADE_OF_MEANS = (
@@ -139,12 +139,6 @@ _MADE_OF_MEANS = (
     "sum and the count, as in (F.cross_entropy(..., reduction='sum'), (target != -100).sum()), the mean itself, or "
     "(loss * n, n) for a mean over n rows"
 )
-
-
-def _read(number: Tensor | float) -> Any:
-    """The ``number``, unless it is on an accelerator, which would be waited for."""
-    is_here = not isinstance(number, Tensor) or number.device.type == "cpu"
-    return float(number) if is_here else number
 
 
 def _differ(a: Any, b: Any) -> Any:
