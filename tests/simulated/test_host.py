@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gpipe
 from gpipe.transport._copy import CopyStreams, carriers
 from streams import use_stream
 
 from .accelerator import device, found, library
-from .models import HOWS, MODES, ROWS, counted_squares, model, piped, reduction_of, rows, running, squares
+from .models import HOWS, MODES, ROWS, SCHEDULED, counted_squares, model, piped, reduction_of, rows, running, squares
 from .placements import PLACEMENTS, forward_streams
 
 Loss = Callable[..., Any]
@@ -43,6 +44,38 @@ def test_it_never_waits_for_devices_alone(placement: str, mode: str, how: str, i
     counters = counted(placement, mode, how, inline)
     assert counters["kernels"] > ROWS
     assert counters["synchronisations"] == 0
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    kept = labels != -100
+    return (F.cross_entropy(logits, labels, reduction="none") * kept).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("how", SCHEDULED[1:])
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda *given: F.cross_entropy(*given) / 2, masked])
+def test_labels_that_count_are_counted_on_the_device(loss_fn: Loss, inline: bool, how: str):
+    """The host does not know how many they are. A loss that they do not determine is nan."""
+    plain, pipe = model(), piped(model(), "three devices", "always")
+    labels, x = torch.arange(ROWS), rows().to(pipe.devices[0])
+    for padded in (labels, labels.where(labels % 3 == 0, -100)):
+        there = padded.to(pipe.devices[-1])
+        with running(inline), forward_streams("own"):
+            for _ in range(8 if how == "zero_bubble" else 2):
+                pipe.zero_grad()
+                library().take_counters()
+                loss = pipe.step(x, there, loss_fn=loss_fn, schedule=how)
+                counters = library().take_counters()
+        assert counters["synchronisations"] == 0
+        plain.zero_grad()
+        expected = loss_fn(plain(rows()), padded)
+        expected.backward()
+        if loss_fn is masked and padded is not labels:
+            assert loss.cpu().isnan()
+            return
+        torch.testing.assert_close(loss.cpu(), expected.detach())
+        torch.testing.assert_close([p.grad.cpu() for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    pipe.close()
 
 
 @pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if None in places])

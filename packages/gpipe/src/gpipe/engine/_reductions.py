@@ -36,6 +36,7 @@ class Reductions(TorchFunctionMode):
         sums: how many sums there were.
         selected: for each mean that was taken by hand of what a mask selects, how much that was.
         divisors: tensors of one number by which something was divided by hand.
+        counted: those of them that come from a sum, such as that of a mask.
         is_cut: whether a number was cut off, as by ``clamp``, or compared, or a mean taken by hand of what a mask
             selects: losses of parts are then no parts of the loss. Also whether torch's CTC was computed, which reads
             beyond its memory if labels are tried that do not exist.
@@ -47,6 +48,8 @@ class Reductions(TorchFunctionMode):
         self.sums = 0
         self.selected: list[int] = []
         self.divisors: list[Tensor] = []
+        self.counted: list[Tensor] = []
+        self._from_sums: list[Tensor] = []
         self.is_cut = self._selects = False
         # What the loss compares something with: numbers, and tensors that are read only where a loss is tried.
         self._compared: list[Any] = []
@@ -101,6 +104,9 @@ class Reductions(TorchFunctionMode):
             self.selected.append((args or (*kwargs.values(),))[0].numel())
         if name in _DIVISIONS:
             self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
+            self.counted += [each for each in args[_DIVISIONS[name] :][:1] if self._is_from_sum(each)]
+        if _is_single(result) and (name in ("sum", "count_nonzero") or any(map(self._is_from_sum, args))):
+            self._from_sums.append(result)
         if name in _SCALES and _is_number(args[1]):
             for mean in self.means:
                 if any(each is args[0] for each in mean.results):
@@ -108,6 +114,9 @@ class Reductions(TorchFunctionMode):
                     mean.factors.append(args[1])
         if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
+
+    def _is_from_sum(self, value: Any) -> bool:
+        return _is_single(value) and any(value is each for each in self._from_sums)
 
 
 def known(number: Any) -> Any:

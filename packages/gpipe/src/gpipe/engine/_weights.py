@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class ObservedLoss:
     def __init__(self, loss_fn: LossFunction) -> None:
         self._loss_fn = loss_fn
         self._whole = MiniBatchLoss(ValueError)
-        self._first: tuple[_Numbers, float] | None = None
+        self._first: tuple[list[Any], list[Any], float] | None = None
 
     def __call__(self, output: Any, *arguments: Any) -> Any:
         """What the function returns for all ``arguments`` but the last, which is the share of all rows."""
@@ -89,10 +89,10 @@ class ObservedLoss:
         divisors = [mean.divisor for mean in seen.means]
         is_one = len(divisors) == 1 and any(loss is each for each in seen.means[0].results)
         if is_one and seen.means[0].counts:
-            off = self._is_off(_Numbers.of((), (), seen.means[0].factors), share)
+            off = self._is_off((), seen.means[0].factors, share)
             value = self._whole({"loss": loss, "counts": divisors, "adds": False}, share)
         else:
-            off = self._is_off(_Numbers.of(seen.selected + divisors, seen.divisors, ()), share)
+            off = self._is_off([*seen.selected, *divisors, *seen.counted], (), share)
             value = (loss,)
         if isinstance(off, Tensor):
             value = value[0].masked_fill(off, torch.nan), *value[1:]
@@ -101,36 +101,16 @@ class ObservedLoss:
         value = value if metrics is None else (*value, metrics)
         return value if len(value) > 1 else value[0]
 
-    def _is_off(self, now: _Numbers, share: float) -> Any:
-        """Whether numbers are others than for the first micro-batch, with its share of all rows."""
-        self._first = self._first or (now, share)
-        first, its_share = self._first
-        off: Any = any(len(a) != len(b) for a, b in zip(first[::2], now[::2], strict=True))
-        for a, b in zip(first.sizes, now.sizes, strict=False):
-            off = off | _differ(a * share, b * its_share)
-        for a, b in zip(first.divisors, now.divisors, strict=False):
-            off = off | ((b == b // 1) & _differ(a, b) & _differ(a * share, b * its_share))
-        for a, b in zip(first.factors, now.factors, strict=False):
+    def _is_off(self, divisors: Iterable[Any], factors: Iterable[Any], share: float) -> Any:
+        """Whether ``divisors`` are not in proportion to this ``share`` of the rows, or ``factors`` are no constants."""
+        now = [*map(known, divisors)], [*map(known, factors)], share
+        self._first = self._first or now
+        off: Any = any(len(a) != len(b) for a, b in zip(self._first[:2], now[:2], strict=True))
+        for a, b in zip(self._first[0], now[0], strict=False):
+            off = off | _differ(a * share, b * self._first[2])
+        for a, b in zip(self._first[1], now[1], strict=False):
             off = off | _differ(a, b)
         return off
-
-
-class _Numbers(NamedTuple):
-    """Numbers by which the loss of a micro-batch depends on how the rows are cut.
-
-    Attributes:
-        sizes: what means divide by, which has to be in proportion to the rows.
-        divisors: what something is divided by by hand: a constant, or if it is whole perhaps in proportion to the rows.
-        factors: constants.
-    """
-
-    sizes: list[Any]
-    divisors: list[Any]
-    factors: list[Any]
-
-    @classmethod
-    def of(cls, *numbers: Iterable[Any]) -> _Numbers:
-        return cls(*([*map(known, each)] for each in numbers))
 
 
 _MADE_OF_MEANS = (
