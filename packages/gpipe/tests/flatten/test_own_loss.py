@@ -675,6 +675,32 @@ def test_a_sample_whose_loss_is_not_a_number_is_asked_for_anew() -> None:
         pipe.step(**batch(4, 3, 3))
 
 
+class Shown(Pictures):
+    """Its trunk returns the pictures too: together, and as a list."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        album = self.trunk
+        self.trunk = Layer(lambda s, *given: {"hidden": s.m[0](*given), "all": given[1], "each": [*given[1]]}, album)
+
+    def forward(self, tokens: Tensor, pictures: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        found = self.trunk(tokens, pictures)
+        logits = self.head(found["hidden"])
+        return {"loss": self.loss(logits, labels), "logits": logits, "pictures": found["all"]}
+
+
+@pytest.mark.parametrize("rows", [([0, 0], [0, 0]), ([0, 0, 1], [0, 2, 0]), ([0, 0, 0], [3, 0, 0])])
+def test_what_has_rows_of_its_own_is_left_out_of_a_loss_that_does_not_need_it(rows: tuple[list[int], ...]) -> None:
+    plain = Shown(tokens)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, sample=with_pictures(*rows), in_spec=PICTURES)
+    for inputs in (with_pictures([0, 1], [2, 0], [0, 3]), with_pictures([0, 1], [2, 3], [0, 0], [4, 5])):
+        assert_same(pipe, plain, inputs)
+        expected = plain(**inputs)
+        found = pipe(**inputs)
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-12, atol=1e-12)
+
+
 def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own() -> None:
     """The mean may be one over pictures."""
     pipe = GPipe(

@@ -152,7 +152,13 @@ class Ending:
         names = shapes.keys() & one.keys() & two.keys()
         calls = {name: zip(shapes[name], one[name], two[name], strict=False) for name in names}
         times = rows / max(1, self._rows)
-        return {name: tuple(tuple(map(partial(_sized, times), *call)) for call in each) for name, each in calls.items()}
+        return {name: tuple(_sized_call(times, *call) for call in each) for name, each in calls.items()}
+
+
+def _sized_call(times: float, now: Sequence[Any], one: Sequence[Any], two: Sequence[Any]) -> tuple[Any, ...]:
+    """The sizes of what a call returned; those of the sample if it is a list that may have an entry for each picture."""
+    alike = len(now) == len(one) == len(two)
+    return tuple(map(partial(_sized, times), now, one, two)) if alike else tuple(one)
 
 
 def _sized(times: float, now: Any, one: Any, two: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._ending import Returned
 from ._inputs import Inputs
 from ._own_loss import BEYOND, NEITHER, UNKNOWN, OwnLoss
 from ._placeholders import is_placeholder
@@ -85,6 +86,36 @@ def _fields(output: Any, picked: Any) -> dict[Any, Any]:
     return dict(enumerate(output)) if isinstance(output, tuple) else {"loss": picked}
 
 
+def _followers(layers: nn.Sequential, inputs: Inputs) -> list[Returned]:
+    """What modules next to the loss returned and follows the rows: one entry for each; and then, what has more too.
+
+    A picture is a row of its own in some models, and later mini-batches have others for each text.
+    """
+    last = layers[-1]
+    assert isinstance(last, Segment)
+    assert last.ending is not None
+    with suppress(Exception), torch.no_grad(), last.recording() as recording:
+        found, one = _in_a_row(layers, inputs), recording.shapes
+        more, last.ending.tried = _of_twice(layers, inputs), (one, recording.shapes)
+        follows = {key: own for key, own in found.items() if key in more and _is_twice(more[key], own)}
+        return [{key: own for key, own in follows.items() if len(own) == inputs.rows()}, follows]
+    return []
+
+
+def _told(
+    last: Segment, inputs: Inputs, found: Returned, fields: dict[Any, Any], shapes: Shapes | None
+) -> frozenset[Any]:
+    """The fields that the last segment makes of what was ``found``; none if it needs more."""
+    assert last.ending is not None
+    try:
+        with torch.no_grad():
+            output = last.ending(last, inputs, found)
+    except Exception:
+        return frozenset()
+    told = _fields(output, last.pick(output))
+    return frozenset(name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
+
+
 def add_own_loss(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
     """Give the last layer what combines the losses of micro-batches, tried on the sample."""
     last = layers[-1]
@@ -94,23 +125,13 @@ def add_own_loss(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs
     picked = last.pick(expected)
     fields = _fields(expected, picked)
     loss = next((name for name, value in fields.items() if value is picked), "loss")
-    ending.fields = frozenset(fields)
-    returned, is_nan = None, not picked.is_meta and bool(picked.isnan())
-    try:
-        with torch.no_grad(), last.recording() as recording:
-            found, one = _in_a_row(layers, inputs), recording.shapes
-            more, ending.tried = _of_twice(layers, inputs), (one, recording.shapes)
-            ending.follows = frozenset(key for key, own in found.items() if key in more and _is_twice(more[key], own))
-            found = {key: own for key, own in found.items() if key in ending.follows}
-            output = ending(last, inputs, found)
-    except Exception:  # it needs more than what modules around the loss return
-        ending.fields = frozenset()
-    else:
-        told = _fields(output, last.pick(output))
-        same = (name for name, value in told.items() if _difference(fields[name], value, shapes) is None)
-        ending.fields = frozenset(same)
-        # What stand-ins return is not a number, and would be equal.
-        returned = found if loss in ending.fields and not is_nan else None
+    returned, is_nan = None, not picked.is_meta and bool(picked.isnan())  # what stand-ins return is not a number, too
+    for found in [] if is_nan else _followers(layers, inputs):
+        ending.fields, ending.follows = frozenset(fields), frozenset(found)
+        ending.fields = _told(last, inputs, found, fields, shapes)
+        if loss in ending.fields:
+            returned = found
+            break
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     # A part of the output that the caller has picked is all that the pipe returns.
     last.ending = ending if last.pick is main_field and returned is not None else None
