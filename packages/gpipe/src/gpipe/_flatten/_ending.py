@@ -156,7 +156,7 @@ class Ending:
 
 
 def _sized_call(times: float, now: Sequence[Any], one: Sequence[Any], two: Sequence[Any]) -> tuple[Any, ...]:
-    """The sizes of what a call returned; those of the sample if it is a list that may have an entry for each picture."""
+    """Sizes of what a call returned; those of the sample for a list, which may have an entry for each picture."""
     alike = len(now) == len(one) == len(two)
     return tuple(map(partial(_sized, times), now, one, two)) if alike else tuple(one)
 
