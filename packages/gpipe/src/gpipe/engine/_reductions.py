@@ -15,7 +15,7 @@ class SeenMean(NamedTuple):
     """A mean.
 
     Attributes:
-        results: the mean, and what was made of it by multiplying it with, or dividing it by, the ``factors``.
+        results: the mean, and what is the same number, in another form or times constants: the ``factors``.
         divisor: what it divides by: a number, or a tensor on an accelerator, which is not waited for.
         counts: whether that depends on values, such as labels that count, and not on shapes alone.
     """
@@ -36,7 +36,7 @@ class Reductions(TorchFunctionMode):
         sums: how many sums there were.
         selected: for each mean that was taken by hand of what a mask selects, how much that was.
         divisors: tensors of one number by which something was divided by hand.
-        counted: those of them that come from a sum, such as that of a mask.
+        counted: numbers by which something was divided by hand, and that come from a sum, such as that of a mask.
         is_cut: whether a number was cut off, as by ``clamp``, or compared, or a mean taken by hand of what a mask
             selects: losses of parts are then no parts of the loss. Also whether torch's CTC was computed, which reads
             beyond its memory if labels are tried that do not exist.
@@ -48,8 +48,8 @@ class Reductions(TorchFunctionMode):
         self.sums = 0
         self.selected: list[int] = []
         self.divisors: list[Tensor] = []
-        self.counted: list[Tensor] = []
-        self._from_sums: list[Tensor] = []
+        self.counted: list[Any] = []
+        self._from_sums: list[Any] = []
         self.is_cut = self._selects = False
         # What the loss compares something with: numbers, and tensors that are read only where a loss is tried.
         self._compared: list[Any] = []
@@ -105,18 +105,19 @@ class Reductions(TorchFunctionMode):
         if name in _DIVISIONS:
             self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
             self.counted += [each for each in args[_DIVISIONS[name] :][:1] if self._is_from_sum(each)]
-        if _is_single(result) and (name in ("sum", "count_nonzero") or any(map(self._is_from_sum, args))):
-            self._from_sums.append(result)
-        if name in _SCALES and _is_number(args[1]):
-            for mean in self.means:
-                if any(each is args[0] for each in mean.results):
-                    mean.results.append(result)
-                    mean.factors.append(args[1])
+        if _is_number(result) and (name in _SUMS or any(map(self._is_from_sum, args))):
+            self._from_sums.append(result)  # also as a number of Python, as by int(mask.sum())
+        for mean in self.means if _is_single(result) and name in _SAME | _SCALES else ():
+            if any(each is args[0] for each in mean.results) and all(map(_is_constant, args[1:])):
+                mean.results.append(result)
+                mean.factors.extend(args[1:] if name in _SCALES else ())
         if name in _COMPARISONS:
             self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
 
     def _is_from_sum(self, value: Any) -> bool:
-        return _is_single(value) and any(value is each for each in self._from_sums)
+        if isinstance(value, Tensor):
+            return any(value is each for each in self._from_sums)
+        return _is_number(value) and value in [each for each in self._from_sums if not isinstance(each, Tensor)]
 
 
 def known(number: Any) -> Any:
@@ -131,10 +132,17 @@ _CUTS |= {"nansum", "relu", "where"}
 _DIVISIONS = {**dict.fromkeys(("div", "divide", "true_divide", "truediv", "itruediv"), 1), "reciprocal": 0, "rdiv": 0}
 """Which argument they divide by."""
 _SCALES = {"mul", "multiply", "rmul", *_DIVISIONS} - {"reciprocal", "rdiv"}
+_SAME = {"clone", "double", "float", "mean", "neg", "negative", "reshape", "squeeze", "sum", "to", "view"}
+_SUMS = {"count_nonzero", "sum"}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or _is_single(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it does not depend on labels and outputs, or is a number that is compared with those of other parts."""
+    return _is_number(value) or not isinstance(value, Tensor)
 
 
 def _is_single(value: Any) -> bool:
