@@ -1,8 +1,10 @@
 """Gradients outside of ``.grad`` are those that autograd would put there."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe.engine._accumulate import GradientSums, below
 
@@ -34,3 +36,25 @@ def test_leaves_with_one_gradient_have_sums_of_their_own() -> None:
         gradients.backward([y], [torch.full_like(y, k)], below([y]), [])
     sums = dict(gradients.take())
     assert [sums[a].tolist(), sums[b].tolist()] == [[3] * 4] * 2
+
+
+class First(torch.autograd.Function):
+    """The first of two tensors; it returns no gradient for the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def test_a_leaf_without_a_gradient_has_none() -> None:
+    a, b = (nn.Parameter(torch.ones(4, dtype=DOUBLE)) for _ in range(2))
+    gradients = GradientSums()
+    y = First.apply(a, b)
+    assert gradients.backward([y], [torch.ones_like(y)], below([y]), []) == []
+    ((leaf, own),) = gradients.take()
+    assert leaf is a
+    assert own.tolist() == [1] * 4
