@@ -107,7 +107,8 @@ class Reductions(TorchFunctionMode):
             self.counted += [each for each in args[_DIVISIONS[name] :][:1] if self._is_from_sum(each)]
         if _is_number(result) and (name in _SUMS or any(map(self._is_from_sum, args))):
             self._from_sums.append(result)  # also as a number of Python, as by int(mask.sum())
-        for mean in self.means if _is_single(result) and name in _SAME | _SCALES else ():
+        is_one = isinstance(result, Tensor) and result.numel() == 1
+        for mean in self.means if is_one and name in _SAME | _SCALES else ():
             if any(each is args[0] for each in mean.results) and all(map(_is_constant, args[1:])):
                 mean.results.append(result)
                 mean.factors.extend(args[1:] if name in _SCALES else ())

@@ -93,7 +93,7 @@ class ObservedLoss:
             value = self._whole({"loss": loss, "counts": divisors, "adds": False}, share)
         else:
             off = self._is_off([*seen.selected, *divisors, *seen.counted], (), share)
-            value = (loss,)
+            value = (_nan_over_nothing(loss, divisors),)
         if isinstance(off, Tensor):
             value = value[0].masked_fill(off, torch.nan), *value[1:]
         elif off:
@@ -119,6 +119,16 @@ _MADE_OF_MEANS = (
     "sum and the count, as in (F.cross_entropy(..., reduction='sum'), (target != -100).sum()), the mean itself, or "
     "(loss * n, n) for a mean over n rows"
 )
+
+
+def _nan_over_nothing(loss: Tensor, divisors: Iterable[Any]) -> Tensor:
+    """``loss``, which is nan if a mean in it is over nothing, as in the plain model; its gradients are the same."""
+    for divisor in divisors:
+        if isinstance(divisor, Tensor):
+            loss = loss + torch.zeros_like(loss).masked_fill(divisor == 0, torch.nan)
+        elif not divisor:
+            loss = loss + torch.nan
+    return loss
 
 
 def _differ(a: Any, b: Any) -> Any:
