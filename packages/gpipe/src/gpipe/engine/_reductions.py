@@ -105,15 +105,19 @@ class Reductions(TorchFunctionMode):
         if name in _DIVISIONS:
             self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
             self.counted += [each for each in args[_DIVISIONS[name] :][:1] if self._is_from_sum(each)]
+        if name in _COMPARISONS:
+            self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
+        self._follow(name, args, result)
+
+    def _follow(self, name: str, args: Any, result: Any) -> None:
+        """Follow sums to where something is divided by them, and means to what the loss returns."""
         if _is_number(result) and (name in _SUMS or any(map(self._is_from_sum, args))):
             self._from_sums.append(result)  # also as a number of Python, as by int(mask.sum())
         is_one = isinstance(result, Tensor) and result.numel() == 1
-        for mean in self.means if is_one and name in _SAME | _SCALES else ():
+        for mean in self.means if is_one and (name in _SAME or name in _SCALES) else ():
             if any(each is args[0] for each in mean.results) and all(map(_is_constant, args[1:])):
                 mean.results.append(result)
                 mean.factors.extend(args[1:] if name in _SCALES else ())
-        if name in _COMPARISONS:
-            self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
 
     def _is_from_sum(self, value: Any) -> bool:
         if isinstance(value, Tensor):

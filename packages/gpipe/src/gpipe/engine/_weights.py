@@ -36,6 +36,10 @@ class MiniBatchLoss:
         self._form = form
         if counts is None:
             return loss if adds else loss * share
+        return self.weighted(loss, counts, share)
+
+    def weighted(self, loss: Tensor, counts: Sequence[Any], share: float) -> tuple[Tensor, Any]:
+        """``loss``, whose means divide by ``counts``, as a sum and a count."""
         weight = self._weight(self._common(counts), share)
         return loss * weight, weight
 
@@ -86,11 +90,12 @@ class ObservedLoss:
         loss, count, metrics = loss_value(found)
         if count is not None:
             return found
+        value: tuple[Any, ...]
         divisors = [mean.divisor for mean in seen.means]
         is_one = len(divisors) == 1 and any(loss is each for each in seen.means[0].results)
         if is_one and seen.means[0].counts:
             off = self._is_off((), seen.means[0].factors, share)
-            value = self._whole({"loss": loss, "counts": divisors, "adds": False}, share)
+            value = self._whole.weighted(loss, divisors, share)
         else:
             off = self._is_off([*seen.selected, *divisors, *seen.counted], (), share)
             value = (_nan_over_nothing(loss, divisors),)
