@@ -34,9 +34,9 @@ class Reductions(TorchFunctionMode):
     Attributes:
         means: those that were computed.
         sums: how many sums there were.
-        selected: for each mean that was taken by hand of what a mask selects, how much that was.
         divisors: tensors of one number by which something was divided by hand.
-        counted: numbers by which something was divided by hand, and that come from a sum, such as that of a mask.
+        counted: numbers by which means were taken by hand: those from a sum, such as that of a mask, and how much a
+            mask selects.
         is_cut: whether a number was cut off, as by ``clamp``, or compared, or a mean taken by hand of what a mask
             selects: losses of parts are then no parts of the loss. Also whether torch's CTC was computed, which reads
             beyond its memory if labels are tried that do not exist.
@@ -46,7 +46,6 @@ class Reductions(TorchFunctionMode):
         super().__init__()
         self.means: list[SeenMean] = []
         self.sums = 0
-        self.selected: list[int] = []
         self.divisors: list[Tensor] = []
         self.counted: list[Any] = []
         self._from_sums: list[Any] = []
@@ -101,7 +100,7 @@ class Reductions(TorchFunctionMode):
         self._selects |= name == "masked_select" or (name == "getitem" and _is_mask(args[1]))
         if name == "mean" and self._selects and not result.dim():
             self.is_cut = True
-            self.selected.append((args or (*kwargs.values(),))[0].numel())
+            self.counted.append((args or (*kwargs.values(),))[0].numel())
         if name in _DIVISIONS:
             self.divisors += [each for each in args[_DIVISIONS[name] :][:1] if _is_single(each)]
             self.counted += [each for each in args[_DIVISIONS[name] :][:1] if self._is_from_sum(each)]

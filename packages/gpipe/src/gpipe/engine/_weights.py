@@ -97,7 +97,7 @@ class ObservedLoss:
             off = self._is_off((), seen.means[0].factors, share)
             value = self._whole.weighted(loss, divisors, share)
         else:
-            off = self._is_off([*seen.selected, *divisors, *seen.counted], (), share)
+            off = self._is_off([*divisors, *seen.counted], (), share)
             value = (_nan_over_nothing(loss, divisors),)
         if isinstance(off, Tensor):
             value = value[0].masked_fill(off, torch.nan), *value[1:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
@@ -73,6 +75,11 @@ def listed(name: str, given: Any, what: str, example: str, most: int | None = No
     if entries is None or isinstance(given, (str, bytes, set, frozenset, dict)):
         raise TypeError(f"{name} must be {what}, as in {example}; got {given!r}")
     return list(islice(entries, most))
+
+
+def meant_by(name: str, known: Iterable[str]) -> str | None:
+    """The one of the ``known`` names for which ``name`` may be misspelt."""
+    return next(iter(get_close_matches(name, known, 1, cutoff=0.85)), None)
 
 
 def whole(number: Any) -> int:

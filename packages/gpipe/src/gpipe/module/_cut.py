@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from microbatch import (
 
 from ..values._constants import is_constant
 from ..values._leaves import Arguments
+from ._arguments import meant_by
 
 
 class Checked(NamedTuple):
@@ -63,7 +63,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
     """The rules of those keywords that this call has; ValueError if one of the others may be misspelt."""
     for name in spec.keys() - kwargs.keys():
-        for meant in get_close_matches(name, kwargs.keys() - spec.keys(), 1, cutoff=0.85):
+        if meant := meant_by(name, kwargs.keys() - spec.keys()):
             raise ValueError(
                 f"the spec of the {root} has a rule for {name!r}, which is not given; did you mean {meant!r}?"
             )

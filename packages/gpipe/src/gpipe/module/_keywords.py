@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from .._flatten._names import model_of
 from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments, as_arguments
+from ._arguments import meant_by
 from ._signature import signature_of
 
 
@@ -82,7 +82,7 @@ def _problem(signature: Signature, inputs: Arguments, call: Call) -> str:
         )
     # A layer may take any keywords, and ignore them.
     for name in inputs.kwargs.keys() - names:
-        for meant in get_close_matches(name, call.options, 1, cutoff=0.85):
+        if meant := meant_by(name, call.options):
             return f"{name!r} is no keyword of {call.method}(); did you mean {meant!r}?"
     try:
         signature.bind(*inputs.args, **inputs.kwargs)
