@@ -1,6 +1,7 @@
 """Models that train in micro-batches as they do without: ``gpipe.check`` must find neither errors nor warnings."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpipe import LossSum
 from microbatch import Arguments, Replicate, Split
 
 from .layers import Pop, Stash
-from .planted_faults import ROWS, WIDTH, Layer, between, linear, rows
+from .planted_faults import ROWS, WIDTH, Layer, between, contrast, linear, rows
 
 
 class Clean(NamedTuple):
@@ -21,6 +23,7 @@ class Clean(NamedTuple):
     sample: Any
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
+    reduction: str | None = None
 
 
 class Noted(nn.Module):
@@ -81,19 +84,36 @@ def tied() -> Clean:
     return chain(embed, linear(), head, sample=tokens())
 
 
-def with_loss(loss_fn: Callable[..., Any], target: Tensor | None) -> Clean:
-    return Clean(nn.Sequential(linear(), nn.ReLU(), linear()), rows(), target, loss_fn)
+def with_loss(loss_fn: Callable[..., Any], target: Tensor | None, reduction: str | None = None) -> Clean:
+    return Clean(nn.Sequential(linear(), nn.ReLU(), linear()), rows(), target, loss_fn, reduction)
 
 
-def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(y, target, reduction="sum"), (target != -100).sum()
+def counted(y: Tensor, target: Tensor) -> LossSum:
+    return LossSum(F.cross_entropy(y, target, reduction="sum"), (target != -100).sum())
 
 
 def returned(s: Layer, x: Tensor) -> dict[str, Tensor]:
     return {"loss": x.square().mean(), "logits": x}
 
 
+def summed(x: Tensor) -> LossSum:
+    return LossSum(x.square().sum(), x.numel())
+
+
+def its_loss(sample: Tensor) -> Clean:
+    return chain(linear(), Layer(returned), sample=sample)._replace(reduction="mean")
+
+
 LABELS = torch.arange(ROWS) % WIDTH
+
+OF_ALL_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "the root of a mean": lambda y, _: y.square().mean().sqrt(),
+    "the largest": lambda y, _: y.square().max(),
+    "in-batch negatives": lambda y, _: contrast(y, y.tanh()),
+    "a mean over classes": lambda y, t: torch.stack([y[t == k].square().mean() for k in range(WIDTH)]).mean(),
+    "with metrics": lambda y, t: (F.cross_entropy(y, t).sqrt(), {"hits": (y.argmax(1) == t).float().mean()}),
+}
+"""Losses of which is not known how those of micro-batches add up."""
 
 CLEAN: dict[str, Callable[[], Clean]] = {
     "perceptron": lambda: one(nn.ReLU()),
@@ -176,8 +196,13 @@ CLEAN: dict[str, Callable[[], Clean]] = {
     "a loss of the output alone": lambda: with_loss(lambda y: y.square().mean(), None),
     "a loss with metrics": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), {"largest": y.max()}), rows()),
     "a sum, a count and metrics": lambda: with_loss(
-        lambda y, t: ((y - t).square().sum(), y.numel(), {"largest": y.max()}), rows()
+        lambda y, t: (LossSum((y - t).square().sum(), y.numel()), {"largest": y.max()}), rows()
     ),
-    "a model that returns its loss": lambda: chain(linear(), Layer(returned)),
-    "a model that returns its loss, of uneven rows": lambda: chain(linear(), Layer(returned), sample=rows()[3:]),
+    "a mean over rows, as is said": lambda: with_loss(lambda y, t: F.mse_loss(y, t), rows(), "mean"),
+    "a sum, as is said": lambda: with_loss(lambda y, t: (y - t).square().sum(), rows(), "sum"),
+    "a sum of torch": lambda: with_loss(nn.MSELoss(reduction="sum"), rows()),
+    "a model that returns its loss": lambda: its_loss(rows()),
+    "a model that returns its loss, of uneven rows": lambda: its_loss(rows()[3:]),
+    "a model that returns its loss as a sum and a count": lambda: chain(linear(), Layer(lambda s, x: summed(x))),
+    **{f"all rows at once: {name}": partial(with_loss, loss_fn, LABELS) for name, loss_fn in OF_ALL_ROWS.items()},
 }

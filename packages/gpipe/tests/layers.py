@@ -16,7 +16,7 @@ from packages.profiler.tests.strategies import OnGradient as OnGradient
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 from gpipe.skip import pop, skippable, stash
 
 DOUBLE = torch.float64
@@ -168,16 +168,22 @@ def squares(output: Tensor, target: Any = None) -> Tensor:
     return output.square().sum()
 
 
-def counted(output: Tensor, target: Any = None) -> tuple[Tensor, int]:
-    return output.square().sum(), output.numel()
+def counted(output: Tensor, target: Any = None) -> LossSum:
+    return LossSum(output.square().sum(), output.numel())
+
+
+ALL_ROWS = "all rows"
+"""Beside the names of schedules, a step whose loss is computed once, on all rows."""
 
 
 def trained(
     module: nn.Module, x: Any, schedule: str | None = None, loss_fn: Callable[..., Any] = squares
 ) -> tuple[Tensor, Any]:
     """Loss and output of a training step; without a schedule by a call and its backward, as of the plain model."""
+    if isinstance(module, GPipe) and schedule == ALL_ROWS:
+        return module.step(x, loss_fn=lambda *of_all: loss_fn(*of_all), return_outputs=True)
     if isinstance(module, GPipe) and schedule is not None:
-        reduction = "mean" if loss_fn is counted else "sum"
+        reduction = None if loss_fn is counted else "sum"
         return module.step(x, loss_fn=loss_fn, schedule=schedule, reduction=reduction, return_outputs=True)
     output = module(x)
     loss = loss_fn(output, None)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe import LossSum
+
 from .layers import Layer, OnGradient
 
 WIDTH, ROWS = 16, 32
@@ -26,6 +28,7 @@ class Fault(NamedTuple):
     layer: str | None = "2"
     target: Tensor | None = None
     loss_fn: Callable[..., Any] | None = None
+    reduction: str | None = None
 
 
 def linear() -> nn.Linear:
@@ -139,13 +142,18 @@ def kept_globally(what: Callable[[Tensor], Any]) -> Fault:
     return kept_outside(what, lambda value: STORE.update(kept=value), lambda: STORE["kept"])
 
 
-def with_loss(loss_fn: Callable[..., Any], *, labels: bool = False) -> Fault:
+def with_loss(loss_fn: Callable[..., Any], reduction: str | None = None, *, labels: bool = False) -> Fault:
     target = torch.arange(ROWS) % WIDTH if labels else rows()
-    return Fault(nn.Sequential(linear(), nn.GELU(), linear()), rows(), None, target, loss_fn)
+    return Fault(nn.Sequential(linear(), nn.GELU(), linear()), rows(), None, target, loss_fn, reduction)
+
+
+def mean(loss_fn: Callable[..., Any]) -> Fault:
+    """The loss is said to be a mean over rows."""
+    return with_loss(loss_fn, "mean")
 
 
 def padded(loss_fn: Callable[..., Any]) -> Fault:
-    fault = with_loss(loss_fn, labels=True)
+    fault = with_loss(loss_fn, "mean", labels=True)
     return fault._replace(target=torch.where(torch.arange(ROWS) % 5 == 0, -100, fault.target))
 
 
@@ -155,8 +163,8 @@ def masked(y: Tensor, target: Tensor) -> Tensor:
 
 
 def own(loss: Callable[[Tensor], Tensor]) -> Fault:
-    """A model that ends with its loss."""
-    return Fault(nn.Sequential(linear(), nn.GELU(), Layer(lambda s, x: loss(x))), rows(), None)
+    """A model that ends with its loss, which is said to be a mean over rows."""
+    return Fault(nn.Sequential(linear(), nn.GELU(), Layer(lambda s, x: loss(x))), rows(), None, reduction="mean")
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:
@@ -279,16 +287,17 @@ FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
     "losses that are no mean over rows": {
         "padding, by hand": lambda: padded(masked),
         "padding, in a sum of means": lambda: padded(lambda y, t: F.cross_entropy(y, t) + y.square().mean()),
-        "a sum": lambda: with_loss(nn.MSELoss(reduction="sum")),
-        "the root of a mean": lambda: with_loss(lambda y, t: F.mse_loss(y, t).sqrt()),
-        "by a fixed number of rows": lambda: with_loss(lambda y, t: (y - t).square().sum() / ROWS),
-        "the largest": lambda: with_loss(lambda y, t: (y - t).square().max()),
-        "a wrong count": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), len(y))),
+        "a sum": lambda: mean(lambda y, t: F.mse_loss(y, t, reduction="sum")),
+        "a mean that is said to be a sum": lambda: with_loss(lambda y, t: F.mse_loss(y, t), "sum"),
+        "the root of a mean": lambda: mean(lambda y, t: F.mse_loss(y, t).sqrt()),
+        "by a fixed number of rows": lambda: mean(lambda y, t: (y - t).square().sum() / ROWS),
+        "the largest": lambda: mean(lambda y, t: (y - t).square().max()),
+        "a wrong count": lambda: with_loss(lambda y, t: LossSum(F.mse_loss(y, t), len(y))),
     },
     "losses in which rows meet": {
-        "in-batch negatives": lambda: with_loss(contrast),
-        "decorrelated columns": lambda: with_loss(lambda y, t: F.mse_loss(y, t) + torch.cov(y.T).square().mean()),
-        "pairs": lambda: with_loss(lambda y, t: (y - y.view(-1, 2, WIDTH).flip(1).view_as(y)).square().mean()),
+        "in-batch negatives": lambda: mean(contrast),
+        "decorrelated columns": lambda: mean(lambda y, t: F.mse_loss(y, t) + torch.cov(y.T).square().mean()),
+        "pairs": lambda: mean(lambda y, t: (y - y.view(-1, 2, WIDTH).flip(1).view_as(y)).square().mean()),
     },
     "losses with a state": {
         "of calls": lambda: with_loss(Layer(warms, calls=0)),

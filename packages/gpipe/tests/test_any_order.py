@@ -35,7 +35,7 @@ from .models import (
     recipes,
     with_main,
 )
-from .module.test_step import LOSSES, Way, floats, kinds_of_loss, ways, weights_for, whole
+from .module.test_step import LOSSES, Way, floats, kinds_of_loss, waiting, ways, weights_for, whole
 from .schedules import suited
 
 PHASES = ("forward", "backward", "recompute")
@@ -197,10 +197,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.plain.load_state_dict(before)
         return weights_for(output, 0) if any(tensor.requires_grad for tensor in floats(output)) else None
 
-    def stepped(self, x: Tensor, weights: Any, loss: str, schedule: str) -> dict[str, Any]:
+    def stepped(self, x: Tensor, weights: Any, loss: str, schedule: str | None) -> dict[str, Any]:
         leaf, (loss_fn, how) = x.clone().requires_grad_(), LOSSES[loss]
         with self.way.where():
             schedule = suited(schedule, self.pipe)
+            schedule = waiting(schedule) if loss == "whole" else schedule
             total, output = self.pipe.step(
                 leaf * 1, weights, loss_fn=loss_fn, schedule=schedule, return_outputs=True, **how
             )
@@ -252,7 +253,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert any("micro-batch" in note for note in error.__notes__)  # noqa: PT017
             now = gradients(self.pipe)
             assert all(now[name] is None for name, each in before.items() if each is None)
-            if loss == "counted" or (phase, schedule) == ("forward", "fill_drain"):
+            is_drained = loss == "whole" or schedule == "fill_drain"
+            if loss == "counted" or (phase == "forward" and is_drained):
                 assert all(now[name] is each for name, each in before.items())
                 self.assert_equal(now, copies)
             self.align()

@@ -64,6 +64,27 @@ def test_rows_are_dealt_as_torch_chunk_deals_them(rows: int, chunks: int) -> Non
     assert len(expected) == count(rows, chunks)
 
 
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 4))
+@example(10, 4, 2)
+@example(5, 4, 2)
+@example(3, 2, 2)
+@example(3, 3, 2)
+def test_the_last_micro_batch_gets_the_rows_that_it_needs(rows: int, chunks: int, least: int) -> None:
+    """Only where it alone would have fewer; then sizes differ by one at most, and there are as many as can be."""
+    x = torch.arange(rows)
+    usual = [len(part) for part in x.chunk(chunks)]
+    found = [batch.tensor for batch in scatter(x, chunks, least=least)]
+    sizes = [len(each) for each in found]
+    assert torch.equal(torch.cat(found), x)
+    if usual[-1] >= least or usual[0] < least:
+        assert sizes == usual
+        return
+    assert min(sizes) >= least
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == len(usual) or rows // (len(sizes) + 1) < least
+
+
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5), st.booleans())
 @example([0, 0, 2], 2, True)
 def test_rows_go_where_their_sample_goes(counts: list[int], chunks: int, named: bool) -> None:
@@ -197,6 +218,8 @@ def test_packed_sequences_are_refused(cut: Any, rule: Split) -> None:
 def test_chunks_is_a_number_of_at_least_one(chunks: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="expected"):
         scatter(torch.ones(2), chunks)
+    with pytest.raises(kind, match=r"least is .*expected"):
+        scatter_views(torch.ones(2), 2, least=chunks)
 
 
 @pytest.mark.parametrize("value", [(), [], {}, None, (None,), {"x": []}, Replicate(torch.ones(4))])

@@ -6,6 +6,7 @@ import typing as _typing
 from ._batchnorm import DeferredBatchNorm
 from ._gpipe import GPipe
 from .checkpoint._phase import is_checkpointing, is_recomputing
+from .engine._loss_value import LossSum
 from .engine._settings import inline
 from .module._partition import BalanceError, recommend_auto_balance, split_module, verify_module
 from .schedule import Schedule
@@ -29,6 +30,7 @@ __all__ = [
     "Finding",
     "GPipe",
     "Infeasible",
+    "LossSum",
     "Plan",
     "Report",
     "Schedule",

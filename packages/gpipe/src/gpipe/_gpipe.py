@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from microbatch import Batch, unwrap
 
+from ._batchnorm import DeferredBatchNorm
 from ._chooser import Chooser
-from ._flatten._ending import without_loss_only
 from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
 from ._flatten._names import Flattened
+from ._flatten._own_loss import without_loss_only
 from ._flatten._shapes import has_data
 from ._torch import device_in
-from .engine._losses import LossStage
+from .engine._losses import Losses
 from .engine._pipeline import Pipeline
 from .engine._walks import Size
 from .engine._workers import Workers
@@ -30,6 +31,7 @@ from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._init import initializer_of
 from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
+from .module._rule import SeenSums, named_for
 from .module._signature import class_for
 from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms
@@ -139,6 +141,8 @@ class GPipe(Stepping):
         self.__dict__.update(_checkpoint=expect_fitting(choices, sizes), _balance=sizes, _devices=places)
         partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)
         self.training = module.training
+        has_deferred = deferred or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
+        self.__dict__["_least_rows"] = 2 if has_deferred else 1
         self._take(partitions, module)
         if self._model is not None:
             # Its state_dict() and load_state_dict() are called; its hooks are those of the pipe, also later ones.
@@ -192,7 +196,8 @@ class GPipe(Stepping):
         ending = self._ending()
         if ending is None:
             return self._output(inputs)
-        with ending.recording() as recording:
+        assert ending.ending is not None
+        with ending.recording(ending.ending) as recording:
             found = self._output(without_loss_only(inputs))
         return ending.whole(Inputs.of(unwrap(inputs)[0]), found, recording)
 
@@ -355,7 +360,9 @@ class GPipe(Stepping):
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
+        if not isinstance(schedule, Schedule):
+            schedule = named_for(schedule, whole=loss.is_whole)
         stops = self._checkpoint_stops(len(batches))
         # Also because only one thread at a time may learn which layers draw, and so on.
         with self._workers.section.entered():
@@ -367,6 +374,7 @@ class GPipe(Stepping):
     def _prepare(self) -> None:
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
+        self.__dict__["_sums"] = SeenSums()
         self._lay_out(self._checkpoint)
         first = self._end(0) if self._balance else None
         # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
@@ -396,7 +404,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

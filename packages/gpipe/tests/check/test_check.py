@@ -1,6 +1,7 @@
 """check() names planted faults, each in its own layer, and finds nothing in models that train the same."""
 
 import copy
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import GPipe, Report, check, flatten
+from gpipe import GPipe, LossSum, Report, check, flatten
 
 from ..clean_models import CLEAN, Clean
 from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
@@ -24,7 +25,8 @@ each_fault = pytest.mark.parametrize(
 
 
 def checked(case: Fault | Clean, **settings: Any) -> Report:
-    return check(case.model, case.sample, target=case.target, loss_fn=case.loss_fn, **settings)
+    given = {"target": case.target, "loss_fn": case.loss_fn, "reduction": case.reduction}
+    return check(case.model, case.sample, **given, **settings)
 
 
 def accused(report: Report) -> set[tuple[str, str | None]]:
@@ -157,7 +159,44 @@ def test_the_text_names_layer_evidence_and_advice() -> None:
     assert "error[mixes-rows]: layer '2' (Softmax): an output row depends on other rows" in text
     assert "changing some rows" in text
     assert "  = compute each row by itself" in text
-    assert text.splitlines()[-2].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
+    assert text.splitlines()[-3].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
+
+
+def squares(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).square().mean()
+
+
+def summed(y: torch.Tensor, target: torch.Tensor) -> LossSum:
+    return LossSum((y - target).square().sum(), y.numel())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "kind"),
+    [
+        (squares, None, "once, on the outputs of all rows"),
+        (squares, "mean", "for each micro-batch"),
+        (summed, None, "for each micro-batch"),
+        (F.mse_loss, None, "for each micro-batch"),
+    ],
+)
+def test_the_report_says_whether_the_loss_is_computed_for_each_micro_batch_or_once(
+    loss_fn: Callable[..., Any], reduction: str | None, kind: str
+) -> None:
+    report = check(between(nn.GELU()), rows(), target=rows(), loss_fn=loss_fn, reduction=reduction)
+    assert report.ok
+    assert report.loss.startswith(f"the loss is computed {kind}")
+    assert report.loss in str(report)
+    assert json.loads(report.to_json())["loss"] == report.loss
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_reduction_that_is_not_true_is_found_in_the_loss(reduction: str) -> None:
+    """Without it, the same loss is computed once, and nothing is wrong."""
+    given = {"target": rows(), "loss_fn": lambda y, t: squares(y, t).sqrt()}
+    (found,) = check(between(nn.GELU()), rows(), **given, reduction=reduction).findings
+    assert (found.code, found.layer) == ("loss", None)
+    assert f"reduction='{reduction}' says" in found.message
+    assert check(between(nn.GELU()), rows(), **given).findings == ()
 
 
 def test_norms_are_named_by_where_they_are_in_their_layer() -> None:
@@ -177,6 +216,12 @@ def test_norms_are_named_by_where_they_are_in_their_layer() -> None:
         ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
         ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
+        (
+            {"loss_fn": lambda output: (output.sum(), 3)},
+            ValueError,
+            r"tuple of 2, .*return gpipe.LossSum\(total, count",
+        ),
         ({"loss_fn": lambda output: output}, ValueError, "expected a scalar"),
         ({"model": nn.Sequential()}, ValueError, "model has no layers"),
         ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),

@@ -17,14 +17,14 @@ def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
     count: int, others: int, chunks: int, schedule: str, inlined: bool
 ) -> None:
     model, x, y = linears(), rows(count), rows(others)
-    pipe = piped(model, [1, 2], chunks=chunks)
+    pipe, given = piped(model, [1, 2], chunks=chunks), {"loss_fn": F.mse_loss, "reduction": "mean"}
     with running(inlined):
         if count != others:
             with pytest.raises(ValueError, match=rf"target has {others} rows .*, the input {count} rows "):
-                pipe.step(x, y, loss_fn=F.mse_loss, schedule=schedule)
+                pipe.step(x, y, **given, schedule=schedule)
             assert all(parameter.grad is None for parameter in pipe.parameters())
             return
-        loss = pipe.step(x, y, loss_fn=F.mse_loss, schedule=schedule)
+        loss = pipe.step(x, y, **given, schedule=schedule)
     expected = F.mse_loss(model(x), y)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
@@ -42,11 +42,13 @@ def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count:
 
     inputs = (rows(4), rows(2), rows(6))
     if allowed:
-        pipe.step(inputs, rows(count), loss_fn=loss)
+        pipe.step(inputs, rows(count), loss_fn=loss, reduction="sum")
         assert seen == [count // 2] * 2
     else:
         with pytest.raises(ValueError, match=rf"target has {count} rows .*, the input 4 and 2 and 6 rows "):
-            pipe.step(inputs, rows(count), loss_fn=loss)
+            pipe.step(inputs, rows(count), loss_fn=loss, reduction="sum")
+    pipe.step(inputs, rows(count), loss_fn=loss)
+    assert seen[-1] == count  # a loss of all rows gets the whole target, whatever its rows are
 
 
 def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
         torch.manual_seed(5)
         torch.rand(3)
         with pytest.raises(RuntimeError, match=rf"{says}|loss_fn uses torch.utils.checkpoint"):
-            pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
+            pipe.step(torch.ones(4, 6), loss_fn=loss, reduction="sum", schedule=schedule)
 
 
 @each_mode
@@ -260,7 +260,7 @@ def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode
                     torch.rand(3)  # by the caller, between forward and backward
                     loss.backward()
                 else:
-                    loss = pipe.step(x * 1, loss_fn=squares, schedule=schedule)
+                    loss = pipe.step(x * 1, loss_fn=squares, reduction="mean", schedule=schedule)
                 found += [loss.detach(), x.grad, torch.get_rng_state(), *[p.grad for p in pipe.parameters()]]
         pipe.close()
         return found

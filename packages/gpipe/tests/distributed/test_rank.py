@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import checkpoint_stops
@@ -37,11 +37,11 @@ from .planted import Planted, batch, expect_gradients, network, planted_in
     st.sampled_from([2, 3]),
     st.integers(0, 2**16),
     st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]) | CHOICES,
-    st.booleans(),
+    st.sampled_from(["mean", "counted", "whole"]),
     st.just([]) | st.lists(st.booleans(), min_size=1, max_size=7),
 )
 def test_ranks_are_one_process(
-    worlds, recipe: Recipe, size: int, seed: int, schedule: Any, counted: bool, flags: list[bool]
+    worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, flags: list[bool]
 ):
     """With ``flags``, some layers of a stage are checkpointed; skips lead from one piece to another."""
     layers = len(recipe.model())
@@ -50,7 +50,7 @@ def test_ranks_are_one_process(
     modes = "never" if flags else recipe.checkpoint
     modes = modes if isinstance(modes, str) else (*modes, "never", "always")[:stages]
     recipe = replace(recipe, stages=stages, checkpoint=modes)
-    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, counted, flags)
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, loss, flags)
 
 
 def _placement(stages: int, size: int, seed: int) -> list[int]:
@@ -60,9 +60,7 @@ def _placement(stages: int, size: int, seed: int) -> list[int]:
     return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
 
 
-def _expect_as_in_one_process(
-    recipe: Recipe, ranks: list[int], schedule: Any, counted: bool, flags: list[bool]
-) -> None:
+def _expect_as_in_one_process(recipe: Recipe, ranks: list[int], schedule: Any, loss: str, flags: list[bool]) -> None:
     model = recipe.model()
     balance = recipe.balance(len(model))
     each = cycle(flags or [False])
@@ -74,8 +72,8 @@ def _expect_as_in_one_process(
     one = GPipe(copy.deepcopy(model), balance, devices=[f"cpu:{rank}" for rank in ranks], **options)
     rank = Rank(model, balance, ranks=ranks, **options)
     for x in recipe.batches():
-        own = _schedule(schedule, x, recipe, ranks)
-        found, expected = _trained(rank, x, own, counted), _trained(one, x, own, counted)
+        own = _schedule(schedule, x, recipe, ranks, loss)
+        found, expected = _trained(rank, x, own, loss), _trained(one, x, own, loss)
         if isinstance(expected, str):
             assert isinstance(found, str)
             return
@@ -83,35 +81,51 @@ def _expect_as_in_one_process(
     one.close()
 
 
-def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int]) -> Any:
+def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int], loss: str) -> Any:
     if isinstance(schedule, str):
         return schedule
     m = len(x.chunk(recipe.chunks))
     stops = checkpoint_stops(recipe.modes(recipe.stages), m, recipe.stages) if recipe.training else (0,)
-    return some_schedule(schedule, m, ranks, max(stops), in_order=True)
+    found = some_schedule(schedule, m, ranks, max(stops), in_order=True)
+    try:
+        return found.with_loss() if loss == "whole" else found
+    except ValueError:  # a backward comes before the last forward
+        return None
 
 
-def _trained(pipe: Any, x: Tensor, schedule: Any, counted: bool) -> dict[str, Any] | str:
+def _trained(pipe: Any, x: Tensor, schedule: Any, loss: str) -> dict[str, Any] | str:
     """All that a step leaves behind; the name of the error if it fails."""
     torch.manual_seed(1)
     try:
         with gpipe.inline():
-            loss = pipe.step(x.clone(), loss_fn=_counted if counted else _mean, schedule=schedule)
+            found = pipe.step(x.clone(), schedule=schedule, **LOSSES[loss])
     except Exception as error:
         return type(error).__name__
     state = {f"buffer {name}": buffer.clone() for name, buffer in pipe.named_buffers()}
     named = pipe.named_parameters(remove_duplicate=False)
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in named}
-    return {"loss": loss, "generator": torch.get_rng_state(), **state, **gradients}
+    return {"loss": found, "generator": torch.get_rng_state(), **state, **gradients}
 
 
 def _mean(output: Any) -> Tensor:
     return main_of(output).square().mean()
 
 
-def _counted(output: Any) -> tuple[Tensor, int]:
+def _counted(output: Any) -> LossSum:
     x = main_of(output)
-    return x.square().sum(), x.numel()
+    return LossSum(x.square().sum(), x.numel())
+
+
+def _of_all(output: Any) -> Tensor:
+    x = main_of(output)
+    return (x - x.mean(0)).square().mean() * x.square().mean()
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "mean": {"loss_fn": _mean, "reduction": "mean"},
+    "counted": {"loss_fn": _counted},
+    "whole": {"loss_fn": _of_all},
+}
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -144,8 +158,8 @@ def test_outputs_are_on_the_last_rank_and_metrics_on_all(worlds):
 
 
 def _outputs_and_metrics() -> Any:
-    def loss_fn(output: Tensor, target: Tensor) -> Any:
-        return (output - target).square().mean(), {"rows": len(output)}
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[LossSum, dict[str, int]]:
+        return LossSum((output - target).square().sum(), target.numel()), {"rows": len(output)}
 
     rank = Rank(network(), [4, 4], chunks=4)
     output = rank(batch()[0])
@@ -255,7 +269,7 @@ def _expect_short_queues(ranks: list[int]) -> None:
             layer.fails_at = 3 if j == fails else None
         outcome = "right"
         try:
-            torch.testing.assert_close(rank.evaluate(x, loss_fn=Tensor.mean), x.mean())
+            torch.testing.assert_close(rank.evaluate(x, loss_fn=Tensor.mean, reduction="mean"), x.mean())
         except ArithmeticError:
             outcome = "own"
         except RemoteError:
@@ -263,9 +277,9 @@ def _expect_short_queues(ranks: list[int]) -> None:
         assert outcome == ("right" if fails is None else "own" if fails in rank.stages else "another's")
     chunks, rank._chunks = rank._chunks, m - dist.get_rank()
     with pytest.raises(ValueError, match="chunks"):
-        rank.evaluate(x, loss_fn=Tensor.mean)
+        rank.evaluate(x, loss_fn=Tensor.mean, reduction="mean")
     rank._chunks = chunks
-    rank.evaluate(x, loss_fn=Tensor.mean)
+    rank.evaluate(x, loss_fn=Tensor.mean, reduction="mean")
     for j, layer in zip(rank.stages, layers, strict=True):
         assert layer.most <= max(n - j, 2) + 2  # on their way, being computed, and just computed
 
@@ -422,15 +436,21 @@ def _trains() -> None:
         assert {each.training for each in rank.modules() if each not in norms} == {mode}
 
 
-def test_a_mean_by_hand_is_refused_where_each_row_has_a_number_of_its_own(worlds):
+def test_a_loss_of_the_model_over_rows_with_a_number_of_their_own_is_computed_once(worlds):
     worlds(2).run(_counts_pictures)
 
 
 def _counts_pictures() -> None:
-    rank = Rank(Pictures(rows), [2, 3], chunks=2, sample=with_pictures([0, 1], [2, 0]), in_spec=PICTURES)
-    for method in (rank.step, rank.evaluate):
-        with pytest.raises((ValueError, RemoteError), match="a mean by hand, and tensors have other numbers of rows"):
-            method(**with_pictures([0, 0], [1, 0]))
+    plain = Pictures(rows)
+    options = {"sample": with_pictures([0, 1], [2, 0]), "in_spec": PICTURES}
+    rank = Rank(copy.deepcopy(plain), [2, 3], chunks=2, **options)
+    torch.manual_seed(0)
+    inputs = with_pictures([0, 0], [1, 0])
+    expected = plain(**inputs)["loss"]
+    torch.testing.assert_close(rank.evaluate(**inputs), expected.detach())
+    torch.testing.assert_close(rank.step(**inputs), expected.detach())
+    expected.backward()
+    expect_gradients(rank, plain)
 
 
 def tied() -> nn.Sequential:
@@ -465,13 +485,17 @@ def _expect_tied(schedule: str, balance: list[int]) -> None:
         (nn.functional.mse_loss(plain(x), y) / 2).backward()
         (nn.functional.mse_loss(plain(x), y) / 2).backward()
         for _ in range(2):
-            rank.step(x, y, loss_fn=lambda a, b: nn.functional.mse_loss(a, b) / 2, schedule=schedule)
+            rank.step(x, y, loss_fn=_half, reduction="mean", schedule=schedule)
         expect_gradients(rank, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter, names[name])
+
+
+def _half(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target) / 2
 
 
 def test_all_ranks_record_what_all_do(worlds):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 
 from ..layers import DOUBLE, Layer, assert_same, linears, piped
 from ..worlds import world
@@ -73,9 +73,9 @@ def stepped(_: list[str]) -> None:
     ddp, plain = pair(linears(4), "except_last")
     with pytest.raises(RuntimeError, match="DistributedDataParallel around this pipe"):
         ddp.module.step(batch(0, 6), loss_fn=squares)
-    for _ in range(2):
+    for reduction in ("mean", None):  # by micro-batch, and of all rows
         with ddp.no_sync(), plain.no_sync():
-            ddp.module.step(batch(1, 6), loss_fn=squares)
+            ddp.module.step(batch(1, 6), loss_fn=squares, reduction=reduction)
             squares(plain(batch(1, 6))).backward()
         for each in (ddp, plain):
             squares(each(batch(2, 2))).backward()
@@ -87,7 +87,7 @@ def reentrant(_: list[str]) -> None:
     first, last = linears(2)
     again = Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=True), last)
     pipe = GPipe(nn.Sequential(first, again), [1, 1], devices=["cpu"] * 2, chunks=2)
-    pipe.step(batch(0, 4), loss_fn=lambda output: (output.sum(), 8))  # no wrapper waits for these gradients
+    pipe.step(batch(0, 4), loss_fn=lambda output: LossSum(output.sum(), 8))  # no wrapper waits for these gradients
     ddp = DistributedDataParallel(pipe, static_graph=True)
     with pytest.raises(RuntimeError, match="use use_reentrant=False"):
         ddp(batch(0, 4)).sum().backward()

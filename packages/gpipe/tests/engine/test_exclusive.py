@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from ..layers import (
+    ALL_ROWS,
     Call,
     assert_same,
     assert_trains_like,
@@ -39,7 +40,7 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
     return [future.result(300) for future in futures]
 
 
-HOWS = [None, "1f1b", "fill_drain", "zero_bubble", "counted"]
+HOWS = [None, "1f1b", "fill_drain", "zero_bubble", "counted", ALL_ROWS]
 
 
 def train(pipe: nn.Module, how: str | None, x: Tensor) -> None:

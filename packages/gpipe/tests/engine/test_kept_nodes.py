@@ -13,7 +13,21 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe import GPipe
 
-from ..layers import MODES, Call, assert_same, counted, each_mode, hook, linears, piped, rows, running, squares, trained
+from ..layers import (
+    ALL_ROWS,
+    MODES,
+    Call,
+    assert_same,
+    counted,
+    each_mode,
+    hook,
+    linears,
+    piped,
+    rows,
+    running,
+    squares,
+    trained,
+)
 from ..schedules import ALONE
 
 NAMES = sorted(name for name, _ in linears().named_parameters())
@@ -37,7 +51,7 @@ def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor |
     st.sets(st.sampled_from(NAMES)),
     st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(["see", "scale", "after"])), max_size=4),
     st.sets(st.sampled_from(NAMES), max_size=2),
-    st.sampled_from([None, None, *ALONE]),
+    st.sampled_from([None, None, *ALONE, ALL_ROWS, ALL_ROWS]),
     st.sampled_from(MODES),
     st.booleans(),
     st.sampled_from([squares, counted]),
@@ -50,7 +64,7 @@ def test_as_often_and_with_the_same_as_in_the_plain_model(
     loss_fn: Any, decay: bool, counts: list[int], balance: list[int],
 ):  # fmt: skip
     """Whatever number of micro-batches a run has, and whatever else the caller's loss reaches."""
-    decay = decay and schedule is None and not hooked and not names
+    decay = decay and schedule in (None, ALL_ROWS) and not hooked and not names
     model = linears()
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
     results = []

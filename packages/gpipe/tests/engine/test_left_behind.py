@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 import gpipe
 
-from ..layers import DOUBLE, MODES, Layer, assert_same, piped, rows, running, squares, trained
+from ..layers import ALL_ROWS, DOUBLE, MODES, Layer, assert_same, piped, rows, running, squares, trained
 
 SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def model_with(way: str, head: bool, at: int) -> nn.Sequential:
 
 
 def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
-    trained(model, rows(), schedule, lambda y, _: squares(y) + WAYS[way][1](model.get_submodule(str(at))))
+    trained(model, rows(), schedule, lambda y, *_: squares(y) + WAYS[way][1](model.get_submodule(str(at))))
 
 
 @given(
@@ -64,7 +64,7 @@ def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
     st.sampled_from([[3], [1, 2], [2, 1], [1, 1, 1]]),
     st.integers(1, 3),
     st.sampled_from(MODES),
-    st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble"]),
+    st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble", ALL_ROWS]),
     st.booleans(),
 )
 def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
@@ -87,7 +87,7 @@ def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble", ALL_ROWS])
 def test_what_is_left_and_used_by_no_loss_is_no_harm(mode: str, schedule: str | None) -> None:
     def model() -> nn.Sequential:
         layers = model_with("attribute", head=False, at=1)
@@ -117,7 +117,7 @@ def test_the_place_and_the_way_out_are_named(balance: list[int], schedule: str |
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("schedule", [None, "fill_drain", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [None, "fill_drain", "1f1b", "zero_bubble", ALL_ROWS])
 def test_an_input_that_the_next_micro_batch_uses_is_refused(schedule: str | None, mode: str) -> None:
     def use(s: Layer, x: Tensor) -> Tensor:
         before, s.kept = s.kept, x
@@ -146,6 +146,7 @@ def test_a_hook_on_an_input_that_a_layer_has_kept_is_called_unless_it_is_removed
     assert [gradient.unique().tolist() for gradient in seen] == ([] if removed else [[2.0]])
 
 
+@pytest.mark.parametrize("reduction", ["sum", None])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 def test_a_weight_that_a_hook_of_its_module_computes_and_the_loss_uses_is_refused(schedule: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 3, dtype=DOUBLE))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
+from profiler import AllocationTracker
 
-from ..layers import DOUBLE, MODES, assert_same, linears, piped, rows
-from ..schedules import ALONE
+from ..layers import DOUBLE, MODES, assert_same, gradients, linears, piped, rows
+from ..schedules import ALONE, each_schedule
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:
@@ -26,9 +27,11 @@ def total(output: Tensor, target: Tensor) -> Tensor:
 LOSSES: dict[str, dict[str, Any]] = {
     "mean": {"loss_fn": F.mse_loss},
     "sum": {"loss_fn": total, "reduction": "sum", "normalizer": 5},
-    "counted": {"loss_fn": lambda output, target: (total(output, target), output.numel())},
+    "counted": {"loss_fn": lambda output, target: LossSum(total(output, target), output.numel())},
+    "whole": {"loss_fn": lambda output, target: F.mse_loss(output, target).sqrt() + output.std(0).sum()},
     "metrics": {"loss_fn": lambda output, target: (F.mse_loss(output, target), {"each": (output - target).sum(1)})},
     "random": {"loss_fn": lambda output, target: F.mse_loss(F.dropout(output), target)},
+    "random by rows": {"loss_fn": lambda output, target: F.mse_loss(F.dropout(output), target), "reduction": "mean"},
 }
 
 
@@ -73,7 +76,8 @@ def test_it_gives_what_a_step_would_give(
     assert pipe.training is training
     with way(twin, inline):
         torch.manual_seed(3)
-        expected = twin.step(rows(count), rows(count), schedule=schedule, **options)
+        waits = "reduction" not in options and options["loss_fn"] is not F.mse_loss
+        expected = twin.step(rows(count), rows(count), schedule=None if waits else schedule, **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(found))
 
@@ -94,7 +98,7 @@ def test_no_output_outlives_its_loss(inline: bool, grad: Any):
         return F.mse_loss(output, target)
 
     with way(pipe, inline), grad():
-        loss = pipe.evaluate(rows(6, grad=True), rows(6), loss_fn=loss_fn)
+        loss = pipe.evaluate(rows(6, grad=True), rows(6), loss_fn=loss_fn, reduction="mean")
     torch.testing.assert_close(loss, F.mse_loss(linears()(rows(6)), rows(6)).detach())
     assert len(most) == 6
     assert max(most) == 0
@@ -105,7 +109,7 @@ def test_a_loss_need_not_be_differentiable():
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
     def right(output: Tensor, target: Tensor) -> Any:
-        return (output.argmax(1) == target).sum(), len(target)
+        return LossSum((output.argmax(1) == target).sum(), len(target))
 
     accuracy = pipe.evaluate(rows(7), labels, loss_fn=right)
     torch.testing.assert_close(accuracy.item(), (plain(rows(7)).argmax(1) == labels).double().mean().item())
@@ -129,17 +133,23 @@ def mean(output: Tensor, target: Tensor) -> Any:
 
 
 def counted(output: Tensor, target: Tensor) -> Any:
-    return (output - target).square().sum(), output.numel(), metrics_of(output, target)
+    return LossSum((output - target).square().sum(), output.numel()), metrics_of(output, target)
+
+
+MEASURED: list[tuple[Any, dict[str, Any]]] = [(mean, {"reduction": "mean"}), (mean, {}), (counted, {})]
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.integers(1, 9), st.integers(1, 5), st.sampled_from(ALONE),
-    st.sampled_from(MODES), st.sampled_from([mean, counted]), st.booleans(), st.booleans(),
+    st.sampled_from(MODES), st.sampled_from(MEASURED), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_metrics_are_those_of_the_whole_mini_batch(
-    count: int, chunks: int, schedule: str, mode: str, loss_fn: Any, inline: bool, outputs: bool
+    count: int, chunks: int, schedule: str | None, mode: str, measured: Any, inline: bool, outputs: bool
 ):
+    loss_fn, options = measured
+    whole = loss_fn is mean and not options
+    schedule = None if whole else schedule
     plain = linears()
     pipe = piped(plain, [1, 2], chunks=chunks, checkpoint=mode)
     output = plain(rows(count))
@@ -156,13 +166,150 @@ def test_metrics_are_those_of_the_whole_mini_batch(
         return loss_fn(output, target)
 
     with way(pipe, inline):
-        found = pipe.step(rows(count), rows(count), loss_fn=once, schedule=schedule, return_outputs=outputs)
-        assert sorted(seen) == sorted(part[:, 0].tolist() for part in rows(count).chunk(chunks))
-        again = pipe.evaluate(rows(count), rows(count), loss_fn=loss_fn, return_outputs=outputs)
+        found = pipe.step(rows(count), rows(count), loss_fn=once, schedule=schedule, return_outputs=outputs, **options)
+        parts = rows(count).chunk(1 if whole or (loss_fn is counted and schedule == "fill_drain") else chunks)
+        assert sorted(seen) == sorted(part[:, 0].tolist() for part in parts)
+        again = pipe.evaluate(rows(count), rows(count), loss_fn=loss_fn, return_outputs=outputs, **options)
     for each in (found, again):
         assert isinstance(each, tuple)
         assert list(each[1]) == list(expected[1])
         torch.testing.assert_close(each, expected, check_dtype=False)
         assert each[1]["mean"].dtype == expected[1]["mean"].dtype
+        assert isinstance(each[1]["number"], float)
         assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(each) if isinstance(t, Tensor))
     assert_same(pipe, plain)
+
+
+def test_a_loss_of_all_rows_gets_memory_of_its_own() -> None:
+    """It may work in place on the outputs, which the caller gets as they were."""
+
+    def loss_fn(output: Tensor) -> Tensor:
+        output.mul_(2).add_(1)
+        return output.square().mean().sqrt()
+
+    for chunks in (1, 3):
+        model, pipe = linears(), piped(linears(), [1, 2], chunks=chunks)
+        loss, outputs = pipe.step(rows(), loss_fn=loss_fn, return_outputs=True)
+        output = model(rows())
+        expected = loss_fn(output * 1)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(outputs, output.detach())
+        assert_same(pipe, model)
+
+
+def test_a_loss_works_in_place_on_some_micro_batches_only():
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if target[0, 0] == 6:  # the second micro-batch
+            output.mul_(2)
+        return output.square().mean()
+
+    model = linears()
+    pipe, x, targets = piped(model, [1, 2], chunks=3), rows(), torch.arange(18.0, dtype=DOUBLE).view(6, 3)
+    pipe.step(x, targets, loss_fn=loss_fn, reduction="mean")
+    factors = torch.tensor([1, 1, 2, 2, 1, 1], dtype=DOUBLE)[:, None]
+    (model(x) * factors).square().mean().backward()
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_nothing_of_a_loss_of_all_rows_is_kept(inline: bool) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        held.extend(map(weakref.ref, (output, target)))
+        found = (output - target).exp().std()
+        held.append(weakref.ref(found))
+        return found
+
+    pipe = piped(linears(), [1, 2], chunks=3)
+    with way(pipe, inline):
+        pipe.step(rows(grad=True) * 1, rows() * 1, loss_fn=loss_fn)
+        pipe.evaluate(rows(), rows() * 1, loss_fn=loss_fn)
+        assert [each() for each in held] == [None] * 6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", None])
+@pytest.mark.parametrize("count", [2, 2.0, True, torch.tensor(2), torch.tensor([[2.0]], dtype=DOUBLE)])
+def test_counts_are_any_numbers(count: Any, schedule: str | None):
+    """Counts of all micro-batches, or one of the whole, are divided by."""
+    model = linears()
+    pipe = piped(model, [1, 2], chunks=3)
+    loss = pipe.step(
+        rows(), rows(), loss_fn=lambda o, t: LossSum(F.mse_loss(o, t, reduction="sum"), count), schedule=schedule
+    )
+    times = 3 if schedule == "1f1b" else 1
+    expected = F.mse_loss(model(rows()), rows(), reduction="sum") / (times * int(count))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", None])
+def test_where_nothing_counts_the_loss_is_nan_and_the_gradients_are_zeros(schedule: str | None) -> None:
+    pipe = piped(linears(), [1, 2], chunks=3)
+    for zero in (0, torch.tensor(0), torch.tensor(0.0)):
+        loss_fn = lambda o, t, zero=zero: LossSum((o * 0).sum(), zero)  # noqa: E731
+        assert pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule).isnan()
+        assert all(not parameter.grad.any() for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_counted_loss_in_half_precision_overflows_where_the_sum_of_a_micro_batch_does(dtype: torch.dtype):
+    def loss_fn(output: Tensor, target: Tensor) -> LossSum:
+        return LossSum(F.mse_loss(output, target, reduction="sum"), target.numel())
+
+    model, x, y = linears().to(dtype), rows(8).to(dtype), torch.full((8, 3), 100.0, dtype=dtype)
+    expected = F.mse_loss(model(x), y)
+    expected.backward()
+    for chunks, overflows in ((4, False), (1, dtype is torch.float16)):
+        with closing(piped(linears().to(dtype), [1, 2], chunks=chunks)) as pipe:
+            loss = pipe.step(x, y, loss_fn=loss_fn)
+            torch.testing.assert_close(loss, expected.detach() / (0 if overflows else 1))
+            torch.testing.assert_close(pipe.evaluate(x, y, loss_fn=loss_fn), loss)
+            torch.testing.assert_close(gradients(pipe), gradients(model), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
+def test_division_by_no_count_is_refused_before_anything_runs(normalizer: Any) -> None:
+    pipe = piped(linears(), [1, 2], chunks=3)
+    with pytest.raises(ValueError, match="normalizer must not be 0"):
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_a_loss_of_all_rows_computes_under_the_autocast_of_the_caller() -> None:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(output: Tensor) -> Tensor:
+        seen.append((output @ output.T).dtype)
+        return output.float().std()
+
+    model, x = linears().float(), rows().float()
+    for each in (piped(model, [1, 2], chunks=3), model):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = each.step(x, loss_fn=loss_fn) if isinstance(each, GPipe) else loss_fn(each(x))
+    assert seen == [torch.bfloat16] * 2
+    assert found.isfinite()
+
+
+def peak(chunks: int, schedule: str, mode: str) -> int:
+    """The most bytes in a step with outputs of 32 KiB for each micro-batch, and little else."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4096))
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
+    with gpipe.inline():
+        pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+        pipe.zero_grad()
+        with AllocationTracker() as tracker:
+            pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+    return tracker.peak
+
+
+@each_schedule
+@settings(max_examples=settings.default.max_examples // 10)
+@given(few=st.integers(3, 6), more=st.integers(1, 12))
+def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(schedule: str, few: int, more: int) -> None:
+    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+    grown = peak(few + more, schedule, "always") - peak(few, schedule, "always")
+    assert grown < 4096 * more

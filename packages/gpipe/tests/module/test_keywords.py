@@ -50,11 +50,11 @@ keywords = st.fixed_dictionaries(
 
 
 CALLS: list[Callable[[Callable[..., Any], dict[str, Any]], Any]] = [
-    lambda method, batch: method(**batch, loss_fn=loss_fn),
-    lambda method, batch: method(**UserDict(batch), loss_fn=loss_fn),
-    lambda method, batch: method(Arguments((), batch), loss_fn=loss_fn),
-    lambda method, batch: method(batch["x"], **without_x(batch), loss_fn=loss_fn),
-    lambda method, batch: method(Arguments((batch["x"],), {}), **without_x(batch), loss_fn=loss_fn),
+    lambda method, batch: method(**batch, loss_fn=loss_fn, reduction="mean"),
+    lambda method, batch: method(**UserDict(batch), loss_fn=loss_fn, reduction="mean"),
+    lambda method, batch: method(Arguments((), batch), loss_fn=loss_fn, reduction="mean"),
+    lambda method, batch: method(batch["x"], **without_x(batch), loss_fn=loss_fn, reduction="mean"),
+    lambda method, batch: method(Arguments((batch["x"],), {}), **without_x(batch), loss_fn=loss_fn, reduction="mean"),
 ]
 
 

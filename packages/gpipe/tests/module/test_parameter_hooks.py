@@ -36,9 +36,9 @@ def test_hooks_of_a_free_tensor_fire_once_a_micro_batch(counted: bool, times: in
     pipe = piped(nn.Sequential(*linears(1), Call(lambda x: x * free)), [1, 1], chunks=3)
 
     def loss_fn(output: Tensor, _: None) -> Any:
-        return (output.square().sum(), output.numel()) if counted else output.square().mean()
+        return LossSum(output.square().sum(), output.numel()) if counted else output.square().mean()
 
-    pipe.step(rows(6), loss_fn=loss_fn)
+    pipe.step(rows(6), loss_fn=loss_fn, schedule="1f1b", reduction=None if counted else "mean")
     assert len(calls) == times
     assert free.grad is not None
     torch.testing.assert_close(torch.stack(calls).sum(0), free.grad)

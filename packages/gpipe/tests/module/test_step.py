@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
 from ..layers import DOUBLE, MODES, Layer, assert_same, linears, piped, rows, running
@@ -51,8 +51,10 @@ class Way:
         workers = self.workers if stages % self.workers == 0 else stages
         return [f"cpu:{j % workers}" for j in range(stages)] if self.numbered else ["cpu"] * stages
 
-    def name(self, stages: int) -> str:
-        """The schedule, or another one if it wants an even number of stages."""
+    def name(self, stages: int) -> str | None:
+        """The schedule, another one if it wants an even number of stages, or the default if it cannot wait."""
+        if self.loss == "whole":
+            return waiting(self.schedule)
         return "zero_bubble" if self.schedule in V_SHAPED and stages % 2 else self.schedule
 
     def where(self) -> AbstractContextManager[None]:
@@ -75,10 +77,15 @@ NOT_CONTIGUOUS = Recipe(
 )
 """The gradient that the last layer sends back is laid out in memory otherwise than what it was given."""
 
-kinds_of_loss = st.sampled_from(["mean", "sum", "counted"])
+kinds_of_loss = st.sampled_from(["mean", "sum", "counted", "whole"])
 ways = st.builds(
     Way, st.sampled_from(["call", *sorted(SCHEDULES)]), kinds_of_loss, st.integers(1, 3), st.booleans(), st.booleans()
 )
+
+
+def waiting(schedule: str) -> str | None:
+    """The schedule if it can wait for the loss of all rows, or the default."""
+    return schedule if schedule in ("fill_drain", "looped_bfs", "auto") else None
 
 
 def weights_for(output: Any, seed: int) -> list[Tensor]:
@@ -97,23 +104,33 @@ def losses(output: Any, weights: list[Tensor]) -> Tensor:
     return torch.stack(each).sum(0)
 
 
-def counted(output: Any, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return losses(output, weights).sum(), weights[0].sum()
+def counted(output: Any, weights: list[Tensor]) -> LossSum:
+    return LossSum(losses(output, weights).sum(), weights[0].sum())
+
+
+def contrasted(output: Any, weights: list[Tensor]) -> Tensor:
+    """Each row counts by how it compares with the others."""
+    each = losses(output, weights)
+    return each.softmax(0) @ each
 
 
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any]]] = {
-    "mean": (lambda output, weights: losses(output, weights).mean(), {}),
+    "mean": (lambda output, weights: losses(output, weights).mean(), {"reduction": "mean"}),
     "sum": (lambda output, weights: losses(output, weights).sum(), {"reduction": "sum", "normalizer": 7}),
     "counted": (counted, {}),
-    "random": (lambda output, weights: losses(output, [F.dropout(w, 0.3) for w in weights]).mean(), {}),
+    "whole": (contrasted, {}),
+    "random": (
+        lambda output, weights: losses(output, [F.dropout(w, 0.3) for w in weights]).mean(),
+        {"reduction": "mean"},
+    ),
 }
 
 
 def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
     """The loss of the mini-batch, as somebody without a pipe computes it."""
     found = LOSSES[loss][0](output, weights)
-    if isinstance(found, tuple):
-        return found[0] / found[1]
+    if isinstance(found, LossSum):
+        return found.total / found.count
     return found / LOSSES[loss][1].get("normalizer", 1)
 
 

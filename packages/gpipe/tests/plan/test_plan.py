@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Infeasible, Plan, check, inline, plan
+from gpipe import Infeasible, LossSum, Plan, check, inline, plan
 from microbatch import Replicate
 from profiler import profile
 
@@ -58,7 +58,7 @@ def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble", "zbv"])
 def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(schedule: str):
     plain, x, y = linears(5), rows(8), rows(8) * 2
-    given = {"target": y, "loss_fn": loss, "chunks": 4, "schedule": schedule}
+    given = {"target": y, "loss_fn": loss, "reduction": "mean", "chunks": 4, "schedule": schedule}
     found = plan(plain, x, ["cpu:0", "cpu:1"], memory="1MB", calibrate=schedule == "zbv", **given)
     assert found.schedule == schedule
     assert found.placement == ((0, 1, 1, 0) if schedule == "zbv" else (0, 1, 0, 1))
@@ -70,7 +70,7 @@ def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(sch
     with pytest.raises(ValueError, match="devices: the plan is for 2 devices, got 1"):
         found.build(copy.deepcopy(plain), devices=["cpu:0"])
     with closing(found.build(copy.deepcopy(plain))) as pipe:
-        pipe.step(x, y, loss_fn=loss, **found.step_arguments)
+        pipe.step(x, y, loss_fn=loss, reduction="mean", **found.step_arguments)
         loss(plain(x), y).backward()
         assert_same(pipe, plain)
         shown = found.verify(x, y)
@@ -92,11 +92,12 @@ def test_two_stages_on_each_device_are_planned_where_they_are_faster():
 def test_what_was_measured_is_shown_beside_what_was_predicted():
     counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x)[1], calls=torch.zeros(()))  # a buffer made anew
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
-    found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], schedule="1f1b", calibrate=False)
+    given = {"target": y, "loss_fn": loss, "reduction": "mean"}
+    found = plan(plain, x, CPUS, **given, chunks=[2, 4], schedule="1f1b", calibrate=False)
     with pytest.raises(ValueError, match=r"pipe: expected a built one, .* plan.build\(model\)"):
         found.verify(x, y)
     pipe = found.build(plain)
-    pipe.step(x, y, loss_fn=loss)
+    pipe.step(x, y, loss_fn=loss, reduction="mean")
     before = copy.deepcopy(pipe.state_dict()), [parameter.grad.clone() for parameter in pipe.parameters()]
     with inline():
         shown = found.verify(x, y)
@@ -143,7 +144,7 @@ def test_batch_norm_that_is_deferred_is_the_planned_layer() -> None:
     layers, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), torch.randn(8, 3)
     found = plan(layers, x, CPUS, chunks=2, calibrate=False)
     with closing(found.build(layers, deferred_batch_norm=True)) as pipe:
-        assert found.verify(x, loss_fn=lambda output, _: output.sum(), pipe=pipe).seconds > 0
+        assert found.verify(x, loss_fn=lambda output, _: output.sum(), reduction="sum", pipe=pipe).seconds > 0
 
 
 def test_predicted_bytes_are_by_kind_and_device(example: Plan) -> None:
@@ -168,6 +169,7 @@ def test_a_plan_is_saved_as_its_ending_says(example: Plan, tmp_path: Path) -> No
 
 
 WRONG = {"sizes": [3, 2], "modes": ["never"], "memory": [True, None], "schedule": "no", "placement": [0, 5], "rows": 0}
+WRONG |= {"whole_loss": True}  # under 1F1B
 
 
 @pytest.mark.parametrize(("name", "value"), [("sizes", []), ("sizes", [4]), *WRONG.items()])
@@ -185,11 +187,12 @@ def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model() -> None:
     plain = model().double()
     with closing(found.build(copy.deepcopy(plain))) as pipe:
         assert pipe.checkpoint == found.checkpoint
-        pipe.step(rows(ROWS), rows(ROWS) * 2, loss_fn=loss, schedule=found.schedule)
+        given = {"loss_fn": loss, "reduction": "mean"}
+        pipe.step(rows(ROWS), rows(ROWS) * 2, **given, schedule=found.schedule)
         loss(plain(rows(ROWS)), rows(ROWS) * 2).backward()
         assert_same(pipe, plain)
         with inline():
-            shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
+            shown = found.verify(rows(ROWS), rows(ROWS), **given, pipe=pipe)
         assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
     assert Plan.from_json(found.to_json()) == found
 
@@ -273,7 +276,7 @@ def test_a_weight_that_was_computed_under_no_grad() -> None:
 
 @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
 @pytest.mark.parametrize(
-    "loss_fn", [lambda output: output.mean(), lambda output: (output.sum(), 3, {"most": output.max()})]
+    "loss_fn", [lambda output: output.mean(), lambda output: (LossSum(output.sum(), 3), {"most": output.max()})]
 )
 def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
     found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
@@ -311,6 +314,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "a target is given, but no loss_fn that takes it"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
         ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, the input 16 rows"),
         ({"chunks": True}, TypeError, "chunks must be an int"),
         ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),

@@ -17,6 +17,7 @@ from gpipe import GPipe, Infeasible, inline, plan
 from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_bytes
 from gpipe._plan._candidate import Candidate, stops_of
 from gpipe._plan._costs import Costs, Measured
+from gpipe._plan._loss import WAITING, StepLoss
 from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
@@ -37,7 +38,9 @@ def loss(output: Tensor, _: object) -> Tensor:
     return output.square().mean()
 
 
-def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placement: tuple[int, ...]) -> Costs:
+def costs_of(
+    model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placement: tuple[int, ...], *, whole: bool
+) -> Costs:
     """Of layers that all take as long: how far stages lag behind each other is the same in every run."""
     rows = len(x) // chunks
     found = profile(
@@ -47,24 +50,28 @@ def costs_of(model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placeme
     profiled = replace(found, layers=tuple(alike))
     links = (Link(),) * len(placement)
     return Measured(
-        profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, apart=False, placement=placement, links=links
-    ).cut(chunks)
+        profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, apart=False, placement=placement, links=links,
+        whole_loss=whole,
+    ).cut(chunks)  # fmt: skip
 
 
 def taken(
-    model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH, seconds=None
-) -> list[int]:
+    model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH, seconds=None,
+    whole=False,
+) -> list[int]:  # fmt: skip
     """What each device takes at most, in a step after the first, which is special: it finds out what layers do.
 
     Stages take turns as if each took so many seconds for an action; by default the last that can do something does.
     """
     pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=modes)
     programs = named(schedule, chunks, placement, stops_of(modes, chunks), split)
+    programs = programs.with_loss() if whole else programs
     if seconds:
         programs = in_turns(programs, placement, seconds)
     with inline():
-        pipe.step(x, loss_fn=loss_fn, schedule=programs)
-        return peak_bytes(pipe, x, None, loss_fn, programs, placement)
+        given = {"loss_fn": loss_fn, "reduction": None if whole else "mean"}
+        pipe.step(x, **given, schedule=programs)
+        return peak_bytes(pipe, x, None, given, programs, placement)
 
 
 PIECES = {
@@ -85,6 +92,9 @@ def squares(output: Tensor, _: object) -> Tensor:
     return (output.square() * output.sigmoid()).mean()
 
 
+SQUARES = {"loss_fn": lambda output: squares(output, None), "reduction": "mean"}
+
+
 @st.composite
 def cases(draw: st.DrawFn):
     names = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=2, max_size=7))
@@ -100,7 +110,8 @@ def cases(draw: st.DrawFn):
     sizes = [b - a for a, b in pairwise([0, *sorted(inner), len(layers)])]
     modes = draw(st.sampled_from(MODES)) * (len(placement) // 2)
     chunks = draw(st.sampled_from([1, 2, 3, 5]))
-    return nn.Sequential(*layers), sizes, placement, modes, schedule, chunks, draw(st.booleans())
+    whole = schedule in WAITING and draw(st.booleans())
+    return nn.Sequential(*layers), sizes, placement, modes, schedule, chunks, draw(st.booleans()), whole
 
 
 AHEAD = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 8))
@@ -113,19 +124,24 @@ AHEAD = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WI
     st.none() | st.lists(st.booleans(), min_size=12, max_size=12),
     st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
 )
-@example((AHEAD, [1, 3], ONE_EACH, ["always"] * 2, "1f1b", 2, False), None, [1.0] * 4)
+@example((AHEAD, [1, 3], ONE_EACH, ["always"] * 2, "1f1b", 2, False, False), None, [1.0] * 4)
+@example((copy.deepcopy(AHEAD), [1, 3], ONE_EACH, ["never"] * 2, "fill_drain", 5, False, True), None, [1.0] * 4)
 def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None, speeds: list[float]):
-    """Of any layers, with skips into, out of and past stages and pieces, split, in loops, with a large loss."""
-    model, balance, placement, modes, schedule, chunks, needs_gradient = case
+    """Of any layers, with skips into, out of and past stages and pieces, split, in loops, with a large loss.
+
+    The loss may be computed once, on the outputs of all rows.
+    """
+    model, balance, placement, modes, schedule, chunks, needs_gradient, whole = case
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
     each = iter(choices or ())
     ways = [mode_of([next(each) for _ in range(size)]) for size in balance] if choices else modes
     split = (1,) if schedule in SPLITTING else ()
-    way = Candidate(costs_of(model, x, chunks, squares, placement), schedule, tuple(balance), tuple(ways), 0.0, split)
-    rehearsal = rehearsed(copy.deepcopy(model), x, None, squares, way)
+    costs = costs_of(model, x, chunks, squares, placement, whole=whole)
+    way = Candidate(costs, schedule, tuple(balance), tuple(ways), 0.0, split)
+    rehearsal = rehearsed(copy.deepcopy(model), x, None, StepLoss(squares, None if whole else "mean"), way)
     assert "one step of the engine" in rehearsal.note
     found, ahead, raced = (
-        taken(model, x, balance, ways, schedule, split, chunks, squares, placement, seconds)
+        taken(model, x, balance, ways, schedule, split, chunks, squares, placement, seconds, whole)
         for seconds in (None, [4.0**j for j in range(len(balance))], speeds[: len(balance)])
     )
     assert [each.total for each in rehearsal.bytes] == pytest.approx([*map(max, found, ahead)], rel=0.05, abs=4096)
@@ -142,7 +158,16 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
     head = nn.Linear(WIDTH, 1000, bias=False)
     head.weight = embedding.weight
     model, x = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), head), torch.randint(1000, (8 * CHUNKS,))
-    found = plan(model, x, "2x1GB", chunks=CHUNKS, schedule="1f1b", checkpoint="never", loss_fn=lambda y: y.mean())
+    found = plan(
+        model,
+        x,
+        "2x1GB",
+        chunks=CHUNKS,
+        schedule="1f1b",
+        checkpoint="never",
+        loss_fn=lambda y: y.mean(),
+        reduction="mean",
+    )
     first, last = found.predicted.bytes
     size = embedding.weight.nbytes
     assert first.parameters >= size <= last.parameters
@@ -156,7 +181,7 @@ def test_what_the_kernel_of_an_lstm_keeps_is_counted():
     layers = [each for _ in range(4) for each in (nn.LSTM(32, 32, batch_first=True), Call(itemgetter(0)))]
     model, x = nn.Sequential(*layers), torch.randn(64, 16, 32)
     given = {"chunks": 4, "schedule": "1f1b", "checkpoint": "never", "optimizer": "sgd", "calibrate": False}
-    found = plan(model, x, ["cpu"] * 2, loss_fn=lambda output: output.mean(), **given)
+    found = plan(model, x, ["cpu"] * 2, loss_fn=lambda output: output.mean(), reduction="mean", **given)
     real = taken(model, x, found.balance, found.modes, "1f1b", chunks=4, loss_fn=lambda output, _: output.mean())
     assert [need.total for need in found.predicted.bytes] == pytest.approx(real, rel=0.2)
 
@@ -169,7 +194,7 @@ def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     found = profile(model, x, device="cpu", timeout=1e-6, split_backward=True)
     pipe = GPipe(model, [1, len(model) - 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     with inline():
-        pipe.step(x, loss_fn=loss, schedule=zero_bubble(2, 2, split=[1]))
+        pipe.step(x, loss_fn=loss, reduction="mean", schedule=zero_bubble(2, 2, split=[1]))
     whole = pipe._pipeline.stages[1].runs_whole
     assert any(layer.backward_input_seconds is None for layer in found) == whole
 
@@ -199,7 +224,7 @@ def test_no_sizes(wrong: str | int):
 def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     """Of layers that work in place, the account leaves a twentieth out."""
     model, x = nn.Sequential(*[PIECES["in place"]() for _ in range(4)]), torch.randn(ROWS, WIDTH)
-    given = {"loss_fn": lambda output: squares(output, None), "chunks": 4, "schedule": "1f1b", "calibrate": False}
+    given = {**SQUARES, "chunks": 4, "schedule": "1f1b", "calibrate": False}
     free = plan(model, x, ["cpu"] * 2, checkpoint="never", **given)
     room = int(0.98 * free.predicted.bytes[0].total)  # which also a layer less, or one that is recomputed, saves
     found = plan(model, x, ["cpu"] * 2, memory=[room, None], **given)
@@ -213,7 +238,7 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
     x, devices = torch.randn(ROWS, WIDTH), ["cpu:0", "cpu:1"]
     # One profile for all plans: what is split depends on its seconds.
     known = profile(model, x, device="cpu", chunks=4, timeout=0.01, split_backward=True)
-    given = {"chunks": 4, "schedule": "zbv", "calibrate": False, "profile": known, "loss_fn": lambda o: squares(o, 0)}
+    given = {"chunks": 4, "schedule": "zbv", "calibrate": False, "profile": known, **SQUARES}
     need = plan(model, x, devices, checkpoint="always", **given).predicted.bytes
     room = [each.total for each in need]
     assert plan(model, x, devices, checkpoint="always", memory=room, **given).predicted.bytes == need
@@ -223,7 +248,7 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
 
 def test_the_memory_that_is_told_to_be_enough_is_enough():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
-    given = {"chunks": 4, "schedule": "1f1b", "calibrate": False, "loss_fn": lambda o: squares(o, 0)}
+    given = {"chunks": 4, "schedule": "1f1b", "calibrate": False, **SQUARES}
     with pytest.raises(Infeasible) as refused:
         plan(model, torch.randn(ROWS, WIDTH), ["cpu", "cpu"], memory=1000, **given)
     told = int(re.search(r"memory=(\d+)", str(refused.value))[1])
@@ -235,7 +260,7 @@ def test_devices_that_are_not_there_keep_no_scores_of_attention():
         model = nn.Sequential(
             nn.TransformerEncoderLayer(32, 4, 32, dropout=dropout, batch_first=True), nn.Linear(32, 32)
         )
-        given = {"chunks": 2, "schedule": "1f1b", "checkpoint": "never", "loss_fn": lambda output: output.mean()}
+        given = {"chunks": 2, "schedule": "1f1b", "checkpoint": "never", **SQUARES}
         found = plan(model, torch.rand(4, 256, 32), "2x1GB", **given)
         assert "one step of the engine" in found.notes[-1]
         return found.predicted.bytes[0].total

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,9 +19,11 @@ from ._versions import Versions
 
 Sizes = tuple[int, ...]
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
+Divide = partial[Sizes]
+"""The rows of each micro-batch, of a number of rows."""
 
 
-def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> list[Batch]:
+def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input", *, least: int = 1) -> list[Batch]:
     """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
 
     Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
@@ -36,6 +39,9 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> l
         spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
             in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample.
         root: the name of the value in messages.
+        least: the rows that a micro-batch needs. If only the last one would have fewer, rows are divided evenly
+            instead, into fewer micro-batches if there is no other way: 10 rows in 4 chunks with `least=2` are 3, 3, 2,
+            2, and 5 rows are 3, 2.
 
     Returns:
         The micro-batches, in the order of the rows.
@@ -49,17 +55,19 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input") -> l
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
     """
-    return _scatter(value, chunks, spec, root, copies)
+    return _scatter(value, chunks, spec, root, copies, least)
 
 
-def scatter_views(value: Any, chunks: int, spec: Any = None, root: str = "input") -> tuple[list[Batch], Versions]:
+def scatter_views(
+    value: Any, chunks: int, spec: Any = None, root: str = "input", *, least: int = 1
+) -> tuple[list[Batch], Versions]:
     """Cut `value` into views of it, without a copy. Gradients flow back to `value`.
 
     Each micro-batch has a version counter of its own. An in-place layer on one changes `value` too. `Versions.sync`
     tells autograd about such changes, and about changes that the caller makes to `value`: call it before the backward.
 
     Args:
-        value, chunks, spec, root: as for `scatter`.
+        value, chunks, spec, root, least: as for `scatter`.
 
     Returns:
         The micro-batches in the order of the rows, and the object whose `sync` updates version counters.
@@ -74,7 +82,7 @@ def scatter_views(value: Any, chunks: int, spec: Any = None, root: str = "input"
     (tensor([1., 1., 0., 0.]), 1, 0, 1)
     """
     versions = Versions()
-    return _scatter(value, chunks, spec, root, views(versions)), versions
+    return _scatter(value, chunks, spec, root, views(versions), least), versions
 
 
 def check(value: Any, spec: Any = None, root: str = "input") -> None:
@@ -102,23 +110,23 @@ Replicate() around it hands it whole to every micro-batch
         cut_rules(value, spec, root)
 
 
-def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut) -> list[Batch]:
-    number = counted(chunks)
+def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut, least: int) -> list[Batch]:
+    divide = partial(rows_of_parts, chunks=counted(chunks), least=counted(least, "least"))
     if spec is None and isinstance(value, Tensor):
-        sizes, parts = _column(value, ROWS, number, cut, LeafPath(value, 0, root))
+        sizes, parts = _column(value, ROWS, divide, cut, LeafPath(value, 0, root))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and is_tensors(value) and value:  # an array has no truth value
-        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, number, cut)]
+        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, divide, cut)]
     bare, leaves, rules, tree = cut_rules(value, spec, root)
-    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, root, number, cut)]
+    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, root, divide, cut)]
 
 
 def _rows(
-    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, root: str, chunks: int, cut: Cut
+    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, root: str, divide: Divide, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
     columns = {
-        i: _column(leaf, rule, chunks, cut, LeafPath(value, i, root))
+        i: _column(leaf, rule, divide, cut, LeafPath(value, i, root))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
         if isinstance(rule, Split)
     }
@@ -128,8 +136,9 @@ def _rows(
     for i, (other, _) in others:
         if len(other) != len(sizes):
             raise ValueError(
-                f"chunks={chunks} makes {_story(value, first, sizes, root)} but {_story(value, i, other, root)}; "
-                "all tensors of a mini-batch must give equally many, or have Split(counts=...), the rows of each sample"
+                f"chunks={divide.keywords['chunks']} makes {_story(value, first, sizes, root)} but "
+                f"{_story(value, i, other, root)}; all tensors of a mini-batch must give equally many, or have "
+                "Split(counts=...), the rows of each sample"
             )
     # What is not cut is the same object in each micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
@@ -142,7 +151,7 @@ def _story(value: Any, index: int, sizes: Sizes, root: str) -> str:
     return f"{len(sizes)} micro-batches of {LeafPath(value, index, root)} with shape {shape}"
 
 
-def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
+def _column(tensor: Tensor, rule: Split, divide: Divide, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
         raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or put Replicate() around it")
@@ -153,7 +162,7 @@ def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath)
         )
     size, counts = tensor.size(rule.dim), rule.counts
     assert not callable(counts)
-    samples = rows_of_parts(size if counts is None else len(counts), chunks)
+    samples = divide(size if counts is None else len(counts))
     sizes = samples if counts is None else rows_of_samples(counts, samples)
     if sum(sizes) != size:
         raise ValueError(f"{place} has {size} rows, but the counts of its Split add up to {sum(sizes)}")
@@ -163,24 +172,33 @@ def _column(tensor: Tensor, rule: Split, chunks: int, cut: Cut, place: LeafPath)
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error
 
 
-def counted(chunks: Any) -> int:
-    """`chunks` as an int; TypeError or ValueError unless it is an integer of at least 1."""
+def counted(number: Any, name: str = "chunks") -> int:
+    """`number` as an int; TypeError or ValueError unless it is an integer of at least 1."""
     try:
-        number = operator.index(chunks)
+        found = operator.index(number)
     except TypeError:
-        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1") from None
-    if number < 1:
-        raise ValueError(f"chunks is {chunks!r}; expected at least 1")
-    return number
+        raise TypeError(f"{name} is {number!r}; expected an integer of at least 1") from None
+    if found < 1:
+        raise ValueError(f"{name} is {number!r}; expected at least 1")
+    return found
 
 
-def rows_of_parts(rows: int, chunks: int) -> Sizes:
-    """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left."""
+def rows_of_parts(rows: int, chunks: int, least: int = 1) -> Sizes:
+    """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left.
+
+    If only the last one has fewer than `least`, rows are divided evenly instead.
+    """
     if not rows:
         return (0,) * chunks
     size = -(-rows // chunks)
     full, rest = divmod(rows, size)
-    return (size,) * full + ((rest,) if rest else ())
+    if not rest:
+        return (size,) * full
+    if rest >= least or size < least:
+        return (*(size,) * full, rest)
+    number = max(1, min(full + 1, rows // least))
+    small, larger = divmod(rows, number)
+    return (small + 1,) * larger + (small,) * (number - larger)
 
 
 def rows_of_samples(counts: Sequence[int], samples: Sizes) -> Sizes:

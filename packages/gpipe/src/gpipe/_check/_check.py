@@ -22,7 +22,7 @@ from ..module._cut import replicated
 from ..module._partition import checked_balance
 from ._findings import Finding
 from ._layer import broken
-from ._loss import Loss, examine_loss
+from ._loss import EACH, ONCE, Loss, examine_loss
 from ._model import Record, examine_all, finest, walk
 from ._pipe import examine_pipe
 from ._report import Report
@@ -39,6 +39,7 @@ def check(
     *,
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    reduction: str | None = None,
     balance: Iterable[int] | None = None,
     chunks: int = 4,
 ) -> Report:
@@ -57,6 +58,7 @@ def check(
         target: what ``loss_fn`` compares with, cut like ``sample``.
         loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it returns one, else
             the mean square of its outputs.
+        reduction: as for :meth:`gpipe.GPipe.step`; the check finds out whether it is true.
         balance: layers of each stage; by default four even stages, or one for each layer if there are fewer layers.
         chunks: how many micro-batches.
 
@@ -77,7 +79,7 @@ def check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     expect_data(model, "check")
-    loss = Loss(loss_fn, target)
+    loss = Loss(loss_fn, target, reduction)
     if checked_chunks(chunks) < 2:
         raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
     with seeded(model):
@@ -107,7 +109,7 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
     model.zero_grad()
     layers, inputs = _layers(model, sample)
     steps = walk(layers, Signal(unwrap(inputs)[0], {}))
-    loss.of([(steps[-1].gave.output.value, unwrap(target, root="target")[0], 1)])
+    loss.of(steps[-1].gave.output.value, unwrap(target, root="target")[0])
     return Record(layers, inputs, target, dtype, steps)
 
 
@@ -131,6 +133,9 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)
     agreed: list[str] = []
+    whole = record.output.value, unwrap(record.target)[0], sum(real.rows)
+    own = loss.is_own(whole[0])
+    kind = "" if own else f"the loss is computed {ONCE if loss.rule(whole, real.rows) is None else EACH}"
     # What is wrong in a layer is wrong in the loss and in a pipe too, and would be reported three times.
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
@@ -139,7 +144,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
         together, agreed = examine_pipe(record, loss, balance, chunks, tolerance, draws)
         findings += together
     counted = f"{len(record.steps)} layers, {sum(real.rows)} rows in {len(batches)} micro-batches"
-    return Report(tuple(findings), f"{counted}, in {str(record.dtype).removeprefix('torch.')}", tuple(agreed))
+    return Report(tuple(findings), f"{counted}, in {str(record.dtype).removeprefix('torch.')}", tuple(agreed), kind)
 
 
 def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:

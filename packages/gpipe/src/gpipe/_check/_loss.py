@@ -1,19 +1,20 @@
-"""The loss of a check, the caller's or a substitute, and the test that it is a mean over rows."""
+"""The loss of a check, the caller's or a substitute, and the test that those of micro-batches add up as is said."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
+from microbatch import Batch, unwrap
 
 from ..engine._loss_value import LossFunction, loss_value, own_loss
-from ..engine._weights import ObservedLoss
+from ..module._keywords import NOTHING, Call
+from ..module._rule import Rule, SeenSums, rule_of, shares_of
 from ..module._training import takes_output_alone
 from ._findings import Finding
 from ._rows import ROUNDING, difference, figure
@@ -22,72 +23,104 @@ from ._trial import seeded
 LossPart = tuple[Any, Any, int]
 """A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
 
+ONCE = "once, on the outputs of all rows: how the losses of micro-batches add up is not known"
+EACH = "for each micro-batch: how they add up is known"
+
+
+class _Rows(NamedTuple):
+    rows: tuple[int, ...]
+
 
 class Loss:
     """Calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
 
     Without a ``loss_fn``, this is the loss in the model's output if there is one, else :func:`mean_square`.
+
+    Attributes:
+        reduction: how the caller says that the losses of micro-batches add up; None if he does not.
     """
 
-    def __init__(self, loss_fn: LossFunction | None, target: Any) -> None:
+    def __init__(self, loss_fn: LossFunction | None, target: Any, reduction: str | None = None) -> None:
         self._alone = takes_output_alone(loss_fn, target)
-        self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        self.loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        self.reduction, self._target = reduction, unwrap(target, root="target")[0]
+        self._call("step").divisor  # noqa: B018 — checks the reduction
 
     def __call__(self, output: Any, target: Any) -> Any:
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             return own_loss(output) if self.is_own(output) else mean_square(output)
-        return self._loss_fn(output) if self._alone else self._loss_fn(output, target)
+        return self.loss_fn(output) if self._alone else self.loss_fn(output, target)
 
     def to(self, dtype: torch.dtype) -> None:
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.to(dtype)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(dtype)
 
     def is_own(self, output: Any) -> bool:
         """Whether the model has computed the loss."""
         with suppress(TypeError):
-            return self._loss_fn is None and own_loss(output) is not None
+            return self.loss_fn is None and own_loss(output) is not None
         return False
 
-    def of(self, parts: Sequence[LossPart]) -> Tensor:
-        """The loss of a mini-batch that consists of ``parts``: the sum of their losses by the sum of their counts.
+    def of(self, output: Any, target: Any) -> Tensor:
+        """The loss of a whole mini-batch."""
+        value = loss_value(self(output, target))
+        return value.total if value.count is None else value.total / value.count
 
-        The count is the number of rows if the loss function returns a mean without a count, over nothing else.
-        """
-        every = sum(rows for *_, rows in parts)
-        observed = ObservedLoss(self)
-        losses = [
-            (loss_value(self(output, target) if rows == every else observed(output, target, rows / every)), rows)
-            for output, target, rows in parts
-        ]
-        # A mean over rows becomes a sum before it is added up, as a pipe does it.
-        totals = [loss.total * rows if loss.count is None else loss.total for loss, rows in losses]
-        counts = [rows if loss.count is None else loss.count for loss, rows in losses]
-        mean: Tensor = sum(totals[1:], totals[0]) / sum(counts)
-        return mean
+    def rule(self, whole: LossPart, rows: Sequence[int]) -> Rule | None:
+        """How the losses of micro-batches with so many ``rows`` add up; None if that is not known."""
+        if self.loss_fn is None and not self.is_own(whole[0]):  # the substitute
+            return Rule(mean_square, shares_of([_Rows((each,)) for each in rows]))
+        sums = loss_value(self(*whole[:2])).count is not None or (
+            self.loss_fn is not None and self.loss_fn in SeenSums()
+        )
+        batches = [_Rows((each,)) for each in rows]
+        return rule_of(self._call("step"), batches, None, returns_sums=sums, adds=False)
+
+    def of_parts(self, rule: Rule, parts: Sequence[LossPart]) -> Tensor:
+        """The loss of the mini-batch that consists of ``parts``, as ``rule`` combines theirs."""
+        totals, counts = list[Tensor](), list[Any]()
+        for k, (output, target, _) in enumerate(parts):
+            if rule.more is not None:
+                value = loss_value(rule.loss_fn(output, target, *rule.more[k]))
+            else:
+                value = loss_value(self(output, target))
+            if (value.count is None) != (rule.weights is not None):
+                raise ValueError("loss_fn returned a LossSum for some micro-batches, or beside reduction=")
+            totals.append(value.total * (1.0 if rule.weights is None else rule.weights[k]))
+            counts.append(value.count)
+        found = torch.stack(totals).sum()
+        return found if rule.weights is not None else found / sum(counts)
+
+    def _call(self, method: str) -> Call:
+        return Call(method, NOTHING, self._target, {}, self.loss_fn, self.reduction, None, False)
 
 
-def mean_square(output: Any) -> Tensor:
+def mean_square(output: Any, _: Any = None) -> Tensor:
     """The sum of the mean squares of all floating-point outputs."""
     squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
     return sum(squares, torch.zeros(()))
 
 
 def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], tolerance: float) -> Iterator[Finding]:
-    """Check that the loss requires grad, and is the mean of those of its micro-batches."""
+    """Check that the loss requires grad, and that those of micro-batches add up to it as is said."""
     with seeded(nn.Module()) as used:
-        total = loss.of([whole])
+        total = loss.of(*whole[:2])
     if not total.requires_grad:
         yield Finding("untrained", None, "", "the loss does not require grad: nothing can be trained by it")
     if used.drew and not used.impure:
         yield Finding("random", None, "", "the loss draws random numbers")
-    elif used.impure or difference([total], [loss.of([whole])]) > tolerance:
+    elif used.impure or difference([total], [loss.of(*whole[:2])]) > tolerance:
         yield Finding("impure", None, "", f"the loss {used.impure or 'is another one each time'}")
     elif not loss.is_own(whole[0]):  # a pipe knows more of what a model computes itself, and is the judge of it
+        rule = loss.rule(whole, [rows for *_, rows in parts])
+        if rule is None:
+            return
         try:
-            apart = difference([total], [loss.of(parts)])
+            apart = difference([total], [loss.of_parts(rule, parts)])
         except Exception as error:
             yield Finding("loss", None, "", "the loss fails on a micro-batch", f"{type(error).__name__}: {error}")
             return
         if apart > ROUNDING:
-            message = "the loss of the mini-batch is not the mean of those of its micro-batches, by rows"
+            said = "a LossSum" if rule.weights is None else f"reduction={loss.reduction or 'mean'!r}"
+            message = f"the losses of micro-batches do not add up to that of the mini-batch as {said} says"
             yield Finding("loss", None, "", message, f"differs by {figure(apart)}")

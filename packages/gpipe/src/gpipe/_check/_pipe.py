@@ -16,7 +16,7 @@ from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 from ._findings import Finding
-from ._loss import Loss
+from ._loss import Loss, mean_square
 from ._model import Record, calmed
 from ._rows import ROUNDING, difference, figure
 from ._trial import SEED, call_all, seeded
@@ -42,7 +42,7 @@ def examine_pipe(
     """
     calm = calmed(model.layers, model.steps)  # masks and batch norm differ by design
     own = loss.is_own(model.output.value)
-    step = partial(_piped, model, None if own else loss, balance, chunks)
+    step = partial(_piped, model, loss, balance, chunks)
     agreed, compare = list[str](), partial(_problem, max(ROUNDING, 100 * tolerance))
     expected, drew = _plain(model, calm, loss)
     if not drew:
@@ -51,7 +51,7 @@ def examine_pipe(
             differs = compare(expected, partial(step, calm, "never"))
             code = "loss" if own and differs else "pipeline" if differs else "recompute"
             return [Finding(code, None, "", _MESSAGES[code], problem)], []
-        agreed.append("1f1b with 'always'")
+        agreed.append("a step with 'always'")
     if draws:  # with all masks, as in training, checkpointing must change nothing
         try:
             expected = step(model.layers, "never")
@@ -59,7 +59,7 @@ def examine_pipe(
             return [Finding("pipeline", None, "", _MESSAGES["pipeline"], _told(error))], []
         if problem := compare(expected, partial(step, model.layers, "always")):
             return [Finding("recompute", None, "", _MESSAGES["recompute"], problem)], []
-        agreed.append("1f1b with 'always' as with 'never'")
+        agreed.append("a step with 'always' as with 'never'")
     return [], agreed
 
 
@@ -67,20 +67,23 @@ def _plain(model: Record, layers: nn.Sequential, loss: Loss) -> tuple[Results, b
     layers = copied(layers)
     value = as_nonleaf(clone_leaves(Activation(unwrap(model.inputs)[0]))).value
     with seeded(layers) as used:
-        found = loss.of([(call_all(layers, value), unwrap(model.target)[0], 1)])
+        found = loss.of(call_all(layers, value), unwrap(model.target)[0])
     torch.autograd.backward(found)
     return _results(layers, found.detach()), used.drew
 
 
 def _piped(
-    model: Record, loss: Loss | None, balance: Sequence[int], chunks: int, layers: nn.Sequential, checkpoint: str
+    model: Record, loss: Loss, balance: Sequence[int], chunks: int, layers: nn.Sequential, checkpoint: str
 ) -> Results:
     """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
     layers = copied(layers)
     pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint)
     torch.manual_seed(SEED)
     with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here
-        found = pipe.step(model.inputs, model.target, loss_fn=loss)
+        if loss.loss_fn is None and not loss.is_own(model.output.value):
+            found = pipe.step(model.inputs, loss_fn=mean_square, reduction="mean")
+        else:
+            found = pipe.step(model.inputs, model.target, loss_fn=loss.loss_fn, reduction=loss.reduction)
     # Names of the layers, since those of a pipe are of the model that was flattened. There may be metrics.
     return _results(layers, found[0] if isinstance(found, tuple) else found)
 

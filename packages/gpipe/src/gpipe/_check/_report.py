@@ -22,11 +22,13 @@ class Report:
         checked: the numbers of layers, rows and micro-batches, and the dtype of the computations, as text.
         compared: the settings under which a pipe of the whole model agreed with the plain model; empty if there are
             errors.
+        loss: whether a pipe computes the loss for each micro-batch, or once on all rows; empty for a model's own loss.
     """
 
     findings: tuple[Finding, ...]
     checked: str
     compared: tuple[str, ...]
+    loss: str = ""
 
     @property
     def ok(self) -> bool:
@@ -36,7 +38,13 @@ class Report:
     def to_json(self) -> str:
         """The report as a JSON object."""
         findings = [{**each._asdict(), "level": each.level, "advice": each.advice} for each in self.findings]
-        facts = {"ok": self.ok, "findings": findings, "checked": self.checked, "compared": self.compared}
+        facts = {
+            "ok": self.ok,
+            "findings": findings,
+            "checked": self.checked,
+            "compared": self.compared,
+            "loss": self.loss,
+        }
         return json.dumps(facts, indent=2)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -58,7 +66,8 @@ class Report:
         pipe = "the whole pipe was not compared; fix the errors first"
         if self.compared:
             pipe = f"the whole pipe equals the plain model under {', '.join(self.compared)}"
-        return "\n\n".join([*map(str, ordered), f"{found or 'nothing found'}: {self.checked}\n{pipe}"])
+        last = "\n".join([f"{found or 'nothing found'}: {self.checked}", *filter(None, [self.loss]), pipe])
+        return "\n\n".join([*map(str, ordered), last])
 
     def _repr_html_(self) -> str:
         return fragment(str(self))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Arguments, map_tensors
+from microbatch import map_tensors
 
 from ._calls import WITH_SAMPLE, Called, Key, Like, Observed, is_as_then
 from ._inputs import Inputs
@@ -32,9 +32,6 @@ Returned = dict[Key, Tensor]
 """The tensors that modules next to the loss returned; of the last block under :data:`BLOCK`."""
 
 BLOCK = "the last block"
-
-LOSS_ONLY = frozenset({"num_items_in_batch"})
-"""Arguments by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
 
 
 @dataclass
@@ -167,20 +164,6 @@ def _sized(times: float, now: Any, one: Any, two: Any) -> Any:
         return now
     sizes = zip(now.shape, one.shape, two.shape, strict=False)
     return Like(torch.Size([size if a == b else round(a * times) for size, a, b in sizes]), now.dtype)
-
-
-def without_loss_only(inputs: Any) -> Any:
-    return split_loss_only(inputs)[1]
-
-
-def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
-    if isinstance(inputs, Arguments):
-        found, kwargs = split_loss_only(inputs.kwargs)
-        return found, Arguments(inputs.args, kwargs) if found else inputs
-    if not isinstance(inputs, Mapping) or LOSS_ONLY.isdisjoint(inputs):
-        return {}, inputs
-    found = {name: value for name, value in inputs.items() if name in LOSS_ONLY}
-    return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
 def ending_of(model: nn.Module, inputs: Inputs, called: Called, blocks: Sequence[nn.Module]) -> Ending:

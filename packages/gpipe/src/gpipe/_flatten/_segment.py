@@ -17,10 +17,10 @@ from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
 from ._calls import WITH_SAMPLE, Calls, Key, Like, is_as_then, like
 from ._collected import collecting
-from ._ending import Ending, Recording, Returned, split_loss_only
+from ._ending import Ending, Recording, Returned
 from ._inputs import Inputs
 from ._names import Part
-from ._own_loss import OwnLoss
+from ._own_loss import OwnLoss, split_loss_only
 from ._placeholders import computed
 from ._script import Value, output_name, recipe_of, restored, structure_of
 from ._skeleton import followers
@@ -64,8 +64,8 @@ class Segment(Part):
 
     Attributes:
         done: the leaves of what the block before returned in the sample.
-        ending, own_loss: in the last segment of a model that computes a loss: how the whole output is made, and how
-            losses of micro-batches are combined.
+        ending: in the last segment of a model that computes a loss: how the pipe makes the whole output.
+        own_loss: there, how the loss of a mini-batch is computed.
     """
 
     ending: Ending | None = None
@@ -147,28 +147,22 @@ class Segment(Part):
     def _result(self, tape: Tape, inputs: Inputs, loss_only: Mapping[str, Any]) -> Any:
         """What is picked of the output of the model, or what the caller of the pipe makes one for all rows of."""
         wanted = settings().wanted
-        if isinstance(wanted, Recording) and wanted.ending is self.ending:
+        if isinstance(wanted, Recording) and wanted.ending in (self.ending, self.own_loss and self.own_loss.ending):
             self.run(tape, inputs)
             wanted.shapes = tape.shapes()
             return wanted.ending.recorded(self, tape)
-        output = partial(self._picked, tape, inputs._replace(kwargs={**inputs.kwargs, **loss_only}))
-        if self.own_loss is not None and wanted is self.own_loss:
-            return self.own_loss.part(output, counted=bool(loss_only))
-        return output()
+        inputs = inputs._replace(kwargs={**inputs.kwargs, **loss_only})
+        return computed(self.pick(self.run(tape, inputs)), "the output")
 
     @contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self, ending: Ending) -> Iterator[Recording]:
         """A context in which this segment, the last one, returns what :meth:`whole` needs in place of the output."""
-        assert self.ending is not None
-        recording = Recording(self.ending)
+        recording = Recording(ending)
         with with_settings(wanted=recording):
             yield recording
 
     def whole(self, inputs: Inputs, found: Returned, recording: Recording) -> Any:
         return computed(recording.ending(self, inputs, found, recording.shapes), "the output")
-
-    def _picked(self, tape: Tape, inputs: Inputs) -> Any:
-        return computed(self.pick(self.run(tape, inputs)), "the output")
 
     def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Key, Tensor]) -> Tape:
         values = carried.get("values", {})

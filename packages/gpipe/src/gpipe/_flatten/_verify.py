@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._convention import convention_of
 from ._ending import Returned
 from ._inputs import Inputs
-from ._own_loss import BEYOND, NEITHER, UNKNOWN, OwnLoss
+from ._own_loss import OwnLoss
 from ._placeholders import is_placeholder
-from ._probe import kinds_of
 from ._segment import ModelBlock, Segment, main_field
 from ._shapes import Shapes
 from ._tree import flattened
@@ -94,7 +94,7 @@ def _followers(layers: nn.Sequential, inputs: Inputs) -> list[Returned]:
     last = layers[-1]
     assert isinstance(last, Segment)
     assert last.ending is not None
-    with suppress(Exception), torch.no_grad(), last.recording() as recording:
+    with suppress(Exception), torch.no_grad(), last.recording(last.ending) as recording:
         found, one = _in_a_row(layers, inputs), recording.shapes
         more, last.ending.tried = _of_twice(layers, inputs), (one, recording.shapes)
         follows = {key: own for key, own in found.items() if key in more and _is_twice(more[key], own)}
@@ -117,7 +117,7 @@ def _told(
 
 
 def add_own_loss(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs, shapes: Shapes | None) -> None:
-    """Give the last layer what combines the losses of micro-batches, tried on the sample."""
+    """Give the last layer what computes the loss of a mini-batch, tried on the sample."""
     last = layers[-1]
     assert isinstance(last, Segment)
     ending = last.ending
@@ -135,6 +135,5 @@ def add_own_loss(name: str, expected: Any, layers: nn.Sequential, inputs: Inputs
     ending.missing = [name for name, value in fields.items() if value is not None and name not in ending.fields]
     # A part of the output that the caller has picked is all that the pipe returns.
     last.ending = ending if last.pick is main_field and returned is not None else None
-    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(ending, last, inputs, returned)
-    reason = UNKNOWN if is_nan else BEYOND if returned is None else NEITHER
-    last.own_loss = OwnLoss(name, kinds, has_ending=last.ending is not None, reason=reason)
+    convention = None if returned is None else convention_of(ending, last, inputs, returned)
+    last.own_loss = OwnLoss(name, convention, None if returned is None else ending)

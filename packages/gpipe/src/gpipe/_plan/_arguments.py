@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from microbatch import Batch, check, scatter
-from profiler.sandbox import copied
 
 from ..module._arguments import checked_chunks, checked_mode, listed
 from ..module._cut import checked, expect_same_rows
-from ..module._training import takes_output_alone
 from ..schedule import looped_placement
 from ..schedule._named import expect_name, usual_placement
 
@@ -32,9 +30,6 @@ LOOPS = 2
 
 MODES = ("never", "except_last", "always")
 """The modes of checkpointing that are searched."""
-
-PlanLoss = Callable[[Any, Any], Any] | None
-"""A loss function of an output and a target; None for the loss that the model computes, if it does."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
 """A number, and a unit with a capital B: ``b`` may be read as bits, and 80 as 80 GB."""
@@ -113,27 +108,6 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
 def _made(rows: int, chunks: int) -> int:
     """How many micro-batches a pipe with so many ``chunks`` makes of ``rows``."""
     return -(-rows // -(-rows // chunks))
-
-
-def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> PlanLoss:
-    """``loss_fn`` as a function of an output and a target; TypeError if it does not take the ``target``."""
-    return Alone(loss_fn) if takes_output_alone(loss_fn, target) and loss_fn is not None else loss_fn
-
-
-class Alone(nn.Module):
-    """A loss function that takes the output alone, called with a target too."""
-
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-
-    def forward(self, output: Any, _: Any) -> Any:
-        return self.loss_fn(output)
-
-
-def fresh(loss_fn: PlanLoss) -> PlanLoss:
-    """``loss_fn`` for some steps; of a module a copy, which may have a state and parameters of its own."""
-    return copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
 
 
 def read_schedules(schedule: str | None) -> Sequence[str]:

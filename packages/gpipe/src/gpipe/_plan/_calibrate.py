@@ -13,10 +13,10 @@ from torch import nn
 
 from microbatch import scatter
 
-from ._arguments import PlanLoss, fresh
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
-from ._rehearse import total, tried_pipe
+from ._loss import StepLoss
+from ._rehearse import tried_pipe
 from ._verify import timed
 
 UNSURE = Expected(0.88, 1.0, 1.25)
@@ -87,12 +87,12 @@ def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]
 
 
 def train(
-    layers: nn.Sequential, devices: Sequence[torch.device], x: Any, y: Any, loss_fn: PlanLoss, way: Candidate
+    layers: nn.Sequential, devices: Sequence[torch.device], x: Any, y: Any, loss: StepLoss, way: Candidate
 ) -> list[float]:
-    """The seconds of some steps of training, after one to warm up. Without a ``loss_fn`` the outputs are summed."""
+    """The seconds of some steps of training, after one to warm up."""
     own = [devices[place] for place in way.costs.measured.placement]
     pipe = tried_pipe(layers, own, way.chunks, way)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     with closing(pipe):
-        return timed(pipe, x, y, fresh(loss_fn) or total, way.program(microbatches) if way.split else way.schedule)
+        return timed(pipe, x, y, loss.arguments(), way.program(microbatches) if way.split else way.schedule)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..schedule import Kind, Schedule, checkpoint_stops, named
+from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._named import lanes
-from ..schedule._replay import makespan
+from ..schedule._replay import Lane, makespan
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
 from ._costs import Costs, Measured, bounds
@@ -116,8 +116,9 @@ class Candidate:
         return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
-        stops = stops_of(self.modes, microbatches)
-        return named(self.schedule, microbatches, self.costs.measured.placement, stops, self.split)
+        measured, stops = self.costs.measured, stops_of(self.modes, microbatches)
+        found = named(self.schedule, microbatches, measured.placement, stops, self.split)
+        return found.with_loss() if measured.whole_loss else found
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
@@ -126,9 +127,22 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     each = enumerate(zip(bounds(sizes), stages, strict=True))
     split = tuple(j for j, (own, stage) in each if costs.splits(schedule, *own, stage))
     steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
+    if costs.measured.whole_loss:
+        steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.reduction(sizes) + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)
+
+
+def _with_loss(lane: Lane, last: int, microbatches: int) -> Iterator[tuple[int, tuple[Kind, int]]]:
+    """The steps of a worker, with the loss of the whole mini-batch behind the forwards of the ``last`` stage."""
+    left = microbatches
+    for step in lane:
+        yield step
+        if step[0] == last and step[1][0] is Kind.FORWARD:
+            left -= 1
+            if not left:
+                yield last, LOSS_OF_ALL
 
 
 def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:

@@ -52,6 +52,7 @@ class Measured:
         crowding: by how much stages slow each other down, because there are fewer cores than stages.
         replicas, ring: pipes that train the model on other rows, and bytes a second from one to the next.
         ties: parameters that several layers have.
+        whole_loss: whether the loss is computed once, on the outputs of all rows.
     """
 
     profile: Profile
@@ -68,6 +69,7 @@ class Measured:
     replicas: int = 1
     ring: float = math.inf
     ties: tuple[SharedParameter, ...] = ()
+    whole_loss: bool = False
 
     @property
     def stages(self) -> int:
@@ -120,8 +122,18 @@ class Costs:
         return self.measured.crowding * sum(known) if len(known) == len(layers) else None
 
     def _loss(self, end: int) -> float:
+        """Seconds of the loss of a micro-batch in the stage with this end."""
+        return 0.0 if self.measured.whole_loss else self._loss_alone(end)
+
+    def _loss_alone(self, end: int) -> float:
         loss = self.profile.loss if end == self.measured.layers else None
         return self._forward([loss]) + self._backward([loss]) if loss else 0.0
+
+    def _whole_loss(self, end: int) -> float:
+        """Seconds of the loss of all rows in the stage with this end; it does not overlap with other actions."""
+        if not self.measured.whole_loss or end < self.measured.layers:
+            return 0.0
+        return self.chunks * self._loss_alone(end) + self.measured.action
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
         """The cost of each stage, for a replay."""
@@ -155,6 +167,7 @@ class Costs:
             recompute=forward + loss + action,
             backward_input=None if part is None else part + more + engine + SPLIT_PYTHON / 2,
             backward_weight=None if part is None else backward - part + engine + SPLIT_PYTHON / 2,
+            loss=self._whole_loss(end),
             activation_bytes=kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
@@ -201,7 +214,11 @@ class Costs:
     def _stage_bytes(self, first: int, end: int, mode: StageMode) -> StageBytes:
         layers, measured = self.profile.layers[first:end], self.measured
         loss = self.profile.loss if end == measured.layers else None
-        kept, peak = kept_and_peak(layers, _flags(first, end, mode), loss)
+        whole = measured.whole_loss and end == measured.layers
+        kept, peak = kept_and_peak(layers, _flags(first, end, mode), None if whole else loss)
+        output = layers[-1].output_bytes if whole else 0
+        if whole:
+            peak = self._peak_of_all(peak, kept, output, loss)
         # In one memory the input is the output that the stage before keeps, or belongs to the caller.
         copied = self.incoming[first] if measured.apart and first else 0
         moved = measured.input_bytes if measured.apart and not first else 0
@@ -213,9 +230,15 @@ class Costs:
             kept=kept + copied,
             # Gradients from which the part for the weights starts; inside of a layer as large as what it saves.
             waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
-            bare=copied,
+            bare=copied + output,
             transient=peak + copied + moved,
         )
+
+    def _peak_of_all(self, peak: int, kept: int, output: int, loss: LayerProfile | None) -> int:
+        """What a micro-batch takes, beside the others, on the last stage of a loss of all rows."""
+        # Outputs are joined for the loss, which also takes their gradient. That stays until all backwards are done.
+        at_loss = kept + self.chunks * (output + max(output, loss.peak_bytes if loss else 0))
+        return max(at_loss, peak + self.chunks * output)
 
 
 def _flags(first: int, end: int, mode: StageMode) -> tuple[bool, ...]:

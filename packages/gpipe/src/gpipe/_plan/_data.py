@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from .._gpipe import GPipe
 from ..schedule._flags import StageMode
-from ._arguments import PlanLoss
 from ._bytes import DeviceBytes
+from ._loss import StepLoss
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Alternative:
 
 @dataclass
 class Remembered:
-    """What a plan knows in this process only: the last pipe that it built, its loss function and its sample."""
+    """What a plan knows in this process only: the last pipe that it built, its loss and its sample."""
 
     pipe: Callable[[], GPipe | None] = lambda: None
-    loss_fn: PlanLoss = None
+    loss: StepLoss = field(default_factory=StepLoss)
     sample: Any = None

@@ -11,6 +11,7 @@ from profiler.text import format_bytes
 
 from ._arguments import MODES, SCHEDULES, placed, read_chunks
 from ._candidate import Candidate, Space
+from ._loss import waiting
 from ._search import nearest
 from ._table import shown
 
@@ -56,7 +57,8 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
 def relaxations(space: Space) -> dict[str, Space]:
     """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
     measured, stages = space.measured, space.measured.stages
-    plain = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else ()
+    early = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else []
+    plain = waiting(early) if measured.whole_loss else early
     # A profile of one number of rows tells of no other micro-batch.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
     found: dict[str, Space] = {}
@@ -66,6 +68,11 @@ def relaxations(space: Space) -> dict[str, Space]:
         found[f"chunks up to {more[-1]}"] = replace(space, chunks=[*space.chunks, *more])
     if plain and [*space.schedules] != plain:
         found["schedule=None, so that the plan may choose"] = replace(space, schedules=plain)
+    if measured.whole_loss and early:
+        known = replace(measured, whole_loss=False)
+        found["a loss_fn that returns gpipe.LossSum, or reduction=, if it is known how losses add up"] = replace(
+            space, measured=known, schedules=early
+        )
     if any(measured.optimizer):
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which keeps no state"] = replace(space, measured=stateless)

@@ -19,6 +19,7 @@ from .._gpipe import GPipe
 from ..module._arguments import Device, checked_flag
 from ..module._cut import replicated
 from ..module._partition import as_sequential, refuse_duplicate_layers
+from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments
 from ._calibrate import UNSURE, calibrated, train
@@ -27,6 +28,7 @@ from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
 from ._fleet import INSIDE, read_fleet
 from ._infeasible import explain
+from ._loss import read_loss
 from ._measure import measure
 from ._plan import Plan
 from ._rehearse import ACCOUNT, rehearsed
@@ -45,6 +47,7 @@ def plan(
     *,
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    reduction: str | None = None,
     optimizer: str | float = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
     chunks: int | Iterable[int] | None = None,
@@ -74,8 +77,10 @@ def plan(
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
             ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of replicas, with equal
             shares of the rows, and the number of stages of each replica.
-        target, loss_fn: as for :meth:`gpipe.GPipe.step`. Without ``loss_fn`` the loss counts as free. Of a module, a
-            copy is called; another object with a state, such as a metric, may hold tensors without data afterwards.
+        target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how the losses of micro-batches
+            add up, the plan computes the loss once, on the outputs of all rows, under ``"fill_drain"``. Without
+            ``loss_fn`` the loss counts as free. Of a module, a copy is called; another object with a state, such as a
+            metric, may hold tensors without data afterwards.
         optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
         memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default the
             memory of a GPU, and no limit on a CPU.
@@ -93,7 +98,8 @@ def plan(
 
     Raises:
         Infeasible: a ValueError; nothing fits. It says which device is short of how much, and what would fit.
-        TypeError, ValueError: an argument is not what it may be, by its name.
+        TypeError, ValueError: an argument is not what it may be, by its name; or ``schedule`` cannot wait for a loss of
+            all rows.
         Exception: any error of a layer, with a note that names the layer.
 
     >>> import torch
@@ -110,7 +116,7 @@ def plan(
     sample = replicated(sample, "sample")
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
-    loss_fn = _arguments.read_loss(loss_fn, target)
+    takes_output_alone(loss_fn, target)  # or raises
     target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
     layers = as_sequential(model, sample)
@@ -123,7 +129,7 @@ def plan(
         layers=layers,
         sample=sample,
         target=target,
-        loss_fn=loss_fn,
+        loss=read_loss(loss_fn, reduction, target, layers),
         fleet=fleet,
         layouts=layouts,
         places=places,
@@ -143,7 +149,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
     notes = [_source(request, found[0].costs.measured)]
     if calibrate:
         try:
-            given = request.places, request.sample, request.target, request.loss_fn
+            given = request.places, request.sample, request.target, request.loss
             try_out = partial(train, copied(request.layers), *given)
             found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
@@ -182,7 +188,7 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
         value if value is None or replicas == 1 else scatter(value, replicas)[0].value
         for value in (request.sample, request.target)
     )
-    return rehearsed(request.layers, x, y, request.loss_fn, way)
+    return rehearsed(request.layers, x, y, request.loss, way)
 
 
 def _source(request: Request, measured: Measured) -> str:
@@ -231,8 +237,9 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
         replicas=measured.replicas,
         reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
-        notes=(*notes, best.note),
-        _here=Remembered(loss_fn=request.loss_fn, sample=request.sample),
+        whole_loss=measured.whole_loss,
+        notes=(*notes, request.loss.note(whole=measured.whole_loss), best.note),
+        _here=Remembered(loss=request.loss, sample=request.sample),
     )
 
 

@@ -9,16 +9,18 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from microbatch import Batch
+from microbatch import Batch, scatter
 from profiler import Profile, profile
 
 from ..balance._balance import intra_op_threads
 from ..engine._cores import usable
+from ..engine._loss_value import LossValue
 from ..timeline._hops import Link
-from ._arguments import fresh
 from ._candidate import Space
 from ._costs import Measured, SharedParameter
 from ._fleet import INSIDE, Layout, estimated
+from ._loss import waiting
+from ._rehearse import returns_sums
 from ._request import Request
 
 SECONDS = 0.6
@@ -29,8 +31,12 @@ ACTION, STEP = 60e-6, 5e-4
 
 
 def measure(request: Request) -> list[Space]:
-    """What to search for each layout. For devices that are not there, bytes are counted and seconds estimated."""
-    found, ties = _profile(request), ties_of(request.layers)
+    """What to search for each layout. For devices that are not there, bytes are counted and seconds estimated.
+
+    ValueError if a schedule was asked for that cannot wait for a loss of all rows.
+    """
+    found, sums = _profile(request)
+    ties, whole = ties_of(request.layers), _is_whole(request, returns_sums=sums)
     tensors, fleet, place = list(Batch(request.sample)), request.fleet, request.places[0]
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
@@ -40,7 +46,7 @@ def measure(request: Request) -> list[Space]:
             return Link()
         return fleet.link(layout.devices, before, own) if fleet else INSIDE
 
-    def of(layout: Layout) -> Space:
+    def of(layout: Layout, schedules: Sequence[str]) -> Space:
         measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
@@ -56,10 +62,19 @@ def measure(request: Request) -> list[Space]:
             replicas=layout.replicas,
             ring=fleet.ring if fleet else float("inf"),
             ties=ties,
+            whole_loss=whole,
         )
-        return Space(measured, layout.chunks, layout.schedules, request.modes, request.memory[: layout.devices])
+        return Space(measured, layout.chunks, schedules, request.modes, request.memory[: layout.devices])
 
-    return [of(layout) for layout in request.layouts]
+    found_for = [(layout, waiting(layout.schedules) if whole else layout.schedules) for layout in request.layouts]
+    spaces = [of(layout, schedules) for layout, schedules in found_for if schedules]
+    if not spaces:
+        raise request.loss.refused(request.layouts[0].schedules[0])
+    return spaces
+
+
+def _is_whole(request: Request, *, returns_sums: bool) -> bool:
+    return request.loss.is_whole(request.sample, scatter(request.sample, 1), returns_sums=returns_sums)
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
@@ -74,10 +89,17 @@ def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
     )
 
 
-def _profile(request: Request) -> Profile:
-    """The profile that was given, or else one measured with the share of the threads that a stage will have."""
+def _profile(request: Request) -> tuple[Profile, bool]:
+    """The profile that was given, or else one measured with the share of the threads that a stage will have.
+
+    Also whether the loss function was seen to return a :class:`gpipe.LossSum`.
+    """
     place, one = request.places[0], request.layouts[0]
-    found = request.profile
+    found, loss, seen = request.profile, request.loss, list[bool]()
+
+    def tell(value: LossValue) -> None:
+        seen.append(value.count is not None)
+
     if found is None:
         chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
         threads = torch.get_num_threads()
@@ -85,10 +107,12 @@ def _profile(request: Request) -> Profile:
             found = profile(
                 request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
                 rows=_sizes(one.rows * one.replicas, chunks, one.devices * one.replicas), target=request.target,
-                loss_fn=fresh(request.loss_fn), split_backward=True, timeout=SECONDS,
+                loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
             )  # fmt: skip
     is_timed = all(layer.seconds is not None for layer in found)
-    return estimated(found, request.fleet) if request.fleet and not is_timed else found
+    if not seen and loss.loss_fn is not None and _is_whole(request, returns_sums=False):  # a profile was given
+        seen.append(returns_sums(request.layers, request.sample, request.target, loss))
+    return estimated(found, request.fleet) if request.fleet and not is_timed else found, any(seen)
 
 
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:

@@ -21,10 +21,11 @@ from ..schedule import SCHEDULES, named
 from ..schedule._flags import StageMode
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._arguments import fresh, rows_of
+from ._arguments import rows_of
 from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fleet import FAKE
+from ._loss import WAITING, fresh
 from ._table import report
 from ._verify import Verification, verify
 
@@ -54,6 +55,7 @@ class Plan:
         hops: for each stage the seconds of a transfer from the stage before.
         replicas: the number of pipes that train the same model, each on a part of the rows.
         reduction: the seconds of a step in which the replicas average their gradients.
+        whole_loss: whether the loss is computed once, on the outputs of all rows.
     """
 
     layers: tuple[LayerKey, ...]
@@ -71,6 +73,7 @@ class Plan:
     hops: tuple[float, ...]
     replicas: int
     reduction: float
+    whole_loss: bool
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
@@ -95,7 +98,7 @@ class Plan:
         """The predicted timeline of a step."""
         stops = stops_of(self.modes, self.chunks)
         schedule = named(self.schedule, self.chunks, self.placement, stops, self.split)
-        return simulate(schedule, self.stages, transfer=self.hops[1:])
+        return simulate(schedule.with_loss() if self.whole_loss else schedule, self.stages, transfer=self.hops[1:])
 
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
@@ -136,7 +139,6 @@ class Plan:
             checkpoint=self.modes,
             **options,
         )
-        pipe.__dict__["_is_whole_known"] = True  # one micro-batch, if that is planned, was compared with several
         self._here.pipe = weakref.ref(pipe)
         return pipe
 
@@ -153,11 +155,20 @@ class Plan:
 
     @property
     def step_arguments(self) -> dict[str, Any]:
-        """The arguments of :meth:`gpipe.GPipe.step` besides the mini-batch and the loss: ``**plan.step_arguments``."""
+        """The arguments of :meth:`gpipe.GPipe.step` besides the mini-batch and the loss: ``**plan.step_arguments``.
+
+        The ``reduction`` belongs to the loss.
+        """
         return {"schedule": self.schedule}
 
     def verify(
-        self, x: Any, y: Any = None, *, loss_fn: Callable[[Any, Any], Any] | None = None, pipe: GPipe | None = None
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str | None = None,
+        pipe: GPipe | None = None,
     ) -> Verification:
         """Train some steps, and compare measured with predicted time and memory.
 
@@ -166,7 +177,8 @@ class Plan:
         Args:
             x: a mini-batch with the planned number of rows; of a plan with replicas, with those of one.
             y: the target.
-            loss_fn: the loss function; by default that of the plan. Of a module a copy is called.
+            loss_fn, reduction: as for :meth:`gpipe.GPipe.step`; by default those of the plan. Of a module a copy is
+                called.
             pipe: the pipe; by default the last one that :meth:`build` made, if it is still there.
 
         Returns:
@@ -174,7 +186,7 @@ class Plan:
 
         Raises:
             ValueError: no pipe has been built, or it is gone; ``pipe`` has another balance, other chunks or layers, or
-                ``x`` other rows, than planned.
+                ``x`` other rows, than planned; the planned schedule cannot wait for this loss.
             TypeError: there is no ``loss_fn``, and the model computes no loss.
         """
         pipe = self._here.pipe() if pipe is None else pipe
@@ -190,7 +202,11 @@ class Plan:
             raise ValueError(f"x: expected the planned {self.rows // self.replicas} rows, got {rows_of(x)}; plan anew")
         kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm by a deferred one
         self._expect([replace(key, kind=kind) for key, kind in zip(layer_keys(pipe[:]), kinds, strict=True)], "pipe")
-        return verify(self, pipe, x, y, fresh(loss_fn or self._here.loss_fn))
+        given = self._here.loss
+        if reduction is None and loss_fn in (None, given.loss_fn):
+            reduction = given.reduction
+        loss = {"loss_fn": fresh(given.loss_fn if loss_fn is None else loss_fn), "reduction": reduction}
+        return verify(self, pipe, x, y, loss)
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
@@ -233,12 +249,13 @@ class Plan:
         devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes)}
         fits = {*plan.placement} == {*range(len(plan.devices))} and {*(plan.split or ())} <= {*range(len(plan.sizes))}
         fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks, plan.replicas) > 0
+        fits &= plan.schedule in WAITING or not plan.whole_loss
         if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(
                 f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
                 f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)}, "
-                f"numbers {stages}, schedule={plan.schedule!r}, split={plan.split}, rows={plan.rows}, "
-                f"chunks={plan.chunks} and replicas={plan.replicas}"
+                f"numbers {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
+                f"rows={plan.rows}, chunks={plan.chunks} and replicas={plan.replicas}"
             )
         expect_fitting(checked_choices([*plan.modes]), plan.sizes)
         return plan

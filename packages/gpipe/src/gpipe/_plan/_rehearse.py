@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from microbatch import Batch, Replicate, Split, flatten, gather, map_tensors, rules, scatter, unflatten, unwrap
+from microbatch import Replicate, Split, flatten, gather, map_tensors, rules, scatter, unflatten, unwrap
 from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..schedule import Kind, Schedule, replay
-from ._arguments import PlanLoss, fresh
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
+from ._loss import StepLoss, fresh
 from ._verify import peak_bytes
 
 ACCOUNT = "bytes: those of the layers alone, added up"
@@ -27,10 +27,10 @@ MOST = 512
 """Layers times micro-batches: longer steps are not run, which would take minutes."""
 
 
-def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Candidate) -> Candidate:
+def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candidate) -> Candidate:
     """The candidate with the bytes of a rehearsal, and a note; those of the account where no step can be run.
 
-    ``layers`` stay as they are, and may be on ``meta``. Without a ``loss_fn`` the outputs are summed.
+    ``layers`` stay as they are, and may be on ``meta``.
     """
     # Twice as many as there are ever in flight, except under fill-drain, which has all of them in flight.
     few = way.chunks if way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
@@ -40,7 +40,7 @@ def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Can
     if not way.costs.measured.apart and any(isinstance(each, nn.LSTM) for each in layers.modules()):
         return replace(way, note=f"{ACCOUNT}; LSTMs on a CPU are not rehearsed")
     try:
-        peaks = peaks_of(layers, x, y, loss_fn, way, few)
+        peaks = peaks_of(layers, x, y, loss, way, few)
     except Exception as error:
         return replace(way, note=f"{ACCOUNT}; a rehearsal without data failed: {error!r:.200}")
     # Beside what a rehearsal finds, in one memory, there are the optimizer's state, and copies between devices.
@@ -51,7 +51,7 @@ def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Can
     return replace(way, rehearsed=rehearsed, note="bytes: those of one step of the engine on tensors without data")
 
 
-def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Candidate, few: int) -> list[int]:
+def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candidate, few: int) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
     All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the larger
@@ -62,23 +62,33 @@ def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss_fn: PlanLoss, way: Cand
     mode = fake_mode()
     own = _faked(layers, mode)
 
-    def first(value: Any) -> Any:
-        bare, spec = unwrap(map_tensors(lambda tensor: blank(tensor, mode), value))
-        leaves, tree = flatten(gather(scatter(bare, chunks, spec)[:few], spec))
-        return unflatten([_ruled(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
-
-    inputs, targets = first(x), None if y is None else first(y)
+    inputs, targets = _first(x, chunks, few, mode), None if y is None else _first(y, chunks, few, mode)
     few = len(scatter(inputs, few))
     placement = way.costs.measured.placement
     pipe = tried_pipe(own, ["cpu"] * len(sizes), few, way)
-    program, loss = way.program(few), fresh(loss_fn) or total
+    program, arguments = way.program(few), loss.arguments()
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
-        pipe.step(inputs, targets, loss_fn=loss, schedule=program)
+        pipe.step(inputs, targets, **arguments, schedule=program)
         # Inline, the last stage that can do something does it.
         steps = in_turns(program, placement, [4.0**j for j in range(len(sizes))]), program
-        found = [peak_bytes(pipe, inputs, targets, loss, step, placement) for step in steps]
+        found = [peak_bytes(pipe, inputs, targets, arguments, step, placement) for step in steps]
     return [max(peaks) for peaks in zip(*found, strict=True)]
+
+
+def returns_sums(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss) -> bool:
+    """Whether the loss function returns a :class:`gpipe.LossSum`, seen in an evaluation on tensors without data.
+
+    False if that fails.
+    """
+    mode, loss_fn = fake_mode(), fresh(loss.loss_fn)
+    inputs, targets = _first(x, 1, 1, mode), None if y is None else _first(y, 1, 1, mode)
+    try:
+        with closing(GPipe(_faked(layers, mode), [len(layers)], devices=["cpu"], chunks=1)) as pipe, inline():
+            pipe.evaluate(inputs, targets, loss_fn=loss_fn)
+            return loss_fn in pipe._sums
+    except Exception:  # a layer needs the values of tensors
+        return False
 
 
 def tried_pipe(layers: nn.Sequential, devices: Sequence[torch.device | str], chunks: int, way: Candidate) -> GPipe:
@@ -89,10 +99,18 @@ def tried_pipe(layers: nn.Sequential, devices: Sequence[torch.device | str], chu
     return pipe if pipe.training else pipe.train()
 
 
+def _first(value: Any, chunks: int, few: int, mode: Any) -> Any:
+    """The first ``few`` of the micro-batches of ``value`` together, without data."""
+    bare, spec = unwrap(map_tensors(lambda tensor: blank(tensor, mode), value))
+    leaves, tree = flatten(gather(scatter(bare, chunks, spec)[:few], spec))
+    return unflatten([_ruled(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
+
+
 def _ruled(leaf: Any, rule: Any) -> Any:
     if leaf is None or not isinstance(rule, Split):
         return leaf if leaf is None else Replicate(leaf)
-    return Split(leaf, rule.dim)  # one with counts has been refused when it was measured
+    # One with counts has been refused when it was measured. A plain target stays one, as torch's losses take it.
+    return Split(leaf, rule.dim) if rule.dim else leaf
 
 
 def in_turns(program: Schedule, placement: Sequence[int], seconds: Sequence[float]) -> Schedule:
@@ -107,17 +125,6 @@ def _with(need: DeviceBytes, found: int) -> DeviceBytes:
     gradients = min(need.gradients, left)
     activations = min(need.activations, left - gradients)
     return replace(need, gradients=gradients, activations=activations, transient=left - gradients - activations)
-
-
-def total(output: Any, _: Any) -> Tensor:
-    """A loss for a model whose own is not known; ValueError if no output requires a gradient."""
-    parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
-    if not parts:
-        raise ValueError(
-            "no tensor of the output requires grad, so that there is nothing to train; plan(..., calibrate=False) "
-            "plans for what is there"
-        )
-    return torch.stack(parts).sum()
 
 
 def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:

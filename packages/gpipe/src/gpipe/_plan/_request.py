@@ -12,8 +12,9 @@ from torch import nn
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS, PlanLoss, rows_of
+from ._arguments import LOOPS, rows_of
 from ._fleet import FAKE, Fleet, Layout, layouts_of
+from ._loss import StepLoss
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Request:
     layers: nn.Sequential
     sample: Any
     target: Any
-    loss_fn: PlanLoss
+    loss: StepLoss
     fleet: Fleet | None
     layouts: Sequence[Layout]
     places: Sequence[torch.device]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -21,10 +21,12 @@ from ..engine._settings import with_settings
 from ..schedule import SPLITTING, Schedule
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder
-from ._arguments import PlanLoss
 
 if TYPE_CHECKING:
     from ._plan import Plan
+
+Loss = Mapping[str, Any]
+"""The arguments of a step that describe its loss: ``loss_fn`` and ``reduction``."""
 
 STEPS = 3
 """The steps that are timed."""
@@ -68,34 +70,35 @@ class Verification:
         return align(rows, left=1)
 
 
-def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss) -> Verification:
+def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
     """Train some steps, and compare measured with predicted time and memory.
 
     Args:
         plan: the plan.
         pipe: the pipe that it has built. Gradients and buffers are restored.
-        x, y, loss_fn: as for :meth:`gpipe.Plan.verify`.
+        x, y: as for :meth:`gpipe.Plan.verify`.
+        loss: the arguments of a step that describe its loss.
 
     Returns:
         Predicted and measured figures, and the timeline of a step.
     """
     with as_before(pipe):
-        seconds = timed(pipe, x, y, loss_fn, plan.schedule)
+        seconds = timed(pipe, x, y, loss, plan.schedule)
         with record() as timeline:
-            pipe.step(x, y, loss_fn=loss_fn, schedule=plan.schedule)
-        sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule, plan.placement)
+            pipe.step(x, y, **loss, schedule=plan.schedule)
+        sizes = peak_bytes(pipe, x, y, loss, plan.schedule, plan.placement)
     # One pipe is one replica: there is no average of gradients.
     predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
     return Verification(plan.predicted.seconds.mid - plan.reduction, median(seconds), predicted, tuple(sizes), timeline)
 
 
-def timed(pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss, schedule: str | Schedule) -> list[float]:
+def timed(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> list[float]:
     """The seconds of each of :data:`STEPS` steps of training, after others to warm up."""
 
     def step() -> float:
         pipe.zero_grad()
         begin = time.perf_counter()
-        pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
+        pipe.step(x, y, **loss, schedule=schedule)
         _synchronize(pipe.devices)
         return time.perf_counter() - begin
 
@@ -111,7 +114,7 @@ def _synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def peak_bytes(
-    pipe: GPipe, x: Any, y: Any, loss_fn: PlanLoss, schedule: str | Schedule, placement: Sequence[int]
+    pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule, placement: Sequence[int]
 ) -> list[int]:
     """The peak of each device in a step, in bytes, without the state of an optimizer.
 
@@ -121,7 +124,7 @@ def peak_bytes(
     of_stages = {j: trackers[place] for j, place in enumerate(placement)}  # those of a device count together
     pipe.zero_grad()
     with with_settings(observer=Recorder(lambda _: of_stages)):
-        pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
+        pipe.step(x, y, **loss, schedule=schedule)
     there: list[set[Tensor]] = [set() for _ in trackers]
     for place, stage in zip(placement, pipe.partitions, strict=True):
         there[place].update(stage.parameters(), stage.buffers())

@@ -9,17 +9,22 @@ from torch import Tensor
 
 from microbatch import map_tensors
 
-from ..engine._losses import Losses, LossStage
+from ..engine._losses import Losses
 from ..engine._scale import DeviceScale, Scale
 
 
 class Verdict(NamedTuple):
-    """What all ranks know of the losses of a mini-batch: its loss, metrics, and the scale of its gradients."""
+    """What all ranks know of the losses of a mini-batch: its loss, metrics, and the scale of its gradients.
+
+    Attributes:
+        is_sum: whether the loss of the whole mini-batch was a ``LossSum``.
+    """
 
     loss: Any
     dtype: torch.dtype
     metrics: dict[str, Any] | None
     scale: float
+    is_sum: bool
 
 
 def verdict_of(losses: Losses) -> Verdict:
@@ -27,17 +32,18 @@ def verdict_of(losses: Losses) -> Verdict:
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
-    return Verdict(loss.item(), loss.dtype, metrics, scale)
+    return Verdict(loss.item(), loss.dtype, metrics, scale, losses.is_sum)
 
 
-class FarLoss(LossStage):
+class FarLoss(Losses):
     """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met."""
 
     verdict: Verdict
     scales = False  # as far as messages have told
 
-    def __init__(self) -> None:
-        super().__init__(_elsewhere, (), (), ())
+    def __init__(self, *, is_whole: bool) -> None:
+        super().__init__(_elsewhere)
+        self.is_whole = is_whole
 
     @property
     def scale(self) -> Scale:
@@ -50,6 +56,10 @@ class FarLoss(LossStage):
     @property
     def metrics(self) -> dict[str, Any] | None:
         return self.verdict.metrics
+
+    @property
+    def is_sum(self) -> bool:
+        return self.verdict.is_sum
 
 
 def _elsewhere(*_: Any) -> Any:

@@ -55,11 +55,13 @@ class Opening:
     Attributes:
         alike: values that must be equal on all ranks, by names that a user knows.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
+        whole: whether the loss is computed once, on the outputs of all of them.
     """
 
     def __init__(self) -> None:
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
+        self.whole = False
 
 
 class Ranks(Processes):
@@ -193,11 +195,11 @@ class Ranks(Processes):
             errors = [failed]
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
         try:
-            told = self._rendezvous.announced(None if errors else (found.alike, rows, next_seed()))
+            told = self._rendezvous.announced(None if errors else (found.alike, rows, next_seed(), found.whole))
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
-            first, batches, self.seed = told
+            first, batches, self.seed, found.whole = told
             found.batches = found.batches if self._rendezvous.is_root else batches
             unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
             if unlike is not None and not errors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from microbatch import Batch, Versions, unwrap
 
 from .._chooser import choice_of
-from .._flatten._ending import without_loss_only
+from .._flatten._ending import Ending, Recording
 from .._flatten._inputs import Inputs
-from .._flatten._own_loss import OwnLoss
+from .._flatten._own_loss import OwnLoss, without_loss_only
+from .._flatten._segment import Segment
 from ..engine._left_behind import refuse_in_runs
-from ..engine._losses import LossStage
+from ..engine._loss_value import LossValue, own_loss
+from ..engine._losses import Losses, WholeLoss
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
@@ -30,10 +32,12 @@ from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._init import initializer_of
-from ..module._keywords import Call, called_with
+from ..module._keywords import NOTHING, Call, called_with, given_to
 from ..module._partition import as_sequential, checked_balance
+from ..module._rule import Rule, SeenSums, named_for
 from ..module._step import Stepping
-from ..module._training import Kind, losses_of
+from ..module._torch_losses import is_of_torch
+from ..module._training import Unlike
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
@@ -124,6 +128,7 @@ class Rank(Stepping):
             with agreement(rendezvous) as found:
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+                self.__dict__["_least_rows"] = 2 if self._deferred else 1
                 initializer, layers = initializer_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
@@ -144,6 +149,7 @@ class Rank(Stepping):
             self._synced, self._members = synced_layers(self), groups.members
         self._end_guards = weakref.finalize(self, _remove, _guarded(share))
         self._last: Choice | None = None
+        self.__dict__["_sums"] = SeenSums()
         self._parallel: set[dist.ProcessGroup] = set()
 
     def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
@@ -221,13 +227,10 @@ class Rank(Stepping):
         ending = self._ending() if self._pipeline.ends else None
         with self._opening("forward") as found:
             if ending is not None and not args and not kwargs:
-                raise TypeError(
-                    "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
-                    "as from labels; give them on every rank, or flatten the model with a sample without labels"
-                )
+                raise TypeError(_NEEDS_INPUTS)
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(without_loss_only(given), self.in_spec))
-        with nullcontext() if ending is None else ending.recording() as recording, torch.no_grad():
+        with nullcontext() if ending is None else _recording(ending) as recording, torch.no_grad():
             outputs = self._pipeline.forward(found.batches, self._checkpoint_stops(0), Versions())
         if not self._pipeline.ends:
             return None
@@ -284,18 +287,52 @@ class Rank(Stepping):
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
-    def _with_losses(
-        self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
-    ) -> tuple[list[Batch], Kind]:
+    def _with_losses(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> tuple[list[Batch], Losses]:
         """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
-        with self._replicas.hearing(self._end_collectives) if kind is LossStage else nullcontext():
+        with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
             with self._opening(call.method, schedule) as found:
-                self._expect_fit(kind, call)
+                self._expect_fit(call)
+                own = self._own_loss(call)
                 if self._pipeline.begins:
-                    own = self._loss_of_all if call.loss_fn is None else None
-                    found.batches, _ = self._cut(self._checked(called_with(self._end(0), call), own))
-            losses: Any = self._losses(kind, call, found.batches) if self._pipeline.ends else FarLoss()
+                    inputs = called_with(self._end(0), call)
+                    found.batches = self._cut_for_loss(inputs, own, schedule)
+                    found.whole = self._is_whole(call, own, inputs, found.batches, schedule)
+            if call.trains:
+                self._last = self._choice(schedule, whole=found.whole)
+            if not self._pipeline.ends:
+                return found.batches, FarLoss(is_whole=found.whole)
+            try:
+                losses = self._losses(call, own, given_to(call), found.batches, schedule, scope, whole=found.whole)
+            except Exception as error:
+                self._processes.call_off([error])
         return found.batches, losses
+
+    def _loss_of_model(self) -> OwnLoss | None:
+        return self._loss_of_all
+
+    def _rule(self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch]) -> Rule | None:
+        found = super()._rule(call, own, inputs, batches)
+        if found is None and call.target is None and not self._pipeline.ends and is_of_torch(call.loss_fn):
+            return Rule(own_loss, None)  # the target is given where the last stage is
+        if found is None and own is not None and not self._pipeline.begins:
+            return Rule(own_loss, [1.0] * len(batches))  # by the inputs, which are given where the first stage is
+        return found
+
+    def _unlike(self, call: Call, schedule: Schedule | str | None) -> Unlike:
+        error = super()._unlike(call, schedule)
+        is_free = schedule is None or schedule == "auto"
+
+        def unlike(value: LossValue) -> ValueError:
+            if value.count is not None or call.loss_fn is None or not is_free or call.loss_fn in self._sums:
+                return error(value)
+            return ValueError(_DECIDED)
+
+        return unlike
+
+    def _loss_of_ending(self, ending: Ending, inputs: Any, batches: Sequence[Batch], scope: ExitStack) -> WholeLoss:
+        if inputs is NOTHING:
+            raise TypeError(_NEEDS_INPUTS)
+        return super()._loss_of_ending(ending, inputs, batches, scope)
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
@@ -305,14 +342,7 @@ class Rank(Stepping):
         if shared:
             self._processes.leave()
 
-    def _losses(self, kind: type[Kind], call: Call, batches: Sequence[Batch]) -> Kind:
-        try:
-            own, device = self._own_loss(call), self._pipeline.stages[-1].device
-            return losses_of(kind, call, batches, self._chunks, device, own)
-        except Exception as error:
-            self._processes.call_off([error])
-
-    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
         assert self._last is not None
         own = schedule if isinstance(schedule, Schedule) else self._last
         with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(loss):
@@ -329,19 +359,19 @@ class Rank(Stepping):
             found.alike = self._called_alike(method, schedule)
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())
-            if schedule is not None:
+            if method == "step":
                 self._replicas.meeting.expect_open()
-                self._last = self._choice(schedule)
+            if schedule is not None:
+                expect_schedule(schedule, (*SCHEDULES, "auto"))
             self._sharding.expect_whole()
             expect_parallel(parallel, self._members)
             yield found
 
-    def _choice(self, schedule: Schedule | str) -> Choice:
-        """What runs under that name. Nothing is measured, so ``"auto"`` is 1F1B."""
-        expect_schedule(schedule, (*SCHEDULES, "auto"))
+    def _choice(self, schedule: Schedule | str | None, *, whole: bool) -> Choice:
+        """What runs under that name. Nothing is measured, so ``"auto"`` is the default."""
         if isinstance(schedule, Schedule):
             return choice_of(schedule)
-        name = schedule.lower()
+        name = named_for(schedule, whole=whole).lower()
         # The first stage that is trained has no gradient of its input to send back before those of its weights.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 
@@ -354,6 +384,24 @@ class Rank(Stepping):
             "chunks": self._chunks,
             "recording": settings().observer is not None,
         }
+
+
+_NEEDS_INPUTS = (
+    "the rank of the last stage needs the inputs too, because the model computes its loss from them, as from labels; "
+    "give them on every rank, or flatten the model with a sample without labels"
+)
+
+
+_DECIDED = (
+    "the losses of micro-batches are not known to add up for the loss_fn, target and reduction= of the last stage's "
+    "rank, but the first stage's rank got others, and had to decide; give the same on both ranks: then the loss is "
+    "computed once, on the outputs of all rows"
+)
+
+
+def _recording(last: Segment) -> AbstractContextManager[Recording]:
+    assert last.ending is not None
+    return last.recording(last.ending)
 
 
 def _guarded(share: Share) -> list[RemovableHandle]:

@@ -16,15 +16,34 @@ from ..values._describe import shapes
 LossFunction = Callable[..., Any]
 """A function of an output, and of a target if there is one, that returns what :func:`loss_value` takes."""
 
-_FORMS = "expected a scalar loss, or (sum, count), either with a dict of metrics behind it, as in (loss, metrics)"
+_FORMS = "expected a scalar tensor, or LossSum(total, count), either perhaps with a dict of metrics: (loss, metrics)"
+
+
+class LossSum(NamedTuple):
+    """The loss of a micro-batch as a sum, and what the sum is to be divided by.
+
+    The loss of the mini-batch is the sum of all totals, divided by the sum of all counts. A loss function that returns
+    this for each micro-batch lets a step begin backwards before all forwards are done.
+
+    Attributes:
+        total: the sum, a scalar tensor.
+        count: a number, or a tensor of one, that does not require grad: of rows, of labels, or a sum of weights.
+
+    >>> import torch
+    >>> LossSum(torch.tensor(6.0), 3)
+    LossSum(total=tensor(6.), count=3)
+    """
+
+    total: Tensor
+    count: Any
 
 
 class LossValue(NamedTuple):
-    """The loss of a micro-batch.
+    """What a loss function has returned.
 
     Attributes:
         total: the scalar tensor at which the backward begins.
-        count: divides the sum of all totals, together with the other counts; None if ``total`` is a mean.
+        count: divides the sum of all totals, together with the other counts; None if the loss is no :class:`LossSum`.
         metrics: further values that the loss function returned, or None.
     """
 
@@ -35,21 +54,29 @@ class LossValue(NamedTuple):
 
 def loss_value(found: object) -> LossValue:
     """The :class:`LossValue` of ``found``, which a loss function returned."""
-    if not isinstance(found, tuple):
-        return LossValue(_checked(found), None, None)
-    has_metrics = len(found) > 1 and isinstance(found[-1], Mapping)
-    numbers, metrics = (found[:-1], found[-1]) if has_metrics else (found, None)
-    if len(numbers) == 1 and has_metrics:
-        return LossValue(_checked(numbers[0]), None, metrics)
-    if len(numbers) != 2:
-        raise ValueError(f"loss_fn returned a tuple of {len(found)}; {_FORMS}")
-    _expect_number(numbers[1])
-    return LossValue(_checked(numbers[0]), numbers[1], metrics)
+    metrics = None
+    if isinstance(found, tuple) and not isinstance(found, LossSum):
+        if len(found) != 2 or not isinstance(found[1], Mapping):
+            raise _unclear(found)
+        found, metrics = found
+    if not isinstance(found, LossSum):
+        return LossValue(_checked(found), None, metrics)
+    _expect_number(found.count)
+    return LossValue(_checked(found.total), found.count, metrics)
+
+
+def _unclear(found: tuple[Any, ...]) -> ValueError:
+    if len(found) > 1 and all(isinstance(each, Tensor | Real) for each in found[:2]):
+        return ValueError(
+            f"loss_fn returned a tuple of {len(found)}, whose second number may be a count or a metric; return "
+            'gpipe.LossSum(total, count) for a sum and its count, or (loss, {"name": metric})'
+        )
+    return ValueError(f"loss_fn returned a tuple of {len(found)}; {_FORMS}")
 
 
 def own_loss(output: Any) -> Any:
     if has_own_loss(output):
-        return _entry(output)
+        return output if isinstance(output, LossSum) else _entry(output)
     raise TypeError(
         "without a loss_fn the output must be the loss: a scalar tensor, or with one as output.loss; got "
         f"{shapes(output)}; {'set return_dict=True, ' if isinstance(output, tuple) else ''}give loss_fn=..., or "
@@ -63,9 +90,16 @@ def has_own_loss(output: Any) -> bool:
 
 
 def _entry(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    """The loss in an output: itself, what is called so, or the only scalar in a tuple that can be trained."""
+    if isinstance(output, Tensor | LossSum):
+        return output.total if isinstance(output, LossSum) else output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if not isinstance(output, tuple | list) or hasattr(output, "loss"):
+        return getattr(output, "loss", None)
+    scalars = [each for each in output if isinstance(each, Tensor) and not each.dim() and each.is_floating_point()]
+    trained = [each for each in scalars if each.requires_grad] or scalars
+    return trained[0] if len(trained) == 1 else None
 
 
 def expect_trains(loss: Tensor) -> None:
@@ -85,22 +119,29 @@ def _expect_number(count: object) -> None:
     if isinstance(count, Tensor) and count.requires_grad:
         raise ValueError(
             "loss_fn returned a count that requires grad, but gradients flow through the sum only, since the count of "
-            "the whole is not known when they do; return (sum, count.detach()) if it is to be a constant, else use "
-            "pipe(input) and backward()"
+            "the whole is not known when they do; return LossSum(total, count.detach()) if it is to be a constant, "
+            "else the quotient, as a scalar"
         )
 
 
 def _checked(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn returned {type(loss).__name__}; expected a scalar tensor, or (sum, count)")
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; {_FORMS}")
     if loss.dim():
         raise ValueError(
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; expected a scalar: take its mean, or return "
-            "(loss.sum(), loss.numel())"
+            "gpipe.LossSum(loss.sum(), loss.numel())"
         )
     if loss.is_complex():
         raise TypeError(f"loss_fn returned {loss.dtype}; expected a real scalar: take its .real or .abs()")
     return loss
+
+
+def whole_metrics(found: Mapping[Any, Any]) -> dict[str, Any]:
+    """The metrics of a whole mini-batch as they were returned, without their graph."""
+    for name, value in found.items():
+        _expect_metric(name, value)
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def plain_metrics(found: Mapping[Any, Any]) -> dict[str, Any]:
@@ -125,14 +166,18 @@ def metrics_of_all(found: Sequence[dict[str, Any]], rows: Sequence[tuple[int, ..
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach()
-        # An average of whole numbers, such as counts of hits, is not whole.
-        whole = not value.dim() and not (value.is_floating_point() or value.is_complex())
-        return value.to(torch.get_default_dtype()) if whole else value
-    if isinstance(value, Real):
+    _expect_metric(name, value)
+    if not isinstance(value, Tensor):
         return float(value)
-    raise TypeError(
-        f"metrics[{name!r}] of loss_fn is of type {type(value).__name__}; expected a tensor or a number; a tree of "
-        "them has to be flattened"
-    )
+    value = value.detach()
+    # An average of whole numbers, such as counts of hits, is not whole.
+    whole = not value.dim() and not (value.is_floating_point() or value.is_complex())
+    return value.to(torch.get_default_dtype()) if whole else value
+
+
+def _expect_metric(name: Any, value: Any) -> None:
+    if not isinstance(value, Tensor | Real):
+        raise TypeError(
+            f"metrics[{name!r}] of loss_fn is of type {type(value).__name__}; expected a tensor or a number; a tree of "
+            "them has to be flattened"
+        )

@@ -1,8 +1,8 @@
-"""The losses of micro-batches, computed where the last stage sends its outputs, and the loss of the mini-batch."""
+"""The loss of a mini-batch, computed where the last stage sends its outputs: by micro-batch, or once for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,143 +13,86 @@ from microbatch import concatenate
 
 from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
-from ..values._leaves import Activation, as_nonleaf, versions
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
+from . import _autograd_calls as _engine
 from ._accumulate import DeferredGradients, GradientSums, below
-from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
-from ._scale import HALVES, Scale, scale_of, sum_of
+from ._loss_value import (
+    LossFunction,
+    LossValue,
+    expect_trains,
+    loss_value,
+    metrics_of_all,
+    plain_metrics,
+    whole_metrics,
+)
+from ._scale import HALVES, DeviceScale, Scale, scale_of, sum_of
 from ._tied import Tied
 
 
 class Losses:
-    """Takes the outputs of the last stage as a channel would, and frees each when its loss is computed.
+    """Takes the outputs of the last stage as a channel would, and gives their gradients.
 
     Args:
-        arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
-        weights: the weight of each micro-batch in the loss of the mini-batch.
-        rows: the number of rows of each micro-batch.
-        is_mean: whether ``loss_fn`` may return a count, by which losses are combined instead of by ``weights``.
+        loss_fn: the loss function.
+        keep_outputs: whether the detached outputs are kept.
 
     Attributes:
+        is_whole: whether the loss is computed once, on the outputs of all micro-batches.
+        is_sum: whether it was a :class:`LossSum` then; known when it is computed.
+        trains: whether gradients are computed too.
         deferred: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
         sums: gradients of leaves of the loss that have not been added to ``.grad`` yet.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
+        loss: the loss of the mini-batch, detached.
+        metrics: what ``loss_fn`` returned beside it, or None.
+        scales: whether gradients must be multiplied by ``scale`` at the end; known once the first loss is computed.
+        scale: that factor, known once the last one is.
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        arguments: Sequence[tuple[Any, ...]],
-        weights: Sequence[float],
-        rows: Sequence[tuple[int, ...]],
-        *,
-        keep_outputs: bool = False,
-        is_mean: bool = True,
-    ) -> None:
+    is_whole: Any = False
+    is_sum: Any = False
+    scales: Any = False
+    scale: Any = 1.0
+    loss: Any
+    metrics: Any = None
+
+    def __init__(self, loss_fn: LossFunction, *, keep_outputs: bool = False) -> None:
         self._loss_fn = loss_fn
-        self._arguments = arguments
-        self._weights = weights
         self._keep_outputs = keep_outputs
-        self._is_mean = is_mean
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._counts: dict[int, Any] = {}
-        self._metrics: dict[int, dict[str, Any]] = {}
-        self._rows = rows
-        self._whole: dict[str, Any] | None = None
+        self.trains = False
         self.deferred = DeferredGradients()
         self.sums = GradientSums()
         self.outputs: dict[int, Activation] = {}
 
-    def begin(self, rng: RunRNG, number: int, tied: Tied) -> None:
+    def begin(self, rng: RunRNG, number: int, tied: Tied, *, trains: bool) -> None:
         """Begin a run. The loss draws random numbers as layer ``number`` would, behind all layers of the model."""
-        self._rng, self._number, self._tied = rng, number, tied
+        self._rng, self._number, self._tied, self.trains = rng, number, tied, trains
 
     def put_values(self, i: int, activation: Activation) -> None:
-        # Numbers of its own, so that a loss that draws changes nothing in the layers.
-        current.rng = CellRNG(self._rng, i, self._number)
-        # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
-        self._compute(i, owned(activation))
-        current.rng = None
+        raise NotImplementedError
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         # Freed with the backward of the cell, not with the run.
         return self._gradients.pop(i)
 
-    def _compute(self, i: int, outputs: Activation) -> None:
-        self._take(i, outputs, self._value(i, outputs))
+    def compute_whole(self) -> None:
+        """The action of the schedule that computes the loss of the whole mini-batch."""
+        raise NotImplementedError
 
-    def _value(self, i: int, outputs: Activation) -> LossValue:
+    def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
+        """What ``loss_fn`` returns for ``outputs``, which are leaves."""
         before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
-        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
+        # Numbers of its own, so that a loss that draws changes nothing in the layers.
+        current.rng = CellRNG(self._rng, i, self._number)
+        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *arguments))
+        current.rng = None
         if outputs.marks:
             refuse_shared_changes("loss_fn", outputs, before, uncounted)
+        if self.trains:
+            expect_trains(value.total)
         return value
-
-    def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
-        """Keep the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
-        self._expect_alike(value)
-        if value.metrics is not None:
-            self._metrics[i] = plain_metrics(value.metrics)
-            if len(self._metrics) == len(self._rows):  # here, so that an error is one of this cell
-                self._whole = metrics_of_all([self._metrics[i] for i in sorted(self._metrics)], self._rows)
-        if value.count is not None:
-            self._counts[i] = value.count
-        weight = self._weights[i] if value.count is None else 1.0
-        self._losses[i] = value.total.detach() * weight
-        if self._keep_outputs:
-            self.outputs[i] = outputs.with_tensors(map(Tensor.detach, outputs.tensors))
-        return weight
-
-    @property
-    def scales(self) -> bool:
-        """Whether ``loss_fn`` returns a count; known once the first loss has been computed."""
-        return bool(self._counts)
-
-    @cached_property
-    def _count(self) -> float | Tensor:
-        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
-        return sum_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
-
-    @cached_property
-    def scale(self) -> Scale:
-        """The factor by which all gradients must still be multiplied; known once the last micro-batch is done."""
-        return scale_of(self._count)
-
-    @property
-    def loss(self) -> Tensor:
-        losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
-        # In half precision the sum of all micro-batches may overflow although the mean does not.
-        whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
-        return (whole / self._count).to(losses.dtype)
-
-    @property
-    def metrics(self) -> dict[str, Any] | None:
-        return self._whole
-
-    def _expect_alike(self, value: LossValue) -> None:
-        if value.count is not None and not self._is_mean:
-            raise ValueError(
-                "loss_fn returned (sum, count), by which losses are combined, beside reduction='sum'; return the sum "
-                "alone, or leave out reduction= and normalizer="
-            )
-        if self._losses and (value.count is not None) != self.scales:
-            raise ValueError(
-                "loss_fn returned (sum, count) for some micro-batches and a scalar for others, which have no common "
-                "mean; return the same for all"
-            )
-        if self._losses and (value.metrics is None) == bool(self._metrics):
-            raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
-
-
-class LossStage(Losses):
-    """Computes the losses of micro-batches and the gradients of the outputs."""
-
-    def _compute(self, i: int, outputs: Activation) -> None:
-        value = self._value(i, outputs)
-        expect_trains(value.total)
-        weight = self._take(i, outputs, value)
-        self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
 
     def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of ``leaves``. Those of other leaves, such as parameters of the loss, are kept until the run
@@ -159,11 +102,165 @@ class LossStage(Losses):
         if graph.hides:
             raise RuntimeError(
                 "loss_fn uses torch.utils.checkpoint with use_reentrant=True, or another pipe, whose backward adds to "
-                ".grad by itself, one micro-batch after the other; use use_reentrant=False, or pipe(input) and "
-                "backward()"
+                ".grad by itself, before the run is complete; use use_reentrant=False, or pipe(input) and backward()"
             )
         self._tied.expect_once(graph.leaves)
         # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so the
         # sums are kept apart, and added at the end of the run.
         self.deferred.hold(graph.leaves)
         return self.sums.backward((loss,), (seed,), graph, leaves)
+
+    def _keep(self, i: int, outputs: Activation) -> None:
+        if self._keep_outputs:
+            self.outputs[i] = outputs.with_tensors(map(Tensor.detach, outputs.tensors))
+
+
+class MicrobatchLosses(Losses):
+    """The loss of each micro-batch, where it is known how they add up. Frees each output when its loss is computed.
+
+    Args:
+        arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
+        weights: the weight of each loss in that of the mini-batch, a number or a tensor; None if ``loss_fn`` returns a
+            :class:`LossSum`: then the sum of all totals is divided by the sum of all counts.
+        rows: the number of rows of each micro-batch, by which metrics are averaged.
+        unlike: makes the error for a loss that is not what ``weights`` say.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        arguments: Sequence[tuple[Any, ...]],
+        weights: Sequence[Any] | None,
+        rows: Sequence[tuple[int, ...]],
+        *,
+        unlike: Callable[[LossValue], ValueError],
+        keep_outputs: bool = False,
+    ) -> None:
+        super().__init__(loss_fn, keep_outputs=keep_outputs)
+        self._arguments, self._weights, self._rows, self._unlike = arguments, weights, rows, unlike
+        self.scales = weights is None
+        self._losses: dict[int, Tensor] = {}
+        self._counts: dict[int, Any] = {}
+        self._metrics: dict[int, dict[str, Any]] = {}
+
+    def put_values(self, i: int, activation: Activation) -> None:
+        # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
+        outputs = owned(activation)
+        value = self._value(i, outputs, self._arguments[i])
+        weight = self._take(i, value)
+        self._keep(i, outputs)
+        if self.trains:
+            self._gradients[i] = self._backward(value.total, _seed(value.total, weight), outputs.tensors)
+
+    def _take(self, i: int, value: LossValue) -> Any:
+        """Keep the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
+        if (value.count is None) != (self._weights is not None):
+            raise self._unlike(value)
+        if self._losses and (value.metrics is None) == bool(self._metrics):
+            raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
+        if value.metrics is not None:
+            self._metrics[i] = plain_metrics(value.metrics)
+            if len(self._metrics) == len(self._rows):  # here, so that an error is one of this cell
+                self.metrics = metrics_of_all([self._metrics[i] for i in sorted(self._metrics)], self._rows)
+        if value.count is not None:
+            self._counts[i] = value.count
+        weight = 1.0 if self._weights is None else self._weights[i]
+        self._losses[i] = (value.total.detach() * weight).to(value.total.dtype)
+        return weight
+
+    @cached_property
+    def _count(self) -> float | Tensor:
+        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
+        return sum_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
+
+    @cached_property
+    def scale(self) -> Scale:
+        return scale_of(self._count)
+
+    @property
+    def loss(self) -> Tensor:
+        losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
+        # In half precision the sum of all micro-batches may overflow although the mean does not.
+        whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
+        return (whole / self._count).to(losses.dtype)
+
+
+class WholeLoss(Losses):
+    """One loss, on the outputs of all micro-batches: right for every function of outputs and targets.
+
+    It holds the outputs of all micro-batches, and their gradients, as the plain model does.
+
+    Args:
+        arguments: the further arguments of ``loss_fn``: the target, or nothing.
+        join: joins the outputs of micro-batches, by gradients too, as the pipe itself does.
+        weight: the weight of the loss, from a ``normalizer``.
+    """
+
+    is_whole = True
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        arguments: tuple[Any, ...],
+        join: Callable[[Sequence[Activation]], Activation],
+        *,
+        weight: float = 1.0,
+        keep_outputs: bool = False,
+    ) -> None:
+        super().__init__(loss_fn, keep_outputs=keep_outputs)
+        self._arguments, self._join, self._weight = arguments, join, weight
+        self._arrived: dict[int, Activation] = {}
+
+    def put_values(self, i: int, activation: Activation) -> None:
+        self._arrived[i] = activation
+        self._keep(i, activation)
+
+    def compute_whole(self) -> None:
+        outputs = [self._arrived[i] for i in sorted(self._arrived)]
+        self._arrived.clear()
+        joined = self._join(outputs)
+        # Apart from what joins them, whose graph is needed again when that of the loss has been freed.
+        leaves = detach_leaves(joined)
+        if len(outputs) == 1:  # in memory that loss_fn may change
+            leaves = clone_leaves(joined) if self._keep_outputs else owned(joined)
+        value = self._value(0, leaves, self._arguments)
+        self.is_sum = value.count is not None
+        self.metrics = None if value.metrics is None else whole_metrics(value.metrics)
+        scale = scale_of(sum_of([value.count])) if self.is_sum else 1.0
+        factor = scale.on(value.total.device) if isinstance(scale, DeviceScale) else scale
+        seed = _seed(value.total, factor * self._weight)
+        whole = value.total.detach() * self._weight
+        self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
+        if self.trains:
+            gradients = self._backward(value.total, seed, leaves.tensors)
+            del value
+            self._divide(outputs, joined, gradients)
+
+    def _divide(self, outputs: Sequence[Activation], joined: Activation, gradients: list[Tensor | None]) -> None:
+        """Give each micro-batch its part of the ``gradients`` of the ``joined`` outputs."""
+        if len(outputs) == 1:
+            self._gradients[0] = gradients
+            return
+        pairs = zip(joined.tensors, gradients, strict=True)
+        flowing = [(root, seed) for root, seed in pairs if seed is not None and root.requires_grad]
+        ends = [tensor for output in outputs for tensor in output.tensors if tensor.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(ends)
+        if flowing:
+            roots, seeds = zip(*flowing, strict=True)
+            found = _engine.gradients(roots, seeds, ends, keep_graph=False)
+        parts = iter(_apart(found))
+        for i, output in enumerate(outputs):
+            self._gradients[i] = [next(parts) if tensor.requires_grad else None for tensor in output.tensors]
+
+
+def _apart(gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+    """``gradients`` with copies of those that begin in the same place: a stage may overwrite what it gets."""
+    taken: set[int] = set()
+    for gradient in gradients:
+        yield gradient.clone() if gradient is not None and gradient.data_ptr() in taken else gradient
+        taken.update([] if gradient is None else [gradient.data_ptr()])
+
+
+def _seed(total: Tensor, factor: Any) -> Tensor:
+    """The gradient of ``total`` at which the backward begins, if ``factor`` times ``total`` is to be trained."""
+    return factor.to(total.dtype).expand_as(total) if isinstance(factor, Tensor) else torch.full_like(total, factor)

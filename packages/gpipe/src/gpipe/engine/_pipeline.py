@@ -25,7 +25,7 @@ from ..values._sharing import PRESERVED, flag_aliases, owned
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._failures import Failures
-from ._losses import Losses, LossStage
+from ._losses import Losses
 from ._processes import ALONE, Processes, may_be_data_parallel, refuse_data_parallel
 from ._run import Run
 from ._scale import Scale, scaled
@@ -112,7 +112,7 @@ class Pipeline:
         self,
         batches: Sequence[Batch],
         checkpoint_stops: tuple[int, ...],
-        loss: LossStage,
+        loss: Losses,
         schedule: Schedule | Choice,
         observer: Observer | None = None,
     ) -> None:
@@ -125,7 +125,9 @@ class Pipeline:
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
-            walk = walk_of(schedule, run.size)  # raises before anything has changed if the schedule does not fit
+            walk = walk_of(
+                schedule, run.size, has_loss=loss.is_whole
+            )  # raises before anything has changed if the schedule does not fit
             # A failure leaves no parts of gradients where there were none.
             empty = [parameter for parameter in run.parameters if parameter.grad is None]
             adds = False

@@ -32,7 +32,7 @@ from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage_run import StageRun
 from ._tied import Tied, contents_of
-from ._walks import Size, forwards_and_backwards
+from ._walks import Size, backwards, forwards
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
@@ -78,7 +78,7 @@ class Run:
         self.loss = loss
         if loss is not None:
             # The loss draws as a layer behind the last one would.
-            loss.begin(self.rng, stages[-1].numbers.stop, self._tied)
+            loss.begin(self.rng, stages[-1].numbers.stop, self._tied, trains=self.keeps)
         own = [part.parameters for part in found] if self.keeps else [[]] * len(stages)
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
@@ -119,7 +119,7 @@ class Run:
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         self._transport.entrance.values.update(enumerate(inputs))
-        self._walk(forwards_and_backwards(self.size)[0], self.context)
+        self._walk(forwards(self.size, has_loss=self.loss is not None and self.loss.is_whole), self.context)
         if self._recomputed:
             with self._tied.applied():  # no stage computes now
                 self._then = [*map(LayersThen, self._recomputed)]
@@ -144,7 +144,7 @@ class Run:
         self._transport.exit.gradients.update(enumerate(gradients))
         self.rng.begin()
         try:
-            self._walk(forwards_and_backwards(self.size)[1])
+            self._walk(backwards(self.size))
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         # By now the streams of this thread wait for those of the stages, where the gradients were computed.

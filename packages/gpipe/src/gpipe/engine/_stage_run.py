@@ -109,7 +109,7 @@ class StageRun:
         self._parameters, self._tied = parameters, tied
         self._checkpoint_stop = stop = run.size.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
-        self._late_losses = stop if isinstance(departure, Losses) else 0
+        self._late_losses = stop if isinstance(departure, Losses) and not departure.is_whole else 0
         self._recomputation = Recomputation(stage.module, stage.recomputation) if stop else None
         self._random = CellRNG(run.rng, 0, stage.numbers.start, module=stage.module)
         # Nothing is checkpointed in evaluation.
@@ -182,6 +182,12 @@ class StageRun:
         self._cells[i].backward_weight(self._sums)
         del self._cells[i]
 
+    def loss(self, i: int) -> None:
+        """Compute the loss of the whole mini-batch."""
+        assert isinstance(self._departure, Losses)
+        current.microbatch = None  # it is outside of all stages
+        self._departure.compute_whole()
+
     def compute(self, inputs: Activation) -> Activation:
         """The output of the layers for ``inputs``, which are leaves that the layers may still change in place."""
         if self._looks_for_hooks:
@@ -245,12 +251,15 @@ class StageRun:
         stage = self.stage
         # A cell may be interrupted before it has any inputs.
         inputs = getattr(self._cells.get(action.microbatch), "inputs", None)
+        place = f"micro-batch {action.microbatch} of {self._size.microbatches}, {action.kind}"
+        if action.kind == Kind.LOSS:
+            inputs, place = None, f"the loss of all {self._size.microbatches} micro-batches"
         # An error of a pipe inside a layer has this note already.
         is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
         add_note(
             error,
-            f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{self._size.microbatches}, {action.kind}; input: {shapes(inputs and inputs.value)}",
+            f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, {place}"
+            + ("" if action.kind == Kind.LOSS else f"; input: {shapes(inputs and inputs.value)}"),
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)

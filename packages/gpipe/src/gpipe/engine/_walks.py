@@ -21,25 +21,51 @@ class Size(NamedTuple):
     checkpoint_stops: tuple[int, ...]
 
 
-def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
-    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one."""
+def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) -> Walk:
+    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one.
+
+    ``has_loss`` says whether they include the loss of the whole mini-batch.
+    """
     if isinstance(schedule, Choice):
-        return _named(schedule.name, schedule.split, size)
-    return _own(schedule, size)
+        return _named(schedule.name, schedule.split, size, has_loss)
+    return _own(schedule, size, has_loss)
+
+
+@lru_cache(maxsize=64)
+def waits(schedule: Schedule | str, size: Size) -> bool:
+    """Whether under ``schedule`` the last stage begins no backward before its last forward."""
+    try:
+        whole = named(schedule, *size) if isinstance(schedule, str) else schedule
+        whole.with_loss()
+    except ValueError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=16)
-def _own(schedule: Schedule, size: Size) -> Walk:
+def _own(schedule: Schedule, size: Size, has_loss: bool) -> Walk:
     validate(schedule, size.microbatches, size.placement)
-    return schedule.recomputing(size.checkpoint_stops).on(size.placement)
+    whole = schedule.with_loss() if has_loss else schedule
+    return whole.recomputing(size.checkpoint_stops).on(size.placement)
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, split: tuple[int, ...], size: Size) -> Walk:
-    return named(name, *size, split).on(size.placement)
+def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> Walk:
+    whole = named(name, *size, split)
+    return (whole.with_loss() if has_loss else whole).on(size.placement)
 
 
 @lru_cache(maxsize=64)
-def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
-    forwards, backwards = halves(fill_drain(size.microbatches, len(size.placement), size.checkpoint_stops))
-    return forwards.on(size.placement), backwards.on(size.placement)
+def forwards(size: Size, *, has_loss: bool = False) -> Walk:
+    """All forwards, and perhaps the loss of the whole mini-batch behind them."""
+    alone = halves(fill_drain(*_numbers(size)))[0]
+    return (alone.with_loss() if has_loss else alone).on(size.placement)
+
+
+@lru_cache(maxsize=64)
+def backwards(size: Size) -> Walk:
+    return halves(fill_drain(*_numbers(size)))[1].on(size.placement)
+
+
+def _numbers(size: Size) -> tuple[int, int, tuple[int, ...]]:
+    return size.microbatches, len(size.placement), size.checkpoint_stops

@@ -70,12 +70,15 @@ def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dic
     return {name: rule for name, rule in spec.items() if name in kwargs}
 
 
-def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
-    """The micro-batches of ``value`` on ``device``, and what makes in-place changes known between both."""
+def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tuple[list[Batch], Versions]:
+    """The micro-batches of ``value`` on ``device``, and what makes in-place changes known between both.
+
+    ``least`` is the number of rows that each needs.
+    """
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     # Each view has its own version counter: a layer in place on one does not count as a change of the others.
-    return scatter_views(there, chunks, value.spec, value.root)
+    return scatter_views(there, chunks, value.spec, value.root, least=least)
 
 
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import Parameter, Signature
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,13 +38,46 @@ class Call(NamedTuple):
     target: Any
     arguments: dict[str, Any]
     loss_fn: LossFunction | None
-    reduction: str
+    reduction: str | None
     normalizer: float | Tensor | None
     return_outputs: bool
 
     @property
+    def trains(self) -> bool:
+        return self.method == "step"
+
+    @property
+    def divisor(self) -> float:
+        """The ``normalizer`` as a number, checked, with ``reduction``."""
+        if self.reduction not in (None, "mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', or left out; got {self.reduction!r}")
+        if self.normalizer is None:
+            return 1.0
+        divisor = _number(self.normalizer)
+        if divisor == 0:
+            raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
+        if self.reduction != "sum":
+            raise ValueError("normalizer goes with reduction='sum'; it is what the sum of all losses is divided by")
+        return divisor
+
+    @property
     def options(self) -> list[str]:
         return [*self._fields[4:], *(["schedule"] if self.method == "step" else [])]
+
+
+def given_to(call: Call) -> Any:
+    """The mini-batch of a call, not checked: :data:`NOTHING` if there is none."""
+    if not call.arguments:
+        return call.input
+    args, kwargs = Arguments((), {}) if call.input is NOTHING else as_arguments(call.input)
+    return Arguments(tuple(args), {**kwargs, **call.arguments})
+
+
+def _number(normalizer: Any) -> float:
+    is_one = isinstance(normalizer, Real) or (isinstance(normalizer, Tensor) and normalizer.numel() == 1)
+    if not is_one or (isinstance(normalizer, Tensor) and normalizer.is_complex()):
+        raise TypeError(f"normalizer must be a real number, or a tensor of one; got {normalizer!r}")
+    return float(normalizer)
 
 
 def called_with(layer: nn.Module, call: Call) -> Any:
@@ -58,8 +92,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
                 "layer takes keywords"
             )
         return call.input
-    args, kwargs = Arguments((), {}) if call.input is NOTHING else as_arguments(call.input)
-    inputs = Arguments(tuple(args), {**kwargs, **call.arguments})
+    inputs, kwargs = given_to(call), {} if call.input is NOTHING else as_arguments(call.input)[1]
     # Asked here and not left to the layer, which fails on a worker, after the batch was cut and moved.
     signature = signature_of(layer) or _ANYTHING
     problem = _problem(signature, inputs, call)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from microbatch import Batch, Split, Versions, rules
+from microbatch import Batch, Versions, unwrap
 
-from .._flatten._own_loss import OwnLoss, with_whole_count
+from .._flatten._ending import Ending
+from .._flatten._inputs import Inputs
+from .._flatten._own_loss import OwnLoss, with_whole_count, without_loss_only
 from .._flatten._segment import Segment
 from .._hooks import refuse_hooks
-from ..engine._loss_value import LossFunction
-from ..engine._losses import Losses, LossStage
-from ..engine._settings import with_settings
-from ..schedule import Schedule
+from ..engine._loss_value import LossFunction, own_loss
+from ..engine._losses import Losses, WholeLoss
+from ..engine._walks import Size, waits
+from ..schedule import SCHEDULES, Schedule
+from ..schedule._named import expect_schedule
 from ..values._leaves import Activation
-from ..values._sharing import gathered
+from ..values._sharing import gathered, gathered_activation
 from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, expect_grad_mode, losses_of, returned, tell_of_settings
+from ._rule import OF_ALL_ROWS, Rule, SeenSums, has_loss, of_model_under, rule_of, unlike
+from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
+
+_log = logging.getLogger("gpipe")
 
 
 class Stepping(Divided):
@@ -36,7 +44,11 @@ class Stepping(Divided):
     out_spec: Any
     _devices: list[torch.device]
     _chunks: int
+    _least_rows = 1
+    """The rows that a micro-batch needs: two if batch norm is deferred, which fails on one."""
     _told = False  # of settings that are seldom meant
+    _told_of_whole = False
+    _sums: SeenSums
 
     @property
     def chunks(self) -> int:
@@ -55,8 +67,8 @@ class Stepping(Divided):
         target: Any = None,
         *,
         loss_fn: LossFunction | None = None,
-        schedule: Schedule | str = "1f1b",
-        reduction: str = "mean",
+        schedule: Schedule | str | None = None,
+        reduction: str | None = None,
         normalizer: float | Tensor | None = None,
         return_outputs: bool = False,
         **arguments: Any,
@@ -123,8 +135,8 @@ class Stepping(Divided):
             is_patched = "forward" in vars(self)
             tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._combining(call):
-            batches, losses = self._with_losses(LossStage, call, schedule)
+        with ExitStack() as scope:
+            batches, losses = self._with_losses(call, schedule, scope)
             self._train(batches, losses, schedule)
             return self._returned(losses, batches, call)
 
@@ -136,7 +148,7 @@ class Stepping(Divided):
         target: Any = None,
         *,
         loss_fn: LossFunction | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         normalizer: float | Tensor | None = None,
         return_outputs: bool = False,
         **arguments: Any,
@@ -167,12 +179,14 @@ class Stepping(Divided):
         True
         """
         call = Call("evaluate", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._combining(call):
-            batches, losses = self._with_losses(Losses, call)
+        with ExitStack() as scope:
+            batches, losses = self._with_losses(call, None, scope)
             self._pipeline.evaluate(batches, losses)
             return self._returned(losses, batches, call)
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
+        if losses.is_sum and call.loss_fn is not None:
+            self._sums.add(call.loss_fn)
         return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
     def _ending(self) -> Segment | None:
@@ -189,47 +203,124 @@ class Stepping(Divided):
             return gathered(outputs, batches, self.out_spec)
         except ValueError:
             last = self._last_segment()
-            # Outputs are losses that the model computes itself: no out_spec combines them.
+            # Outputs are losses that the model computes itself.
             if last is not None and last.own_loss is not None and last.ending is None and self.out_spec is None:
-                raise last.own_loss.of_parts() from None
+                raise last.own_loss.refused() from None
             raise
-
-    def _own_loss(self, call: Call) -> OwnLoss | None:
-        """How losses that a flattened model computes itself are combined."""
-        last = self._last_segment()
-        return last.own_loss if last is not None and call.loss_fn is None else None
-
-    def _combining(self, call: Call) -> AbstractContextManager[None]:
-        own = self._own_loss(call)
-        return nullcontext() if own is None else with_settings(wanted=own)
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare)
-        batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
+        batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks, self._least_rows)
         expect_proportional(batches)
         return batches, versions
 
-    def _with_losses(
-        self, kind: type[Kind], call: Call, schedule: Schedule | str | None = None
-    ) -> tuple[list[Batch], Kind]:
-        self._expect_fit(kind, call)
+    def _with_losses(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> tuple[list[Batch], Losses]:
+        """The micro-batches of a call, and what computes their losses, in contexts that end with ``scope``."""
+        self._expect_fit(call)
         inputs = called_with(self._end(0), call)
-        # The versions of inputs matter to a later backward only, and a step has its backward inside.
         own = self._own_loss(call)
-        batches, _ = self._cut(self._checked(inputs, own))
-        return batches, losses_of(kind, call, batches, self._chunks, self._pipeline.stages[-1].device, own)
+        batches = self._cut_for_loss(inputs, own, schedule)
+        whole = self._is_whole(call, own, inputs, batches, schedule)
+        return batches, self._losses(call, own, inputs, batches, schedule, scope, whole=whole)
 
-    def _checked(self, inputs: Any, own: OwnLoss | None) -> Checked:
-        """The mini-batch of a step. A flattened model's number of items is not cut; ``own`` combines its losses."""
-        flattened = isinstance(self._end(0), Segment)
+    def _own_loss(self, call: Call) -> OwnLoss | None:
+        """How a flattened model computes its loss, if it does that itself."""
+        if call.loss_fn is not None:
+            return None
+        if (own := self._loss_of_model()) is not None:
+            expect_defaults(call)
+        return own
+
+    def _loss_of_model(self) -> OwnLoss | None:
+        last = self._last_segment()
+        return None if last is None else last.own_loss
+
+    def _adds_up(self, own: OwnLoss | None, inputs: Any) -> bool:
+        """Whether the losses of micro-batches that a model computes add up."""
         by_name = self.in_spec is None or isinstance(self.in_spec, Mapping)
-        found = checked(with_whole_count(inputs) if flattened and by_name else inputs, self.in_spec)
-        if own is not None and any(isinstance(rule, Split) and rule.counts is not None for rule in rules(*found)):
-            own.expect_counts()
-        return found
+        return own is not None and by_name and own.adds_up(inputs)
 
-    def _expect_fit(self, kind: type[Losses], call: Call) -> None:
-        if kind is LossStage:
+    def _cut_for_loss(self, inputs: Any, own: OwnLoss | None, schedule: Schedule | str | None) -> list[Batch]:
+        """The micro-batches. A flattened model's number of items is not cut; the loss of all rows needs none there."""
+        if isinstance(self._end(0), Segment) and (self.in_spec is None or isinstance(self.in_spec, Mapping)):
+            if own is not None and own.ending is not None and (not own.adds_up(inputs) or has_loss(schedule)):
+                inputs = without_loss_only(inputs)
+            else:
+                inputs = with_whole_count(inputs, None if own is None else own.convention)
+        # The versions of inputs matter to a later backward only, and a step has its backward inside.
+        return self._cut(checked(inputs, self.in_spec))[0]
+
+    def _rule(self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch]) -> Rule | None:
+        sums = call.loss_fn is not None and call.loss_fn in self._sums
+        return rule_of(call, batches, self.out_spec, returns_sums=sums, adds=self._adds_up(own, inputs))
+
+    def _unlike(self, call: Call, schedule: Schedule | str | None) -> Unlike:
+        return unlike(call, schedule)
+
+    def _is_whole(
+        self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch], schedule: Schedule | str | None
+    ) -> bool:
+        """Whether the loss is computed once, on the outputs of all micro-batches."""
+        if has_loss(schedule):
+            return True
+        if self._rule(call, own, inputs, batches) is not None:
+            return False
+        if schedule is None or schedule == "auto":
+            is_free = True
+        else:
+            expect_schedule(schedule, SCHEDULES)
+            stops = self._checkpoint_stops(len(batches))
+            is_free = waits(schedule, Size(len(batches), self._pipeline.placement, stops))
+        if not is_free and own is not None:
+            raise ValueError(of_model_under(own.model, schedule))
+        if own is None and call.loss_fn is None and len(batches) > 1:
+            return False  # the output itself is the loss of a micro-batch
+        return is_free
+
+    def _losses(
+        self,
+        call: Call,
+        own: OwnLoss | None,
+        inputs: Any,
+        batches: Sequence[Batch],
+        schedule: Schedule | str | None,
+        scope: ExitStack,
+        *,
+        whole: bool,
+    ) -> Losses:
+        """What computes the losses, where the last stage is."""
+        device = self._pipeline.stages[-1].device
+        if not whole:
+            error = self._unlike(call, schedule)
+            rule = self._rule(call, own, inputs, batches) or Rule(call.loss_fn or own_loss, None)
+            return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, error)
+        if own is not None and own.ending is not None:
+            return self._loss_of_ending(own.ending, inputs, batches, scope)
+        if own is not None and len(batches) > 1:
+            raise own.refused()
+        self._tell_of_whole(call, batches, schedule)
+        return whole_loss_of(call, batches, self.out_spec, device)
+
+    def _loss_of_ending(self, ending: Ending, inputs: Any, batches: Sequence[Batch], scope: ExitStack) -> WholeLoss:
+        """The loss that the model computes, of all rows, from what its modules returned for each micro-batch."""
+        last = self._last_segment()
+        assert last is not None
+        recording = scope.enter_context(last.recording(ending))
+        whole = Inputs.of(unwrap(inputs)[0])
+
+        def loss(found: Any) -> Any:
+            return own_loss(last.pick(last.whole(whole, found, recording)))
+
+        return WholeLoss(loss, (), partial(gathered_activation, batches=batches))
+
+    def _tell_of_whole(self, call: Call, batches: Sequence[Batch], schedule: Schedule | str | None) -> None:
+        """Log once that outputs of all micro-batches are kept, where nobody has asked for that."""
+        if call.trains and schedule is None and min(len(batches), len(self._balance)) > 1 and not self._told_of_whole:
+            self._told_of_whole = True
+            _log.warning(OF_ALL_ROWS)
+
+    def _expect_fit(self, call: Call) -> None:
+        if call.trains:
             expect_grad_mode()
         refuse_transforms()
         if not self._devices:
@@ -244,5 +335,5 @@ class Stepping(Divided):
             )
 
     @abstractmethod
-    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
         """Put the micro-batches through all stages and back."""

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
-from numbers import Real
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, Split, map_tensors, rules
+from microbatch import Batch, Split, map_tensors, rules, unwrap
 from streams import add_note
 
-from .._flatten._own_loss import OwnLoss
-from ..engine._loss_value import LossFunction, own_loss
-from ..engine._losses import Losses, LossStage
-from ..engine._weights import ObservedLoss
-from ..values._sharing import gathered
+from ..engine._loss_value import LossFunction, LossValue, own_loss
+from ..engine._losses import Losses, MicrobatchLosses, WholeLoss
+from ..values._sharing import gathered, gathered_activation
 from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
+from ._rule import Rule
 from ._signature import binds
 
 _log = logging.getLogger("gpipe")
-Kind = TypeVar("Kind", bound=Losses)
+Unlike = Callable[[LossValue], ValueError]
+Chunks = tuple[int, int]
+"""How many micro-batches a mini-batch is cut into at most, and how many rows each of them needs."""
 
 
 def expect_grad_mode() -> None:
@@ -56,30 +57,37 @@ def tell_of_settings(*, training: bool, chunks: int, stages: int, is_patched: bo
 
 
 def losses_of(
-    kind: type[Kind],
-    call: Call,
-    batches: Sequence[Batch],
-    chunks: int,
-    device: torch.device,
-    own: OwnLoss | None = None,
-) -> Kind:
-    """An object that computes the losses of ``batches``, on ``device``; ``own`` combines those of a model."""
-    loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+    call: Call, rule: Rule, batches: Sequence[Batch], chunks: Chunks, device: torch.device, error: Unlike
+) -> MicrobatchLosses:
+    """What computes the losses of ``batches`` on ``device``, each alone; ``error`` is for what the rule excludes."""
     arguments = _arguments(call.loss_fn, call.target, batches, chunks, device)
-    weights = _weights(batches, call.reduction, call.normalizer)
+    if rule.more is not None:
+        arguments = [(*own, *_moved(more, device)) for own, more in zip(arguments, rule.more, strict=True)]
     rows = [batch.rows for batch in batches]
-    if own is not None:
-        _expect_defaults(call)
-        return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
-    is_mean = call.reduction == "mean"
-    if is_mean and call.loss_fn is not None and len(batches) > 1:
-        loss_fn = ObservedLoss(call.loss_fn)
-        arguments = [(*own, share) for own, share in zip(arguments, weights, strict=True)]
-    return kind(loss_fn, arguments, weights, rows, keep_outputs=call.return_outputs, is_mean=is_mean)
+    keeps = call.return_outputs
+    weights = None if rule.weights is None else _moved(rule.weights, device)
+    return MicrobatchLosses(rule.loss_fn, arguments, weights, rows, unlike=error, keep_outputs=keeps)
 
 
-def _expect_defaults(call: Call) -> None:
-    if call.reduction != "mean" or call.normalizer is not None:
+def _moved(values: Sequence[Any], device: torch.device) -> list[Any]:
+    return [value.to(device) if isinstance(value, Tensor) else value for value in values]
+
+
+def whole_loss_of(call: Call, batches: Sequence[Batch], out_spec: Any, device: torch.device) -> WholeLoss:
+    """What computes the loss of the mini-batch on ``device``, once, on the joined outputs of ``batches``."""
+    loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+    arguments: tuple[Any, ...] = () if takes_output_alone(call.loss_fn, call.target) else (None,)
+    if call.target is not None:
+        target, _ = unwrap(call.target, None, "target")
+        # A gradient of the target would have no way back from this device.
+        arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
+    join = partial(gathered_activation, batches=batches, spec=out_spec)
+    return WholeLoss(loss_fn, arguments, join, weight=1.0 / call.divisor, keep_outputs=call.return_outputs)
+
+
+def expect_defaults(call: Call) -> None:
+    """Raise ValueError if a call without a ``loss_fn`` has arguments that go with one."""
+    if call.reduction is not None or call.normalizer is not None:
         raise ValueError(
             "reduction= and normalizer= go with a loss_fn; the model computes this loss, which is that of the whole "
             "mini-batch, also if num_items_in_batch is given: leave them out"
@@ -105,13 +113,13 @@ def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
     try:
         return gathered([losses.outputs[i] for i in range(len(batches))], batches, out_spec)
     except (TypeError, ValueError) as error:
-        if isinstance(losses, LossStage):
+        if losses.trains:
             add_note(error, "the step itself is complete: its gradients are in .grad")
         raise
 
 
 def _arguments(
-    loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
+    loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: Chunks, device: torch.device
 ) -> list[tuple[Any, ...]]:
     alone = takes_output_alone(loss_fn, target)
     if target is None:
@@ -148,35 +156,12 @@ def _takes(loss_fn: LossFunction, count: int) -> bool:
         return True
 
 
-def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
-    """The weight of each micro-batch in the loss of the mini-batch."""
-    divisor = 1.0 if normalizer is None else _number(normalizer)
-    if divisor == 0:
-        raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
-    if reduction == "sum":
-        return [1.0 / divisor] * len(batches)
-    if reduction != "mean":
-        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
-    if normalizer is not None:
-        raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
-    # The first number of rows is that of the samples, also where other tensors have several rows for each.
-    rows = [batch.rows[0] for batch in batches]
-    return [row / max(1, sum(rows)) for row in rows]
-
-
-def _number(normalizer: Any) -> float:
-    is_one = isinstance(normalizer, Real) or (isinstance(normalizer, Tensor) and normalizer.numel() == 1)
-    if not is_one or (isinstance(normalizer, Tensor) and normalizer.is_complex()):
-        raise TypeError(f"normalizer must be a real number, or a tensor of one; got {normalizer!r}")
-    return float(normalizer)
-
-
-def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
+def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: Chunks) -> list[Any]:
     value = checked(target, None, "target")
     # The loss is computed where the outputs are; a gradient of the target would have no way back from there.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
     if value.spec is not None and not any(isinstance(rule, Split) for rule in rules(*value)):
         return [map_tensors(lambda tensor: tensor.to(device), detached.bare)] * len(inputs)
-    targets, _ = cut(detached, device, chunks)
+    targets, _ = cut(detached, device, *chunks)
     expect_same_rows(targets, inputs)
     return [batch.value for batch in targets]

@@ -4,9 +4,11 @@ A **program** lists the actions of one stage in order; a **schedule** holds the 
 :meth:`gpipe.GPipe.step`. In text an action is a letter and its micro-batch::
 
     F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
+
+``C`` is the loss of the whole mini-batch (the criterion), on all micro-batches.
 """
 
-from ._actions import Action, Kind, Program, Step, Walk, requirement
+from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, requirement
 from ._builders import (
     clock_cycles,
     dualpipev,
@@ -29,6 +31,7 @@ from ._validate import in_flight, validate
 
 __all__ = [
     "CHECKPOINT_MODES",
+    "LOSS_OF_ALL",
     "SCHEDULES",
     "SPLITTING",
     "SPLIT_SECONDS",

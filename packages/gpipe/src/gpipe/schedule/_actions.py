@@ -15,6 +15,7 @@ class Kind(str, Enum):
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    LOSS = "loss"
 
     # Enum would use the hash of the member's name; a dict would then not find "forward".
     __hash__ = str.__hash__
@@ -31,17 +32,22 @@ class Kind(str, Enum):
         return self.replace("_", " ")
 
 
-_LETTERS = dict(zip(Kind, "FRBIW", strict=True))
+_LETTERS = dict(zip(Kind, "FRBIWC", strict=True))
 
 
 class Action(NamedTuple):
-    """One action of a stage on one micro-batch."""
+    """One action of a stage on one micro-batch; :data:`LOSS_OF_ALL` is one on all of them."""
 
     kind: Kind
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{Kind(self.kind).letter}{self.microbatch}"
+        letter = Kind(self.kind).letter
+        return letter if self.kind == Kind.LOSS else f"{letter}{self.microbatch}"
+
+
+LOSS_OF_ALL = Action(Kind.LOSS, 0)
+"""The loss of the whole mini-batch (C, the criterion): the last stage computes it between forwards and backwards."""
 
 
 class Step(NamedTuple):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
-from ._actions import Action, Kind, Program, Step, Walk, deadlock, requirement
+from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, deadlock, requirement
 from ._modes import Stops, stop_of_each
 
 
@@ -119,6 +119,41 @@ class Schedule(tuple[Program, ...]):
         return Schedule(programs_of(lines, len(self)), None if self.walk is None else lines)
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the loss of the whole mini-batch is one of the actions."""
+        return any(LOSS_OF_ALL in program for program in self)
+
+    def with_loss(self) -> Schedule:
+        """The same schedule, with the loss of the whole mini-batch behind the last forward of the last stage.
+
+        Returns:
+            A new schedule; this one if it has that action.
+
+        Raises:
+            ValueError: the last stage begins a backward before its last forward, so that it cannot wait for that loss.
+
+        >>> print(Schedule.parse("F0 F1 B1 B0").with_loss())
+        F0 F1 C B1 B0
+        """
+        if self.has_loss or not len(self):
+            return self
+        kinds = [kind for kind, _ in self[-1]]
+        end = max((k for k, kind in enumerate(kinds, start=1) if kind == Kind.FORWARD), default=0)
+        if any(kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for kind in kinds[:end]):
+            early = next(action for action in self[-1] if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+            raise ValueError(
+                f"the last stage does {early} before its last forward, {self[-1][end - 1]}, and the loss of the whole "
+                "mini-batch needs all forwards"
+            )
+        last = len(self) - 1
+        forwards = {Step(last, action) for action in self[last][:end] if action.kind == Kind.FORWARD}
+        lines = []
+        for line in self._lines:
+            place = max((k for k, step in enumerate(line, start=1) if step in forwards), default=0)
+            lines.append((*line[:place], Step(last, LOSS_OF_ALL), *line[place:]) if place else line)
+        return Schedule(programs_of(lines, len(self)), None if self.walk is None else tuple(lines))
+
+    @property
     def _lines(self) -> Walk:
         return self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
 
@@ -128,7 +163,7 @@ class Schedule(tuple[Program, ...]):
         return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
 
 
-_WORD = re.compile(r"([FRBIW])(\d+)(?:@(\d+))?")
+_WORD = re.compile(r"(?:([FRBIW])(\d+)|(C))(?:@(\d+))?")
 
 
 def _read(word: str, worker: int, line: int) -> Step:
@@ -136,11 +171,11 @@ def _read(word: str, worker: int, line: int) -> Step:
     if match is None:
         raise ValueError(
             f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters "
-            f"{' '.join(kind.letter for kind in Kind)}, a micro-batch, and perhaps @stage, as in F0 or B3@2"
+            "F R B I W, a micro-batch, and perhaps @stage, as in F0 or B3@2, or C for the loss of the whole mini-batch"
         )
-    letter, microbatch, stage = match.groups()
-    kind = next(kind for kind in Kind if kind.letter == letter)
-    return Step(worker if stage is None else int(stage), Action(kind, int(microbatch)))
+    letter, microbatch, loss, stage = match.groups()
+    kind = next(kind for kind in Kind if kind.letter == (letter or loss))
+    return Step(worker if stage is None else int(stage), Action(kind, int(microbatch or 0)))
 
 
 def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
@@ -162,7 +197,7 @@ def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
     return None if len(on) == len(walk) else walk
 
 
-def programs_of(walk: Walk, stages: int) -> list[Program]:
+def programs_of(walk: Sequence[tuple[Step, ...]], stages: int) -> list[Program]:
     found: list[list[Action]] = [[] for _ in range(stages)]
     for stage, action in chain.from_iterable(walk):
         found[stage].append(action)

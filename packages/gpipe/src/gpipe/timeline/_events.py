@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schedule import Kind
+from ..schedule import Action, Kind, Step
 
 
 @dataclass(frozen=True)
 class Event:
-    """One action of a stage on a micro-batch.
+    """One action of a stage on a micro-batch, or on all of them.
 
     Attributes:
-        stage, microbatch, kind: the action.
+        stage, microbatch, kind: the action; the loss of the whole mini-batch has micro-batch 0.
         device: the device of the stage, as text.
         start, end: in seconds from the start of the run.
         wait: the seconds that the worker was idle before, waiting for a link.
@@ -40,4 +40,8 @@ class Event:
         return self.end - self.start
 
     def __str__(self) -> str:
-        return f"{self.kind.letter}{self.microbatch}@{self.stage}"
+        return str(Step(self.stage, self.action))
+
+    @property
+    def action(self) -> Action:
+        return Action(self.kind, self.microbatch)

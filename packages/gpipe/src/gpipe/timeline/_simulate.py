@@ -150,7 +150,7 @@ def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
             now[j] += bare if (j, i) in recomputed else whole
         elif kind == Kind.RECOMPUTE:
             now[j] += whole - bare
-        elif kind != Kind.BACKWARD_INPUT:  # the part for the weights still reads what was saved
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):  # the part for the weights still reads what was saved
             now[j] -= whole
         found[step] = now[j]
     return found

@@ -27,6 +27,7 @@ COLOURS: dict[Kind, str] = {
     Kind.BACKWARD: "#6fc793",
     Kind.BACKWARD_INPUT: "#b394e6",
     Kind.BACKWARD_WEIGHT: "#f6b3cd",
+    Kind.LOSS: "#f0976a",
 }
 
 _STYLE = """
@@ -96,7 +97,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
         f'<rect class="cell" x="{x:.2f}" y="{top}" width="{drawn:.2f}" height="{LANE}" fill="{COLOURS[event.kind]}" '
         f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin))}</title></rect>'
     )
-    name = f"{event.kind.letter}{event.microbatch}"
+    name = str(event.action)
     # A letter is about 0.65 of the type's size wide; type below 6.5 pixels cannot be read.
     size = min(10.0, (width - 2) / (0.65 * len(name)))
     if size >= 6.5:
@@ -109,8 +110,9 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
 def describe(event: Event, begin: float) -> str:
     """The text of a cell's title."""
     held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
+    microbatch = "all" if event.kind == Kind.LOSS else event.microbatch
     return (
-        f"stage: {event.stage} ({event.layers})\nmicro-batch: {event.microbatch}\nkind: {event.kind.label}\n"
+        f"stage: {event.stage} ({event.layers})\nmicro-batch: {microbatch}\nkind: {event.kind.label}\n"
         f"device: {event.device}\nstart: {format_seconds(event.start - begin)}\n"
         f"duration: {format_seconds(event.seconds)}\nwaited: {format_seconds(event.wait)}\n"
         f"moved: {format_bytes(event.bytes_moved)}\nkept after: {held}"

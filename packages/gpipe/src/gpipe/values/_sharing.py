@@ -144,4 +144,12 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
     return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
 
 
+def gathered_activation(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Activation:
+    """The output as an activation, with a graph that leads to those of micro-batches."""
+    if len(outputs) == 1:
+        return outputs[0]
+    whole = Activation(gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec))
+    return with_marks(whole, [SHARED * (SHARED in marks) for marks in zip(*map(marks_of, outputs), strict=True)])
+
+
 _value, _rows, _marks = attrgetter("value"), attrgetter("rows"), attrgetter("marks")

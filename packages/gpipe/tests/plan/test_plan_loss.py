@@ -1,0 +1,219 @@
+"""Plans for a loss of each micro-batch, and for one that is computed once, on the outputs of all rows."""
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import Arguments, Infeasible, LossSum, Plan, inline, plan
+from gpipe._plan._arguments import SCHEDULES, placed
+from gpipe._plan._costs import Measured
+from gpipe._plan._loss import WAITING
+from gpipe._plan._search import search
+from gpipe.engine._walks import Size, waits
+from gpipe.simulate import simulate
+from profiler import Profile, profile
+
+from ..flatten.test_own_loss import Model, contrast, tokens
+from ..layers import assert_same
+from ..plans import everything, few, measurements, space_of
+
+CPUS, WIDTH, ROWS = ["cpu", "cpu"], 48, 64
+
+
+def root(output: Tensor, target: Tensor) -> Tensor:
+    """The losses of micro-batches do not add up to it."""
+    return (output - target).square().mean().sqrt()
+
+
+def summed(output: Tensor, target: Tensor):
+    return LossSum((output - target).square().sum(), output.numel())
+
+
+def annotated(output: Tensor, target: Tensor) -> LossSum:
+    return summed(output, target)
+
+
+class Counts(nn.Module):
+    """With a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Any, ...]:
+        return summed(output * self.scale, target), {"largest": output.max()}
+
+
+EACH: dict[str, dict[str, Any]] = {
+    "torch's own": {"loss_fn": F.mse_loss},
+    "a module of torch": {"loss_fn": nn.MSELoss()},
+    "with keywords": {"loss_fn": partial(F.smooth_l1_loss, beta=0.5)},
+    "annotated": {"loss_fn": annotated},
+    "seen": {"loss_fn": summed},
+    "seen with metrics, a module": {"loss_fn": Counts()},
+    "said to be a mean": {"loss_fn": lambda output, target: (output - target).square().mean(), "reduction": "mean"},
+    "said to be a sum": {"loss_fn": lambda output, target: (output - target).square().sum(), "reduction": "sum"},
+}
+ONCE: dict[str, dict[str, Any]] = {
+    "of rows together": {"loss_fn": root},
+    "torch's own, called": {"loss_fn": lambda output, target: F.mse_loss(output, target)},
+    "with metrics": {"loss_fn": lambda output, target: (root(output, target), {"largest": output.max()})},
+}
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def made(devices: Any = CPUS, **given: Any) -> Plan:
+    x, y = batch()
+    return plan(model(), x, devices, target=y, **{"chunks": 4, "calibrate": False, **given})
+
+
+@pytest.fixture(scope="module")
+def known() -> Profile:
+    return profile(model(), batch()[0], device="cpu", rows=[16, 32], timeout=0.01, split_backward=True)
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
+def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> None:
+    devices, options = CPUS, {}
+    if way == "a profile is given":
+        options = {"profile": known}
+    elif way == "devices are not there":
+        devices = "2x1GB"
+    found = made(devices, **EACH[name], **options, schedule="1f1b")
+    assert (found.schedule, found.whole_loss) == ("1f1b", False)
+    assert "the loss is computed for each micro-batch" in str(found)
+
+
+@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
+def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, known: Profile) -> None:
+    devices, options = CPUS, {}
+    if way == "a profile is given":
+        options = {"profile": known}
+    elif way == "devices are not there":
+        devices = "2x1GB"
+    found = made(devices, **ONCE[name], **options)
+    assert (found.schedule, found.whole_loss) == ("fill_drain", True)
+    assert "the loss is computed once, on the outputs of all rows" in str(found)
+    assert {other.schedule for other in found.alternatives} <= {*WAITING}
+    assert [str(event) for event in found.timeline.events].count("C@1") == 1
+    assert Plan.from_json(found.to_json()) == found
+    for schedule in set(SCHEDULES) - {*WAITING, "interleaved", "interleaved_zero_bubble", "zbv"}:
+        with pytest.raises(ValueError, match=rf"schedule='{schedule}' begins backwards .*LossSum.*reduction=.*F\."):
+            made(devices, **ONCE[name], **options, schedule=schedule)
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_planned_pipe_with_a_loss_of_all_rows_trains_like_the_model_and_takes_the_bytes(calibrate: bool) -> None:
+    plain, (x, y) = model(), batch()
+    found = plan(plain, x, CPUS, target=y, loss_fn=root, chunks=4, calibrate=calibrate)
+    assert "one step of the engine" in found.notes[-1]
+    with closing(found.build(copy.deepcopy(plain))) as pipe:
+        value = pipe.step(x, y, loss_fn=root, **found.step_arguments)
+        expected = root(plain(x), y)
+        expected.backward()
+        torch.testing.assert_close(value, expected.detach())
+        assert_same(pipe, plain)
+        with inline():
+            shown = found.verify(x, y)
+    assert shown.byte_ratios == pytest.approx([1, 1], rel=0.1)
+    assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks + 1
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
+    plain, (x, y) = model(), batch()
+    found = plan(plain, x, CPUS, target=y, **EACH[name], chunks=2)
+    with closing(found.build(plain)) as pipe, inline():
+        assert len(found.verify(x, y).timeline.events) == 2 * 2 * found.chunks
+        with pytest.raises(ValueError, match="loss_fn returned a scalar, of which is not known how"):
+            replace(found, schedule="1f1b").verify(x, y, loss_fn=root, pipe=pipe)
+
+
+def test_what_is_short_for_all_outputs_is_enough_for_those_of_some_micro_batches() -> None:
+    """The error says so."""
+    wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 100 * WIDTH))
+    given = {"chunks": 8, "checkpoint": "never", "calibrate": False, "optimizer": "sgd"}
+    x = torch.randn(16 * ROWS, WIDTH)
+
+    def planned(**options: Any) -> Plan:
+        return plan(wide, x, CPUS, loss_fn=lambda output: output.square().mean(), **given, **options)
+
+    once, each = (
+        max(need.total for need in planned(**options).predicted.bytes) for options in ({}, {"reduction": "mean"})
+    )
+    assert each < 0.7 * once
+    with pytest.raises(Infeasible, match=r"what would fit: .*a loss_fn that returns gpipe\.LossSum"):
+        planned(memory=round((each + once) / 2))
+    assert planned(memory=round((each + once) / 2), reduction="mean")
+
+
+def test_the_schedules_that_can_wait_are_those_that_do() -> None:
+    layouts = [(name, placement) for placement, names in placed(SCHEDULES, 2, 4).items() for name in names]
+    able = {name for name, placement in layouts if waits(name, Size(8, placement, (0,) * len(placement)))}
+    assert able == {*WAITING}
+
+
+@few
+@given(measurements(most_layers=4), st.booleans())
+def test_a_loss_of_all_rows_is_replayed_as_it_is_simulated_and_is_never_hidden(measured: Measured, bare: bool) -> None:
+    def with_loss(found: Profile) -> Profile:
+        return replace(found, loss=found.layers[0], others=tuple(map(with_loss, found.others)))
+
+    known = replace(measured, profile=measured.profile if bare else with_loss(measured.profile))
+    each = replace(space_of(known), schedules=WAITING, modes=("never",))
+    once = replace(each, measured=replace(known, whole_loss=True))
+    for found in search([once]):
+        stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
+        assert found.program(found.chunks).has_loss
+        replayed = simulate(found.program(found.chunks), stages, transfer=hops[1:]).makespan
+        assert found.seconds == pytest.approx(replayed + measured.step)
+        assert [stage.loss > 0 for stage in stages] == [False] * (len(stages) - 1) + [True]
+    # Nothing overlaps with it, and it holds the outputs of all micro-batches.
+    for one, other in zip(everything(once), everything(each), strict=True):
+        assert one.seconds >= other.seconds * (1 - 1e-9)
+        assert one.fullest >= other.fullest
+
+
+LOSSES: dict[bool, Callable[..., Tensor]] = {False: tokens, True: contrast}
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_loss_of_a_flattened_model(whole: bool, calibrate: bool) -> None:
+    """It is computed for each micro-batch by the convention of ``num_items_in_batch``, else once."""
+    torch.manual_seed(0)
+    plain = Model(LOSSES[whole], torch.float32)
+    inputs = {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))}
+    sample = Arguments((), inputs)
+    found = plan(plain, sample, CPUS, chunks=4, calibrate=calibrate)
+    assert found.whole_loss == whole
+    assert "one step of the engine" in found.notes[-1]
+    with closing(found.build(copy.deepcopy(plain), sample=sample)) as pipe:
+        value = pipe.step(**inputs, **found.step_arguments)
+        torch.testing.assert_close(value, plain(**inputs)["loss"].detach())
+        with inline():
+            assert found.verify(sample).byte_ratios == pytest.approx([1, 1], rel=0.15)
+    if whole:
+        with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' begins backwards"):
+            plan(plain, sample, CPUS, chunks=4, schedule="1f1b", calibrate=False)
+    with pytest.raises(ValueError, match="reduction= and normalizer= go with a loss_fn"):
+        plan(plain, sample, CPUS, chunks=4, reduction="mean", calibrate=False)
