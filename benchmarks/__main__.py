@@ -25,6 +25,7 @@ PARTS = {
     "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
     "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
+    "losses": ("whole_loss.run", "a loss computed once on all rows, beside a call and 1F1B"),
     "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
     "calls": ("calls.run", "how many calls a cell makes, and where the engine's microseconds go"),
     "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),

@@ -6,9 +6,10 @@ the order of things, and nothing of two threads on one machine: the quotient is 
 two-thread scaling, measured in the same rounds. Memory is given back to the system and faulted in again in every step,
 unless `streams.keep_memory()` tells the C library to keep it.
 
-Plans: each model is planned for two CPU stages, with and without the calibration; then it is built, and `Plan.verify`
-trains it for a few steps. True bytes are those of all storages that a stage makes, with parameters and buffers. And
-what a plan chooses stands beside the fastest of all balances, numbers of chunks and schedules.
+Plans: each model is planned for two CPU stages, with and without the calibration, and also with a loss that is computed
+once, on the outputs of all rows. Then it is built, and `Plan.verify` trains it for a few steps. True bytes are those of
+all storages that a stage makes, with parameters and buffers. And what a plan chooses stands beside the fastest of all
+balances, numbers of chunks and schedules.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ from .workloads import CASES, SMALL_CASES, Case
 
 CHUNKS = 8
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
+MEAN: dict[str, Any] = {"reduction": "mean"}
+"""What is known of the losses of all cases."""
+
+ONCE: dict[str, Any] = {"reduction": None}
+"""As if it were not: then the loss is computed once, on the outputs of all rows."""
+
 HEADINGS = (
     "D=B",
     "allocator",
@@ -138,13 +145,14 @@ def _predictions(quick: bool) -> Report:
     found: dict[str, list[float]] = {}
     inside: dict[str, list[bool]] = {}
     for name in ["LSTM tagger"] if quick else CASES:
-        for given in ({}, {"schedule": "fill_drain", "checkpoint": "always"}):
+        for given in ({}, {"schedule": "fill_drain", "checkpoint": "always"}, ONCE):
             for calibrate in (False, True):
                 shown = _verified(name, calibrate, given)
                 if shown is None:
                     continue
                 plan, verified = shown
-                how = f"{plan.schedule}, m={plan.chunks}, {plan.balance}, {'/'.join(plan.checkpoint)}"
+                loss = ", one loss" if plan.whole_loss else ""
+                how = f"{plan.schedule}, m={plan.chunks}, {plan.balance}, {'/'.join(plan.checkpoint)}{loss}"
                 quotients = [verified.ratio, *verified.byte_ratios]
                 seconds = f"{verified.seconds * 1e3:.1f} ms"
                 low, high = plan.predicted.seconds.low, plan.predicted.seconds.high
@@ -164,7 +172,9 @@ def _predictions(quick: bool) -> Report:
 def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, Any] | None:
     torch.manual_seed(0)
     case = CASES[name]()
-    plan = gpipe.plan(case.model, case.x, ["cpu"] * 2, target=case.y, loss_fn=case.loss, calibrate=calibrate, **given)
+    # A function around it is no loss of torch: without reduction= it is computed once.
+    loss = {"loss_fn": lambda output, target: case.loss(output, target), **MEAN, **given}
+    plan = gpipe.plan(case.model, case.x, ["cpu"] * 2, target=case.y, calibrate=calibrate, **loss)
     pipe = plan.build(case.model)
     try:
         return plan, plan.verify(case.x, case.y)
@@ -294,7 +304,7 @@ def _raced(case: Case, quick: bool) -> tuple[int, Way, Way, dict[Way, list[float
 
 def _planned(case: Case, chunks: tuple[int, ...]) -> Way:
     plan = gpipe.plan(
-        case.model, case.x, ["cpu"] * 2, target=case.y, loss_fn=case.loss, chunks=chunks, checkpoint="never"
+        case.model, case.x, ["cpu"] * 2, target=case.y, loss_fn=case.loss, chunks=chunks, checkpoint="never", **MEAN
     )
     return Way(tuple(plan.balance), plan.chunks, plan.schedule)
 
@@ -302,7 +312,7 @@ def _planned(case: Case, chunks: tuple[int, ...]) -> Way:
 def _step_by(pipe: GPipe, way: Way, case: Case) -> None:
     pipe.chunks = way.chunks
     pipe.zero_grad()
-    pipe.step(case.x, case.y, loss_fn=case.loss, schedule=way.schedule)
+    pipe.step(case.x, case.y, loss_fn=case.loss, schedule=way.schedule, **MEAN)
 
 
 def _seconds(steps: dict[Way, Callable[[], None]], rounds: int) -> dict[Way, list[float]]:

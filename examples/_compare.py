@@ -40,18 +40,21 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Inputs, targets, and a loss function as PyTorch's are."""
+    """Inputs, targets, and a loss function like PyTorch's; ``reduction`` states how losses of micro-batches add up."""
 
     inputs: Tensor
     targets: Tensor
     loss_fn: Callable[[Tensor, Tensor], Tensor]
+    reduction: str | None = None
 
     def loss(self, model: nn.Module) -> Tensor:
         output = model(self.inputs.to(next(model.parameters()).device))
         return self.loss_fn(output, self.targets.to(output.device))
 
     def step(self, pipe: GPipe, schedule: str) -> Tensor:
-        loss: Tensor = pipe.step(self.inputs, self.targets, loss_fn=self.loss_fn, schedule=schedule)
+        loss: Tensor = pipe.step(
+            self.inputs, self.targets, loss_fn=self.loss_fn, reduction=self.reduction, schedule=schedule
+        )
         return loss
 
 

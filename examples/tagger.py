@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = tagger(options.width, options.layers)
     plain = copy.deepcopy(model)
 
-    task = MiniBatch(letters[: options.batch], tags[: options.batch], cross_entropy)
+    task = MiniBatch(letters[: options.batch], tags[: options.batch], cross_entropy, reduction="mean")
     pipe = GPipe(
         model, uniform(len(options.devices), model), devices=options.devices, chunks=options.chunks, checkpoint="never"
     )
@@ -96,7 +96,7 @@ def tagger(width: int, layers: int) -> nn.Sequential:
 
 
 def cross_entropy(output: Tensor, tags: Tensor) -> Tensor:
-    """The mean over all letters. All rows are as long, so it is the mean over rows that a pipeline needs too."""
+    """Return the mean over all letters, which is a mean over rows, since all rows have the same length."""
     return F.cross_entropy(output.flatten(0, 1), tags.flatten())
 
 
@@ -132,7 +132,7 @@ def fit(pipe: GPipe, letters: Tensor, tags: Tensor, options: argparse.Namespace)
     for _ in track(range(options.steps), "training", console=console):
         chosen = torch.randint(len(letters), (options.batch,))
         optimizer.zero_grad()
-        pipe.step(letters[chosen], tags[chosen], loss_fn=cross_entropy)
+        pipe.step(letters[chosen], tags[chosen], loss_fn=cross_entropy, reduction="mean")
         optimizer.step()
         schedule.step()
     return optimizer

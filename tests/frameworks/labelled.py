@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import CLASSES, EVERY, Family
+from .families import CLASSES, EVERY, SEEING, SIZES, SPECIAL, Family, pictures, text
 from .table import set_dropout
 
 Batch = dict[str, Any]
@@ -48,10 +48,45 @@ def answers(inputs: Batch, padded: bool) -> Batch:
     return {"start_positions": start, "end_positions": end}
 
 
+def kinds(inputs: Batch, padded: bool) -> Batch:
+    """Each row may be of several classes."""
+    rows = len(inputs["input_ids"])
+    return {"labels": (torch.arange(rows * 5).reshape(rows, 5) % 3 == 0).double()}
+
+
+def sentences(inputs: Batch, padded: bool) -> Batch:
+    return {**words(inputs, padded), "next_sentence_label": torch.arange(len(inputs["input_ids"])) % 2}
+
+
+def characters(inputs: Batch, padded: bool) -> Batch:
+    rows = len(inputs["input_values"])
+    found = 1 + torch.arange(rows * 6).reshape(rows, 6) % 30
+    for k, row in enumerate(found if padded else ()):
+        row[1 + k % 5 :] = -100
+    return {"labels": found}
+
+
+def pairs(inputs: Batch, padded: bool) -> Batch:
+    """Nothing: each text is compared with each picture."""
+    return {"return_loss": True}
+
+
 def bert(task: str, **settings: Any) -> Family:
     return EVERY["BERT"]._replace(model=f"BertFor{task}", settings={**CLASSES, **settings})
 
 
+def balanced(family: Family) -> Family:
+    """With a loss of experts that are used unevenly, by what the routers of all tokens return."""
+    return family._replace(settings={**family.settings, "output_router_logits": True, "router_aux_loss_coef": 0.5})
+
+
+SIGLIP = Family(
+    "SiglipModel",
+    {"text_config": {**SIZES, **SPECIAL, "projection_size": 32}, "vision_config": SEEING},
+    lambda rows: {**text(rows), **pictures(rows)},
+    by_micro_batch=True,
+)
+LETTERS = {"vocab_size": 32, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True}
 Labels = Callable[[Batch, bool], Batch]
 CASES: dict[str, tuple[Family, Labels]] = {
     **{
@@ -68,20 +103,31 @@ CASES: dict[str, tuple[Family, Labels]] = {
     "BERT answers": (bert("QuestionAnswering", num_labels=2), answers),
     "BERT regression": (bert("SequenceClassification", num_labels=1), targets),
     "Llama classes": (EVERY["Llama"]._replace(model="LlamaForSequenceClassification"), classes),
+    "BERT several classes": (bert("SequenceClassification", problem_type="multi_label_classification"), kinds),
+    "BERT sentences": (bert("PreTraining"), sentences),
+    "Qwen3-MoE": (EVERY["Qwen3-MoE"], words),
+    "Mixtral balanced": (balanced(EVERY["Mixtral"]), words),
+    "Qwen3-MoE balanced": (balanced(EVERY["Qwen3-MoE"]), words),
+    "Wav2Vec2 characters": (
+        EVERY["Wav2Vec2"]._replace(model="Wav2Vec2ForCTC", settings={**EVERY["Wav2Vec2"].settings, **LETTERS}),
+        characters,
+    ),
+    "CLIP": (EVERY["CLIP"], pairs),
+    "SigLIP": (SIGLIP, pairs),
 }
 
 
-BRANCHING = ("DeBERTa v2",)
-"""Their loss is a constant where no label counts: a micro-batch without labels is refused."""
 PACKED = ("GPT-2", "Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma 3", "OPT", "Falcon", "GPT-NeoX")
 """They take positions, which begin again with each document of a row."""
+ADDS = (*PACKED, "Mamba", "BLOOM", "Qwen3-MoE", "ViT", "Swin")
+"""Their losses of micro-batches add up, by the convention of ``num_items_in_batch``; others are computed once."""
 BATCHES = [(name, kind) for name in CASES for kind in ("unpadded", "padded", "packed")]
 BATCHES = [(name, kind) for name, kind in BATCHES if kind != "packed" or name in PACKED]
 
 
 def batch_of(name: str, rows: int, kind: str) -> Batch:
     family, labels = CASES[name]
-    inputs = family.inputs(rows)
+    inputs: Batch = dict(family.inputs(rows))
     if kind == "packed":
         positions = torch.tensor([*range(7), *range(5)]).expand(rows, -1)
         inputs = {"input_ids": inputs["input_ids"], "position_ids": positions, "use_cache": False}

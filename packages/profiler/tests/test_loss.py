@@ -25,7 +25,8 @@ def test_bytes_of_cross_entropy(device, chunks):
     assert (found.loss.seconds is None) == (device == "meta")
 
 
-def test_a_loss_that_is_a_module_and_one_that_counts():
+@pytest.mark.parametrize("rest", [(), ({"hits": 1},)])
+def test_a_loss_that_is_a_module_and_one_that_counts(rest):
     class Head(nn.Module):
         def __init__(self):
             super().__init__()
@@ -33,7 +34,8 @@ def test_a_loss_that_is_a_module_and_one_that_counts():
 
         def forward(self, output, target):
             assert torch.equal(target["mask"], Y > 1)
-            return (output * self.weight).square().sum(), target["mask"].sum()
+            found = (output * self.weight).square().sum(), target["mask"].sum()
+            return (found, *rest) if rest else found
 
     found = profile(MODEL, X, device="cpu", loss_fn=Head(), target={"mask": Y > 1}, timeout=1e-6)
     assert (found.loss.kind, found.loss.trainable_bytes) == ("Head", 5 * 4)

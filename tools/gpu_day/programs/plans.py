@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 import gpipe
 
-from .common import gpus, head, mean_square, network, row, step, synchronize, transformer, two_devices
+from .common import gpus, head, mean_square, network, row, synchronize, transformer, two_devices
 
 
 def main() -> None:
@@ -25,21 +26,24 @@ def main() -> None:
         "linear layers": (network(width), torch.randn(options.rows * 8, width)),
         "transformer": (transformer(width, 0.0), torch.randn(options.rows, options.length, width)),
     }
-    head("model", "stages", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
+    head("model", "stages", "loss", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
     for name, (model, x) in models.items():
-        for places in ([device], [device, device]):
-            row(name, " ".join(map(str, places)), *measured(copy.deepcopy(model), x, places))
+        for places, reduction in product(([device], [device, device]), ("mean", None)):
+            stages, loss = " ".join(map(str, places)), "by micro-batch" if reduction else "once"
+            row(name, stages, loss, *measured(copy.deepcopy(model), x, places, reduction))
 
 
-def measured(model: nn.Module, x: Tensor, places: list[torch.device]) -> list[str]:
+def measured(model: nn.Module, x: Tensor, places: list[torch.device], reduction: str | None) -> list[str]:
     """The plan, its seconds and bytes, and what the allocators of the GPUs held at most, with libraries' workspaces."""
-    plan = gpipe.plan(model, x, places, loss_fn=mean_square, optimizer=0)
+    loss = {"loss_fn": mean_square, "reduction": reduction}
+    plan = gpipe.plan(model, x, places, **loss, optimizer=0)
     before = sum(torch.cuda.memory_allocated(device) for device in gpus(places))
     pipe = plan.build(model)
     shown = plan.verify(x)
     for device in gpus(places):
         torch.cuda.reset_peak_memory_stats(device)
-    step(pipe, x, plan.schedule)
+    pipe.zero_grad()
+    pipe.step(x, **loss, **plan.step_arguments)
     synchronize(places)
     most = sum(torch.cuda.max_memory_allocated(device) for device in gpus(places)) - before
     pipe.close()

@@ -180,19 +180,21 @@ def summed(y: torch.Tensor, target: torch.Tensor) -> LossSum:
     ],
 )
 def test_the_report_says_whether_the_loss_is_computed_for_each_micro_batch_or_once(
-    loss_fn: Callable[..., Any], reduction: str | None, kind: str
+    loss_fn: Callable[..., Any], reduction: str | None, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = check(between(nn.GELU()), rows(), target=rows(), loss_fn=loss_fn, reduction=reduction)
     assert report.ok
     assert report.loss.startswith(f"the loss is computed {kind}")
     assert report.loss in str(report)
     assert json.loads(report.to_json())["loss"] == report.loss
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_reduction_that_is_not_true_is_found_in_the_loss(reduction: str) -> None:
     """Without it, the same loss is computed once, and nothing is wrong."""
-    given = {"target": rows(), "loss_fn": lambda y, t: squares(y, t).sqrt()}
+    target = rows() * torch.arange(1.0, ROWS + 1)[:, None]  # micro-batches differ in their losses
+    given = {"target": target, "loss_fn": lambda y, t: squares(y, t).sqrt()}
     (found,) = check(between(nn.GELU()), rows(), **given, reduction=reduction).findings
     assert (found.code, found.layer) == ("loss", None)
     assert f"reduction='{reduction}' says" in found.message

@@ -23,6 +23,9 @@ def clean():
 def wide():
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU())
 
+def root(output, target):
+    return (output - target).square().mean().sqrt()
+
 def mixing():
     return nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))
 
@@ -81,6 +84,10 @@ def test_check_ends_with_1_on_findings_and_else_with_0(capsys: pytest.CaptureFix
     assert [(finding["code"], finding["layer"]) for finding in found["findings"]] == [("mixes-rows", "1")]
     given = ["--sample", "tokens=8,5:int64:16", "--loss", "torch.nn.functional:mse_loss", "--loss-target", "8,5,8"]
     assert run(["check", "some_models:Blocks", *given]) == 0
+    given[3] = "some_models:root"
+    assert run(["check", "some_models:Blocks", *given]) == 0
+    assert "the loss is computed once" in capsys.readouterr().out
+    assert run(["check", "some_models:Blocks", *given, "--reduction", "mean"]) == 1
 
 
 def test_profile_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +121,10 @@ def test_plan_prints_a_report_or_json_and_saves_a_page(capsys: pytest.CaptureFix
     assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
     assert run([*given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+    given += ["--loss", "some_models:root", "--loss-target", "8,4", "--json"]
+    for reduction, whole in ([], True), (["--reduction", "mean"], False):
+        assert run([*given, *reduction]) == 0
+        assert json.loads(capsys.readouterr().out)["whole_loss"] == whole
 
 
 def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import gpipe
 from gpipe.distributed import Rank
 from gpipe.distributed._tied import Twin, TwinState
 
@@ -71,7 +72,7 @@ def _use(who: str, counted: bool) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         penalty = sum(p.square().sum() for p in model.parameters()) if who == "loss" else 0.0
         loss = nn.functional.mse_loss(output, target, reduction="sum") + penalty
-        return (loss, len(output)) if counted else loss
+        return gpipe.LossSum(loss, len(output)) if counted else loss
 
     rank = Rank(model, [4, 4], chunks=2)
     model(batch()[0]).sum().backward()  # outside of runs the model is a model

@@ -1,5 +1,6 @@
 """Our stages and schedules in torch's own pipelining runtime, on two processes over gloo."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,6 +112,42 @@ def _expect_outputs_and_sums() -> None:
     _expect_alike(stages, plain)
 
 
+LABELS = torch.tensor([0, -100, -100, 1, -100, 2, -100, -100, 4, 5, -100, 2])
+LOSSES = {
+    "labels": (nn.functional.cross_entropy, LABELS),
+    "weights": (nn.CrossEntropyLoss(weight=torch.arange(6.0)), LABELS),
+    "nothing": (nn.functional.cross_entropy, torch.full((12,), -100)),
+    "elements": (nn.HuberLoss(), batch()[1]),
+    "sum": (partial(nn.functional.l1_loss, reduction="sum"), batch()[1]),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_losses_of_torch_are_those_of_all_rows(worlds, loss: str, schedule: str):
+    """Whatever counts in a micro-batch, and if that is nothing."""
+    worlds(2).run(_expect_of_torch, loss, schedule)
+
+
+def _expect_of_torch(loss: str, schedule: str) -> None:
+    (loss_fn, target), (x, _), plain = LOSSES[loss], batch(), network()
+    stages, runtime = export(network(), [4, 4], chunks=6, loss_fn=loss_fn, schedule=schedule)
+    is_last = dist.get_rank() == 1
+    for _ in range(2):
+        expected, losses = loss_fn(plain(x), target), list[Tensor]()
+        expected.backward()
+        runtime.step(*([] if is_last else [x]), target=target if is_last else None, losses=losses)
+        assert not is_last or torch.allclose(sum(losses), expected, equal_nan=True)
+        losses.clear()
+        runtime.eval(*([] if is_last else [x]), target=target if is_last else None, losses=losses)
+        assert not is_last or torch.allclose(sum(losses), expected, equal_nan=True)
+    _expect_alike(stages, plain)
+
+
+def _of_all(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
 def _summed(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
@@ -135,7 +172,9 @@ def _expect_refused() -> None:
         ({"ranks": [0, 0]}, "ranks: expected"),
         ({"schedule": "1b1f"}, "there is no schedule '1b1f'"),
         ({"schedule": Schedule.parse("F1 F0 B1 B0 \n F1 F0 B1 B0")}, r"order \[1, 0\], .*Rank"),
+        ({"schedule": Schedule.parse("F0 F1 B1 B0 \n F0 F1 C B1 B0")}, r"has C, the loss of the whole.*Rank"),
         ({"reduction": "max", "loss_fn": loss}, "reduction must be"),
+        ({"loss_fn": _of_all}, "loss_fn: it is not known how the losses of micro-batches add up.*Rank"),
     ]:
         with pytest.raises(ValueError, match=message):
             export(model, [4, 4], chunks=2, **arguments)
@@ -145,6 +184,10 @@ def _expect_refused() -> None:
         export(nn.Sequential(Stash(), Pop()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="duplicate parameters in distinct partitions"):
         export(tied, [4, 4], chunks=2)
+    _, runtime = export(model, [4, 4], chunks=4, loss_fn=partial(loss, reduction="none"))
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="how the losses of micro-batches of this target add up"):
+            runtime.step(target=torch.ones(8, 6))
     _, runtime = export(model, [4, 4], chunks=4, loss_fn=loss)
     for rows in (13, 3, 0):
         with pytest.raises(ValueError, match=f"has {rows} rows, .* 4 micro-batches of one size; .*Rank"):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
+from gpipe import LossSum
 from gpipe.distributed import Rank, load, save
 
 from ..layers import Layer, Tied
@@ -35,8 +36,8 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, Counts(), nn.Linear(6, 6)).double()
 
 
-def _counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return (output - target).square().sum(), output.numel()
+def _counted(output: Tensor, target: Tensor) -> LossSum:
+    return LossSum((output - target).square().sum(), output.numel())
 
 
 LOSSES: dict[str, Callable[..., Any]] = {"mean": nn.functional.mse_loss, "counted": _counted}

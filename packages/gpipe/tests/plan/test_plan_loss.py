@@ -23,7 +23,7 @@ from gpipe.engine._walks import Size, waits
 from gpipe.simulate import simulate
 from profiler import Profile, profile
 
-from ..flatten.test_own_loss import Model, contrast, tokens
+from ..flatten.test_own_loss import Model, contrast, scaled_by_items
 from ..layers import assert_same
 from ..plans import everything, few, measurements, space_of
 
@@ -193,7 +193,7 @@ def test_a_loss_of_all_rows_is_replayed_as_it_is_simulated_and_is_never_hidden(m
         assert one.fullest >= other.fullest
 
 
-LOSSES: dict[bool, Callable[..., Tensor]] = {False: tokens, True: contrast}
+LOSSES: dict[bool, Callable[..., Tensor]] = {False: scaled_by_items, True: contrast}
 
 
 @pytest.mark.parametrize("calibrate", [False, True])

@@ -12,7 +12,7 @@ from microbatch import flatten, map_tensors, unflatten
 from ._storages import tensor_bytes
 
 LossFunction = Callable[[Any, Any], Any]
-"""A function of an output and a target that returns a scalar loss, or the sum of losses and their count."""
+"""A function of an output and a target that returns a scalar loss, or a tuple that begins with it."""
 
 
 def layers_of(module: nn.Module) -> nn.Sequential:
@@ -67,7 +67,7 @@ def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
 
 
 class LossLayer(nn.Module):
-    """Calls ``loss_fn`` with its input and a target that it holds; of ``(sum, count)`` it returns the sum."""
+    """Calls ``loss_fn`` with its input and a target that it holds; of a tuple it returns the first entry."""
 
     def __init__(self, loss_fn: LossFunction, target: Any) -> None:
         super().__init__()
@@ -81,7 +81,9 @@ class LossLayer(nn.Module):
         leaves, tree = flatten(self._target)
         leaves = [self._buffers.get(f"target{k}", leaf) for k, leaf in enumerate(leaves)]
         loss = self.loss_fn(output, unflatten(leaves, tree))
-        return loss[0] if isinstance(loss, tuple) else loss
+        while isinstance(loss, tuple):
+            loss = loss[0]
+        return loss
 
 
 def with_loss(chain: nn.Sequential, loss_fn: LossFunction, target: Any) -> nn.Sequential:

@@ -60,7 +60,8 @@ def profile(
         rows: instead of `chunks`: numbers of rows, for each of which the first rows of `sample` are measured for
             `timeout` seconds. The result is that of the largest number; :meth:`Profile.at` returns it for any.
         loss_fn, target: also profile ``loss_fn(output, target)``; its cost is :attr:`Profile.loss`. `target` is cut
-            like `sample`. A ``loss_fn`` may return a scalar, or ``(sum, count)``.
+            like `sample`. A ``loss_fn`` may return a scalar, or a tuple that begins with it, such as a sum and its
+            count, or a loss and its metrics.
         split_backward: also measure the first part of each backward alone, for the gradients of the inputs.
         timeout: how long to measure, in seconds.
         progress: show a progress bar, if the output is a terminal.

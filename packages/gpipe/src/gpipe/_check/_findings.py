@@ -16,7 +16,7 @@ CODES = {
     "stateful": "keep nothing from call to call that changes the output: each micro-batch is a call",
     "impure": "draw from PyTorch's generators, and do not seed them; read no clock, and no state of other layers",
     "buffers": "each micro-batch updates them: divide momentum by their number, or update outside of the forward",
-    "loss": "let loss_fn return (sum, count), as for a mean over a mask; or use reduction='sum'",
+    "loss": "leave out reduction=, or let loss_fn return gpipe.LossSum(total, count), as for a mean over a mask",
     "untrained": "let a parameter require grad, and what comes after it be differentiable, unlike argmax and detach",
     "recompute": "see what layers keep, or draw elsewhere: a recomputation must repeat it; or checkpoint='never'",
     "pipeline": "look for what the layers share: one by one they agree",

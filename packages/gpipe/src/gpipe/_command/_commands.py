@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from json import dumps
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from cyclopts import Parameter
@@ -44,6 +44,10 @@ _SAMPLE = "A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:5
 Target = Annotated[str, Parameter(help="The model: package.module:name.")]
 Sample = Annotated[list[str], _MANY, Parameter(help=_SAMPLE)]
 Loss = Annotated[str | None, Parameter(help="The loss: package.module:function, of output and target.")]
+Reduction = Annotated[
+    Literal["mean", "sum"] | None,
+    Parameter(help="How the losses of micro-batches add up: as means over rows, or sums."),
+]
 LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, as a sample.")]
 Texts = Annotated[list[str], _MANY]
 Devices = Annotated[tuple[str, ...], _MANY]
@@ -63,6 +67,7 @@ def plan(
     latency: Figures = None,
     loss: Loss = None,
     loss_target: LossTarget = None,
+    reduction: Reduction = None,
     optimizer: str = "adam",
     memory: Texts | None = None,
     chunks: Numbers = None,
@@ -89,7 +94,7 @@ def plan(
     """
     expect_writable(html, ".html", ".json", ".txt")
     chosen = _devices(devices, fake)
-    model, mini_batch, training = _training(target, sample, loss, loss_target)
+    model, mini_batch, training = _training(target, sample, loss, loss_target, reduction)
     try:
         found = make_plan(
             model,
@@ -117,6 +122,7 @@ def check(
     sample: Sample,
     loss: Loss = None,
     loss_target: LossTarget = None,
+    reduction: Reduction = None,
     balance: Numbers = None,
     chunks: int = 4,
     json: Json = False,
@@ -132,7 +138,7 @@ def check(
         html: Save the report there, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
-    model, mini_batch, training = _training(target, sample, loss, loss_target)
+    model, mini_batch, training = _training(target, sample, loss, loss_target, reduction)
     report = check_model(model, mini_batch, **training, balance=balance, chunks=chunks)
     finish(report, report.to_json if json else None, html, report.save)
     return 0 if report.ok else 1
@@ -225,17 +231,18 @@ def timeline(
     with closing(GPipe(layers, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)) as pipe:
         for _ in range(2):  # the first step opens threads and warms up kernels
             with record() as recorded:
-                pipe.step(mini_batch, loss_fn=mean_square, schedule=schedule)
+                pipe.step(mini_batch, loss_fn=mean_square, reduction="mean", schedule=schedule)
     finish(recorded, (lambda: trace(recorded)) if json else None, html, recorded.save)
 
 
 def _training(
-    target: str, sample: Sequence[str], loss: str | None, loss_target: Sequence[str] | None
+    target: str, sample: Sequence[str], loss: str | None, loss_target: Sequence[str] | None, reduction: str | None
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """The model, the mini-batch, and what a step of training takes beside them."""
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
-    return model, mini_batch, {"target": goal, "loss_fn": None if loss is None else load(loss, "loss")}
+    loss_fn = None if loss is None else load(loss, "loss")
+    return model, mini_batch, {"target": goal, "loss_fn": loss_fn, "reduction": reduction}
 
 
 def _devices(given: Sequence[str] | None, fake: str | None) -> Sequence[str] | str:

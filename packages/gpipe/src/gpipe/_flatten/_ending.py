@@ -76,12 +76,12 @@ class Ending:
             if module._backward_hooks or module._backward_pre_hooks:  # which look at what no forward hook sees
                 raise RuntimeError(
                     f"{name!r} has backward hooks, and the loss of all rows is computed from what it returns; put "
-                    "them on the modules inside, or train by step()"
+                    "them on the modules inside, or give step() a loss_fn"
                 )
         if not tape.foreseen:
             raise RuntimeError(
                 "the forward asks for the sizes of what blocks return, and the loss of all rows would be computed with "
-                "those of the sample, which are others; train by step(), or make a new pipe with a sample of this size"
+                "those of the sample, which are others; give step() a loss_fn, or make a new pipe with a sample of this size"
             )
         found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
         for name, calls in tape.returned.items():

@@ -53,7 +53,7 @@ class StepLoss:
             return {"loss_fn": total, "reduction": "sum"}
         return {"loss_fn": fresh(self.loss_fn), "reduction": self.reduction}
 
-    def is_whole(self, sample: Any, batches: Sequence[Batch], *, returns_sums: bool) -> bool:
+    def is_whole(self, sample: Any, batches: Sequence[Batch], returns_sums: bool) -> bool:
         """Whether a step computes the loss once: it is not known how the losses of micro-batches add up.
 
         Args:
@@ -76,7 +76,7 @@ class StepLoss:
     def refused(self, schedule: str) -> ValueError:
         """The error for a loss of all rows under a schedule that cannot wait for it."""
         if self.own is not None:
-            return ValueError(of_model_under(self.own.model, schedule))
+            return of_model_under(self.own.model, schedule)
         return unlike(self._call, schedule)(LossValue(torch.zeros(()), None, None))
 
     def note(self, *, whole: bool) -> str:

@@ -66,15 +66,19 @@ def measure(request: Request) -> list[Space]:
         )
         return Space(measured, layout.chunks, schedules, request.modes, request.memory[: layout.devices])
 
-    found_for = [(layout, waiting(layout.schedules) if whole else layout.schedules) for layout in request.layouts]
-    spaces = [of(layout, schedules) for layout, schedules in found_for if schedules]
+    searched = [(layout, waiting(layout.schedules) if whole else layout.schedules) for layout in request.layouts]
+    spaces = [of(layout, schedules) for layout, schedules in searched if schedules]
     if not spaces:
         raise request.loss.refused(request.layouts[0].schedules[0])
     return spaces
 
 
 def _is_whole(request: Request, *, returns_sums: bool) -> bool:
-    return request.loss.is_whole(request.sample, scatter(request.sample, 1), returns_sums=returns_sums)
+    """Whether the loss is computed once; ValueError if it is one of a model that cannot be."""
+    whole, own = request.loss.is_whole(request.sample, scatter(request.sample, 1), returns_sums), request.loss.own
+    if whole and own is not None and own.ending is None and any(max(each.chunks) > 1 for each in request.layouts):
+        raise own.refused()
+    return whole
 
 
 def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:

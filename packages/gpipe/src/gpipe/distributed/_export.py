@@ -19,6 +19,7 @@ from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
 from ._groups import Group, expect_group
 from ._own import own_share
+from ._part_of_loss import PartOfLoss
 from ._rank import checked_ranks
 
 
@@ -47,7 +48,7 @@ def export(
     init: Any = None,
     schedule: Schedule | str = "1f1b",
     loss_fn: Callable[..., Tensor] | None = None,
-    reduction: str = "mean",
+    reduction: str | None = None,
 ) -> Exported:
     """Make the stages of this process for ``torch.distributed.pipelining``, and its runtime with one of our schedules.
 
@@ -57,10 +58,11 @@ def export(
     Args:
         module, balance, sample, chunks, ranks, device, init: see :class:`gpipe.distributed.Rank`.
         group: the processes that take part, all by default. Torch sends over this group.
-        schedule: a name, or one of your own.
+        schedule: a name, or one of your own, in which the loss is computed for each micro-batch.
         loss_fn: takes the output and the target of a micro-batch, and returns a tensor with one element. None if
             nothing is trained.
-        reduction: how ``loss_fn`` reduces rows: ``"mean"`` or ``"sum"``.
+        reduction: how ``loss_fn`` reduces rows: ``"mean"`` or ``"sum"``. It need not be given for one of torch's
+            losses, such as ``F.cross_entropy``. Other losses, of all rows, work in :class:`gpipe.distributed.Rank`.
 
     Returns:
         The stages and the runtime. ``runtime.step(x)`` on the first rank and ``runtime.step(target=y, losses=losses)``
@@ -69,7 +71,8 @@ def export(
     Raises:
         ImportError: this version of torch has no such runtime.
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do this.
+        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do this, such as compute a
+            loss of which is not known how those of micro-batches add up.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> stages, runtime = export(model, [2, 1], chunks=4, loss_fn=loss_fn)  # doctest: +SKIP
@@ -84,9 +87,9 @@ def export(
     _expect_plain(layers, sizes)
     places = checked_ranks(ranks, len(sizes), dist.get_world_size(group))
     walk = _walk(schedule, chunks, places)
-    weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
+    part = None if loss_fn is None else PartOfLoss(loss_fn, chunks, reduction)
     share = own_share(layers, sizes, places, dist.get_rank(group), device, initializer)
-    return Exported(*runtime_of(share, walk, chunks, weighed, group))
+    return Exported(*runtime_of(share, walk, chunks, part, group))
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
@@ -119,6 +122,11 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
     every = tuple(range(len(ranks)))  # split where the schedule splits any backward: torch's runtime does not measure
     chosen = Choice(schedule.lower(), every) if isinstance(schedule, str) else schedule
     walk = walk_of(chosen, Size(chunks, tuple(ranks), (0,) * len(ranks)))
+    if any(step.action.kind == Kind.LOSS for steps in walk for step in steps):
+        raise ValueError(
+            "schedule: it has C, the loss of the whole mini-batch, but torch's pipelining runtime computes a loss for "
+            "each micro-batch; leave C out, or use gpipe.distributed.Rank"
+        )
     steps = [step.action for step in walk[ranks[-1]] if step.stage == len(ranks) - 1]
     last = [action.microbatch for action in steps if action.kind == Kind.FORWARD]
     if last != sorted(last):
@@ -128,20 +136,3 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
             "gpipe.distributed.Rank"
         )
     return walk
-
-
-def _weighed(loss_fn: Callable[..., Any], chunks: int, reduction: str) -> Callable[..., Tensor]:
-    """A loss function that returns the share of a micro-batch in the loss of the mini-batch."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
-
-    def weighed(output: Any, target: Any, **kwargs: Any) -> Tensor:
-        loss = loss_fn(output, target, **kwargs)
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"loss_fn: torch's pipelining runtime takes a tensor; got {type(loss).__name__}. Losses that say what "
-                "they count, as (sum, count), work in gpipe.distributed.Rank"
-            )
-        return loss / chunks if reduction == "mean" else loss
-
-    return weighed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..engine._stage import StageLayers
 from ..schedule import Kind, Walk
 from ..values._describe import shapes
 from ._own import Share
+from ._part_of_loss import PartOfLoss
 
 _KINDS = {
     Kind.FORWARD: _ComputationType.FORWARD,
@@ -71,14 +72,13 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
 
     Args:
         walk: the steps of all ranks.
-        loss_fn: the share of a micro-batch in the loss; None if nothing is trained.
+        loss_fn: the part of a micro-batch in the loss; None if nothing is trained.
     """
 
-    def __init__(
-        self, stages: Sequence[PipelineStage], walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None
-    ) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], walk: Walk, chunks: int, loss_fn: PartOfLoss | None) -> None:
         super().__init__(list(stages), chunks, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
         self._splits = any(step.action.kind == Kind.BACKWARD_INPUT for steps in walk for step in steps)
+        self._part = loss_fn
         self._ready_for: bool | None = None
         self._first: dict[str, str] = {}
         actions: dict[int, list[Any]] = {
@@ -94,6 +94,8 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         for name, value in given.items():
             if name not in ("losses", "return_outputs", "loss_kwargs"):
                 self._expect_rows(name, tree_leaves(value))
+        if self._part is not None and target is not None:
+            self._part.begin(target, kwargs.get("loss_kwargs") or {})
         return super().step(*args, target=target, **kwargs)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +104,10 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         self._ready_for = self._has_backward
         # To find out shapes, torch computes a forward of uninitialised memory. Batch norm must not keep its statistics.
         with torch.random.fork_rng(devices=[]), _buffers_kept([stage.submod for stage in self._stages]):
-            return super()._initialize_stages(*args, **kwargs)
+            found = super()._initialize_stages(*args, **kwargs)
+        if self._part is not None:
+            self._part.rewind()
+        return found
 
     def _expect_rows(self, name: str, leaves: Sequence[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -130,7 +135,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
 
 
 def runtime_of(
-    share: Share, walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None, group: dist.ProcessGroup | None
+    share: Share, walk: Walk, chunks: int, loss_fn: PartOfLoss | None, group: dist.ProcessGroup | None
 ) -> tuple[list[PipelineStage], Runtime]:
     """The stages of this rank, and what runs them."""
     stages = len(share.every)

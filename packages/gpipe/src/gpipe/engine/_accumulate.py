@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .._torch import used_by_graphs
-from ..values._leaves import accumulated, is_custom, own_memory
+from ..values._leaves import accumulated, is_custom, own_memory, storage_id
 from . import _autograd_calls as _engine
 from ._left_behind import expect_unguarded
 from ._scale import Scale, scale_in_place, scaled
@@ -88,6 +88,9 @@ class GradientSums:
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
         found = _engine.gradients(roots, gradients, ends, keep_graph=False)
         add_to(self._sums, zip(ends, found, strict=True))
+
+    def storages(self) -> set[int]:
+        return set(map(storage_id, self._sums.values()))
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         # Before the first one is used: after an interrupt nothing is left that a later run would add again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from microbatch import concatenate
 
 from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
-from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, storage_id, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
-from . import _autograd_calls as _engine
 from ._accumulate import DeferredGradients, GradientSums, below
 from ._loss_value import (
     LossFunction,
@@ -216,49 +216,87 @@ class WholeLoss(Losses):
         self._keep(i, activation)
 
     def compute_whole(self) -> None:
-        outputs = [self._arrived[i] for i in sorted(self._arrived)]
-        self._arrived.clear()
-        joined = self._join(outputs)
-        # Apart from what joins them, whose graph is needed again when that of the loss has been freed.
-        leaves = detach_leaves(joined)
-        if len(outputs) == 1:  # in memory that loss_fn may change
-            leaves = clone_leaves(joined) if self._keep_outputs else owned(joined)
-        value = self._value(0, leaves, self._arguments)
+        outputs = [self._arrived.pop(i) for i in sorted(self._arrived)]
+        if len(outputs) == 1:  # several are copied when they are joined
+            outputs = [clone_leaves(outputs[0]) if self._keep_outputs else owned(outputs[0])]
+        parts = _Parts(outputs)
+        del outputs
+        joined = self._join(parts.taken())
+        value = self._value(0, joined, self._arguments)
         self.is_sum = value.count is not None
         self.metrics = None if value.metrics is None else whole_metrics(value.metrics)
         scale = scale_of(sum_of([value.count])) if self.is_sum else 1.0
         factor = scale.on(value.total.device) if isinstance(scale, DeviceScale) else scale
-        seed = _seed(value.total, factor * self._weight)
         whole = value.total.detach() * self._weight
         self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
         if self.trains:
-            gradients = self._backward(value.total, seed, leaves.tensors)
-            del value
-            self._divide(outputs, joined, gradients)
-
-    def _divide(self, outputs: Sequence[Activation], joined: Activation, gradients: list[Tensor | None]) -> None:
-        """Give each micro-batch its part of the ``gradients`` of the ``joined`` outputs."""
-        if len(outputs) == 1:
-            self._gradients[0] = gradients
-            return
-        pairs = zip(joined.tensors, gradients, strict=True)
-        flowing = [(root, seed) for root, seed in pairs if seed is not None and root.requires_grad]
-        ends = [tensor for output in outputs for tensor in output.tensors if tensor.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(ends)
-        if flowing:
-            roots, seeds = zip(*flowing, strict=True)
-            found = _engine.gradients(roots, seeds, ends, keep_graph=False)
-        parts = iter(_apart(found))
-        for i, output in enumerate(outputs):
-            self._gradients[i] = [next(parts) if tensor.requires_grad else None for tensor in output.tensors]
+            total = value.total
+            del value, joined  # the backward need not hold what the loss has not saved
+            self._backward(total, _seed(total, factor * self._weight), [parts.anchor])
+            self._gradients = dict(enumerate(parts.gradients(self.sums)))
 
 
-def _apart(gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """``gradients`` with copies of those that begin in the same place: a stage may overwrite what it gets."""
-    taken: set[int] = set()
-    for gradient in gradients:
-        yield gradient.clone() if gradient is not None and gradient.data_ptr() in taken else gradient
-        taken.update([] if gradient is None else [gradient.data_ptr()])
+class _Parts:
+    """The outputs of micro-batches, which are freed when they have been joined, and their gradients.
+
+    Attributes:
+        sizes: how many tensors each has.
+        anchor: the leaf at which a backward through them ends.
+    """
+
+    def __init__(self, outputs: list[Activation]) -> None:
+        self.sizes = [len(output.tensors) for output in outputs]
+        self.anchor = torch.zeros(0, requires_grad=True)
+        self._outputs = outputs
+        self._found: dict[int, Tensor | None] = {}
+
+    def taken(self) -> list[Activation]:
+        """The outputs, once. Those that require grad are the results of nodes that do not hold them."""
+        outputs, self._outputs = self._outputs, []
+        numbers = count()
+        return [
+            output.with_tensors([self._attached(tensor, next(numbers)) for tensor in output.tensors])
+            for output in outputs
+        ]
+
+    def _attached(self, tensor: Tensor, number: int) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        attached: Tensor = _Part.apply(self.anchor, tensor.detach(), self._found, number)  # type: ignore[no-untyped-call]
+        return attached
+
+    def gradients(self, sums: GradientSums) -> Iterator[list[Tensor | None]]:
+        """Those of each micro-batch after the backward, apart from those of other leaves, in ``sums``."""
+        numbers, taken, kept = count(), set[tuple[int, int]](), sums.storages()
+        for size in self.sizes:
+            yield [_apart(self._found.pop(next(numbers), None), taken, kept) for _ in range(size)]
+
+
+class _Part(torch.autograd.Function):
+    """A tensor as the result of a node that keeps its gradient, and not the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, found: dict[int, Tensor | None], number: int) -> Tensor:
+        ctx.found, ctx.number = found, number
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.found[ctx.number] = gradient
+        return None, None, None, None
+
+
+def _apart(gradient: Tensor | None, taken: set[tuple[int, int]], kept: set[int]) -> Tensor | None:
+    """``gradient``, or a copy if another one is in its place, or in its memory: a stage may overwrite what it gets."""
+    if gradient is None:
+        return None
+    storage = storage_id(gradient)
+    place = storage, gradient.storage_offset() if gradient.layout is torch.strided else 0
+    if place in taken or storage in kept:
+        return gradient.clone()
+    taken.add(place)
+    return gradient
 
 
 def _seed(total: Tensor, factor: Any) -> Tensor:

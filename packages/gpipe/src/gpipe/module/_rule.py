@@ -129,12 +129,12 @@ def unlike(call: Call, schedule: Schedule | str | None) -> Callable[[LossValue],
     return error
 
 
-def of_model_under(model: str, schedule: Schedule | str | None) -> str:
+def of_model_under(model: str, schedule: Schedule | str | None) -> ValueError:
     """The error for a model's own loss under a schedule that cannot wait for all rows."""
-    return (
+    return ValueError(
         f"{model} computes a loss, of which is not known how those of micro-batches add up, and {_titled(schedule)} "
         "begins backwards before all forwards are done; leave out schedule=: then the loss is computed once, on all "
-        "rows; or give a loss_fn that returns gpipe.LossSum(total, count), of an output without the loss: "
+        "rows; or give a loss_fn that returns gpipe.LossSum(total, count), of the part of the output that it needs: "
         'GPipe(model, sample=sample, pick="logits")'
     )
 

@@ -75,48 +75,53 @@ class Stepping(Divided):
     ) -> Any:
         """Compute forward, loss and backward in one call.
 
-        Adds to ``.grad`` what ``loss_fn(model(input), target).backward()`` would. A micro-batch may begin its backward
-        as soon as its forward is done, so fewer are held at a time: with ``"1f1b"``, n − j on stage j of n.
+        Adds to ``.grad`` what ``loss_fn(model(input), target).backward()`` would, for any loss function. If it is known
+        how the losses of micro-batches add up, a micro-batch begins its backward as soon as its forward is done, so
+        fewer are held at a time: with ``"1f1b"``, n − j on stage j of n. It is known if
+
+        - ``loss_fn`` returns a :class:`gpipe.LossSum`, and its annotation says so, or it has done so before;
+        - ``reduction`` says that it returns a mean over rows, or a sum;
+        - ``loss_fn`` is one of torch's losses, such as ``F.cross_entropy`` or ``nn.MSELoss()``;
+        - the model computes the loss, and divides it by an argument called ``num_items_in_batch``.
+
+        Any other loss is computed once, on the outputs of the whole mini-batch, between all forwards and all backwards.
 
         Args:
             input: the only argument of :meth:`forward`, which may be a mapping, or :class:`Arguments` for several.
-            target: tensors, or a tree of them, cut like ``input`` and moved to the last device. ``Split(y, dim=1)`` and
-                ``Replicate(y)`` around a part set how it is cut.
-            loss_fn: called with the output and the target of each micro-batch; without a target, with the output alone,
-                or with None if it requires a second argument. Returns a scalar, or ``(sum, count)``; either may be
-                followed by a dict of metrics. If nothing counts, the loss is nan and the gradients are zeros, as of
-                torch's means. By default the output is the loss, or has it as ``.loss``; for a flattened model, that of
-                all rows.
-            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`.
-                ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and
-                ``"fill_drain"``. ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as
-                in ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
-            reduction: how the losses of micro-batches are combined: ``"sum"`` adds them up; ``"mean"`` weights each by
-                its rows, or, if ``loss_fn`` returns a mean of ``torch.nn.functional``, such as a cross entropy, by the
-                labels that count in it.
+            target: what ``loss_fn`` compares with; moved to the last device. For losses of micro-batches it is a
+                tensor, or a tree of them, that is cut like ``input``; ``Split(y, dim=1)`` and ``Replicate(y)`` around a
+                part set how. For a loss of all rows it may be anything.
+            loss_fn: called with output and target; without a target, with the output alone, or with None if it requires
+                a second argument. Returns a scalar or a :class:`gpipe.LossSum`; either may be followed by a dict of
+                metrics, as in ``(loss, metrics)``. If nothing counts, the loss is nan and the gradients are zeros, as
+                of torch's means. By default the output is the loss, or has it as ``.loss`` or ``["loss"]``.
+            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`. By
+                default ``"1f1b"`` if it is known how losses add up, else ``"fill_drain"``. ``"auto"`` measures the first
+                steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``. ``"interleaved"``,
+                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in ``[0, 1, 0, 1]``, ``"zbv"`` and
+                ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
+            reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, ``"sum"`` if it returns a sum.
             normalizer: what the ``"sum"`` is divided by.
             return_outputs: also return the outputs, as :meth:`forward` would, detached.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
-            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Scalar metrics are
-            averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
-            ``return_outputs`` the outputs come last.
+            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Of micro-batches,
+            scalar metrics are averaged, weighted by rows, and other tensors, with a row for each sample, are
+            concatenated. With ``return_outputs`` the outputs come last.
 
-        A mean over anything else than rows or labels, such as one that is divided by the sum of a mask, is refused
-        unless it is in proportion to the rows. Let ``loss_fn`` return the sum and the count; the gradients are those of
-        the sum divided by the count::
+        A mean over what a mask selects, as the sum and the count of each micro-batch::
 
-            def loss_fn(logits, batch):
+            def loss_fn(logits, batch) -> LossSum:
                 losses = F.cross_entropy(logits.mT, batch["tokens"], reduction="none")
-                return (losses * batch["mask"]).sum(), batch["mask"].sum()
+                return LossSum((losses * batch["mask"]).sum(), batch["mask"].sum())
 
         Raises:
             TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
                 target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
-            ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
-                grad, or is not determined by those of micro-batches; a target or metrics with another number of rows
-                than the input.
+            ValueError: an unknown schedule, or one that does not fit, or cannot wait for a loss of all rows; a loss that
+                is not a scalar or does not require grad; a target or metrics of micro-batches with another number of
+                rows than the input.
             RuntimeError: grad mode is off; the pipe itself has hooks; it is in a ``DistributedDataParallel``, outside
                 of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.
@@ -272,7 +277,7 @@ class Stepping(Divided):
             stops = self._checkpoint_stops(len(batches))
             is_free = waits(schedule, Size(len(batches), self._pipeline.placement, stops))
         if not is_free and own is not None:
-            raise ValueError(of_model_under(own.model, schedule))
+            raise of_model_under(own.model, schedule)
         if own is None and call.loss_fn is None and len(batches) > 1:
             return False  # the output itself is the loss of a micro-batch
         return is_free
