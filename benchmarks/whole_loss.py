@@ -51,9 +51,9 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     chunks = CHUNKS[:1] if options.quick else CHUNKS
     logits = ROWS * TOKENS * VOCABULARY * 4 / 2**20
     caption = (
-        f"{BLOCKS} blocks of width {WIDTH} in two stages, {ROWS} rows of {TOKENS} tokens, {VOCABULARY} words: logits of "
-        f"{logits:.0f} MiB. The most MiB of a step, and its time / that of `pipe(x)` and `backward()` (the median of "
-        f"{rounds} rounds in turns)"
+        f"{BLOCKS} blocks of width {WIDTH} in two stages, {ROWS} rows of {TOKENS} tokens, {VOCABULARY} words: logits "
+        f"of {logits:.0f} MiB. The most MiB of a step, and its time / that of `pipe(x)` and `backward()` (medians "
+        f"of {rounds} rounds in turns)"
     )
     table = Table(
         "../howto/losses.md",

@@ -11,7 +11,7 @@ from packages.gpipe.tests.layers import MODES as MODES
 from packages.gpipe.tests.layers import Pop, Stash, running, squares
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 from gpipe.schedule import Schedule, zero_bubble
 
 from .placements import backward_streams, devices, forward_streams
@@ -22,6 +22,9 @@ HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
 
 SCHEDULED = ("call", "fill_drain", "1f1b", "zero_bubble")
 """Those that any number of stages on any devices can have."""
+
+OF_ALL = (None, "fill_drain", "F0 F1 F2 C B1 B2 B0")
+"""Those under which the loss of all rows is computed once; the last one is the program of each stage, without C."""
 
 
 def some_of(*sides: Iterable[Any], every: int = 5) -> list[Any]:
@@ -60,20 +63,26 @@ def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **opt
     )
 
 
-def reduction_of(loss_fn: Callable[..., Any]) -> str:
-    """A count says itself how losses are combined."""
-    return "mean" if loss_fn is counted_squares else "sum"
+def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
+    """How losses of micro-batches are combined, where that has to be said."""
+    return "sum" if loss_fn is squares else None
 
 
-def counted_squares(output: Tensor, target: Any = None) -> tuple[Tensor, Tensor]:
+def counted_squares(output: Tensor, target: Any = None) -> LossSum:
     """The same, and a count for each micro-batch; these add up to one."""
-    return squares(output), torch.full((), len(output) / ROWS, device=output.device)
+    return LossSum(squares(output), torch.full((), len(output) / ROWS, device=output.device))
+
+
+def whole_squares(output: Tensor, target: Any = None) -> Tensor:
+    """The same, computed once, since nothing says how it adds up. It needs all rows."""
+    centered = output - output.mean(0)
+    return centered.square().sum() + len(output) * output.mean(0).square().sum()
 
 
 def trained(
     module: nn.Module,
     x: Tensor,
-    how: str | Schedule = "call",
+    how: str | Schedule | None = "call",
     streams: str = "default",
     loss_fn: Callable[..., Any] = squares,
 ) -> list[Tensor]:
@@ -87,7 +96,7 @@ def trained(
                 loss.backward()
                 return _read(module, leaf)
         module.zero_grad(set_to_none=False)
-        schedule = split(module) if how == "zero_bubble" else how
+        schedule = split(module) if how == "zero_bubble" else written(module) if how == OF_ALL[-1] else how
         module.step(leaf, loss_fn=loss_fn, reduction=reduction_of(loss_fn), schedule=schedule)
         return _read(module, leaf)
 
@@ -99,6 +108,12 @@ def split(pipe: GPipe) -> Schedule:
     stops = {"never": 0, "except_last": microbatches - 1, "always": microbatches}
     stop = stops[pipe.checkpoint] if isinstance(pipe.checkpoint, str) else 0
     return zero_bubble(microbatches, len(pipe.balance), stop)
+
+
+def written(pipe: GPipe) -> Schedule:
+    """The last of :data:`OF_ALL`."""
+    lines = [" ".join(f"{word}@{j}" for word in OF_ALL[-1].split()) for j in range(len(pipe.balance))]
+    return Schedule.parse("\n".join([*(line.replace(f"C@{j} ", "") for j, line in enumerate(lines[:-1])), lines[-1]]))
 
 
 def _read(module: nn.Module, leaf: Tensor) -> list[Tensor]:
@@ -113,7 +128,7 @@ def expected(plain: nn.Module, x: Tensor) -> list[Tensor]:
 def assert_trains_like(
     plain: nn.Sequential,
     pipe: GPipe,
-    how: str,
+    how: str | None,
     streams: str,
     *,
     inline: bool = False,

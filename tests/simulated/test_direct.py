@@ -22,7 +22,7 @@ from gpipe.distributed._wires import Wire, Wires
 
 from . import accelerator, communicators
 from .faults import Fault, planted
-from .models import MODES, balance, model, rows, some_of, squares
+from .models import MODES, balance, model, reduction_of, rows, some_of, squares, whole_squares
 from .test_tied import model as tied
 
 WIRES, COPY = "gpipe.distributed._wires", "gpipe.transport._copy"
@@ -98,13 +98,31 @@ def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str) -> int:
     return len(communicators.opened) - before
 
 
-def expect_alike(rank: Rank, pipe: GPipe, schedule: str = "1f1b", steps: int = 1) -> None:
+@pytest.mark.parametrize(("placement", "checkpoint"), some_of(PLACEMENTS, MODES, every=4))
+def test_a_loss_of_all_rows_is_that_of_one_process(worlds, placement: str, checkpoint: str):
+    ranks = PLACEMENTS[placement]
+    worlds(ranks.size).run(_expect_of_all_rows, ranks, checkpoint)
+
+
+def _expect_of_all_rows(ranks: Ranks, checkpoint: str) -> None:
+    with accelerator.no_races():
+        rank, pipe = ranks.rank(model(), checkpoint=checkpoint), ranks.pipe(model(), checkpoint=checkpoint)
+        for schedule in (None, "fill_drain"):
+            expect_alike(rank, pipe, schedule, steps=2, loss_fn=whole_squares)
+        found = rank.evaluate(rows(), loss_fn=whole_squares)
+        assert torch.equal(found.cpu(), pipe.evaluate(rows().to(pipe.devices[0]), loss_fn=whole_squares).cpu())
+
+
+def expect_alike(
+    rank: Rank, pipe: GPipe, schedule: str | None = "1f1b", steps: int = 1, loss_fn: Callable[..., Any] = squares
+) -> None:
     """The same losses and gradients, bit for bit."""
+    options = {"loss_fn": loss_fn, "reduction": reduction_of(loss_fn), "schedule": schedule}
     rank.zero_grad()
     pipe.zero_grad()
     for _ in range(steps):
-        found = rank.step(rows(), loss_fn=squares, schedule=schedule)
-        wanted = pipe.step(rows().to(pipe.devices[0]), loss_fn=squares, schedule=schedule)
+        found = rank.step(rows(), **options)
+        wanted = pipe.step(rows().to(pipe.devices[0]), **options)
         assert torch.equal(found.cpu(), wanted.cpu())
     whole = dict(pipe.named_parameters())
     for key, parameter in rank.named_parameters():
@@ -135,7 +153,7 @@ def _expect_tied(ranks: Ranks, schedule: str) -> int:
         rank = ranks.rank(tied())
         for _ in range(2):
             rank.zero_grad()
-            rank.step(rows(), loss_fn=squares, schedule=schedule, reduction="sum")
+            rank.step(rows(), loss_fn=squares, reduction="sum", schedule=schedule)
             for name, parameter in rank.named_parameters():
                 torch.testing.assert_close(parameter.grad.cpu(), wanted[name].grad)
     return len(communicators.opened) - before
@@ -153,7 +171,7 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     """Whether what comes over the wires of a rank is known to have come: before the end of a step, and after it."""
     ranks, seen = PLACEMENTS["two ranks"], []
     rank = ranks.rank(model(), checkpoint="never")
-    rank.step(rows(), loss_fn=squares)
+    rank.step(rows(), loss_fn=squares, reduction="sum")
     settle = Wires.settle
 
     def watched(wires: Wires) -> None:
@@ -165,7 +183,7 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Wires, "settle", watched)
         with nullcontext() if fault is None else planted(fault):
-            rank.step(rows(), loss_fn=squares)
+            rank.step(rows(), loss_fn=squares, reduction="sum")
     return seen
 
 
@@ -184,11 +202,11 @@ def _contexts(fault: Fault | None) -> list[set[int]]:
     """The devices that this process uses: with a rank of its own, and then with a pipe on two devices."""
     ranks = Ranks([0, 1], [1, 2], 4)
     with nullcontext() if fault is None else planted(fault):
-        ranks.rank(model()).step(rows(), loss_fn=squares)
+        ranks.rank(model()).step(rows(), loss_fn=squares, reduction="sum")
     alone: set[int] = accelerator.library().contexts()
     pipe = ranks.pipe(model())
     squares(pipe(rows())).backward()
-    pipe.step(rows(), loss_fn=squares)
+    pipe.step(rows(), loss_fn=squares, reduction="sum")
     return [alone, accelerator.library().contexts()]
 
 
@@ -218,7 +236,7 @@ def _waits(fault: Fault | None) -> bool:
     accelerator.found()
     rank = ranks.rank(model())
     assert all(stream.query() for group in communicators.opened for stream in group.streams.values()), "wires not open"
-    rank.step(rows(), loss_fn=squares)
+    rank.step(rows(), loss_fn=squares, reduction="sum")
     accelerator.found()
     name = ("send", "receive")[dist.get_rank()]
     with nullcontext() if fault is None else planted(fault):
@@ -238,7 +256,7 @@ def _waits(fault: Fault | None) -> bool:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Wire, name, watched)
-            rank.step(rows(), loss_fn=squares)
+            rank.step(rows(), loss_fn=squares, reduction="sum")
     return seen[0]
 
 
@@ -272,7 +290,7 @@ def _fail(ranks: Ranks, where: int, phase: str, schedule: str) -> str:
         if dist.get_rank() == where:
             planted_in(rank).when = phase, 1
         x = rows().requires_grad_()  # so that the first layer has a backward
-        found = error_of(lambda: rank.step(x, loss_fn=squares, schedule=schedule))
+        found = error_of(lambda: rank.step(x, loss_fn=squares, reduction="sum", schedule=schedule))
         planted_in(rank).when = None
         expect_alike(rank, pipe, schedule)
     return type(found).__name__
@@ -350,12 +368,12 @@ def test_who_is_killed_after_it_has_announced_a_tensor_is_named():
 
 def _lose() -> str:
     rank = PLACEMENTS["three ranks"].rank(model(), timeout=600.0)
-    rank.step(rows(), loss_fn=squares)
+    rank.step(rows(), loss_fn=squares, reduction="sum")
     if dist.get_rank() == 0:
         put = RemoteLink.put
         communicators.Communicator.send = lambda *_: Mute()
         RemoteLink.put = lambda link, *given, **flag: (put(link, *given, **flag), link.flush(), _end())
-    found = error_of(lambda: rank.step(rows(), loss_fn=squares))
+    found = error_of(lambda: rank.step(rows(), loss_fn=squares, reduction="sum"))
     assert isinstance(found, LostRankError), found
     return str(found)
 

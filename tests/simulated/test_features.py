@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from packages.gpipe.tests.layers import Call, Layer
+from packages.gpipe.tests.layers import Call, Layer, squares
 from packages.gpipe.tests.models import InPlace
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
+from microbatch import map_tensors
 
 from .models import ROWS, WIDTH, Pop, Stash, balance, linear, rows, running, some_of
 from .placements import backward_streams, devices, forward_streams
@@ -23,10 +24,10 @@ SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
 
 
-def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def counted(output: Tensor, target: Tensor) -> LossSum:
     """The sum of the losses of the rows that count, and how many these are."""
     counts = target[:, 0] > 0
-    return ((output - target).square().mean(1) * counts).sum(), counts.sum()
+    return LossSum(((output - target).square().mean(1) * counts).sum(), counts.sum())
 
 
 def values(x: Tensor) -> Any:
@@ -101,7 +102,7 @@ def state(pipe: nn.Module) -> list[Tensor]:
     return [tensor.detach().cpu() for tensor in given]
 
 
-def train(pipe: GPipe, schedule: str, streams: str = "own", **options: Any) -> list[Any]:
+def train(pipe: GPipe, schedule: str | None, streams: str = "own", **options: Any) -> list[Any]:
     """Two steps with an optimizer, as people write them; what was returned."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     given = []
@@ -111,7 +112,7 @@ def train(pipe: GPipe, schedule: str, streams: str = "own", **options: Any) -> l
             optimizer.zero_grad()
             returned = pipe.step(rows(), target, schedule=schedule, **options)
             optimizer.step()
-            given.append([t.detach().cpu() for t in (returned if isinstance(returned, tuple) else [returned])])
+            given.append(map_tensors(lambda tensor: tensor.detach().cpu(), returned))
         return [*given, state(pipe)]
 
 
@@ -121,11 +122,29 @@ def train(pipe: GPipe, schedule: str, streams: str = "own", **options: Any) -> l
 )
 def test_steps(name: str, placement: str, mode: str, inline: bool, schedule: str):
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
-    options = {"loss_fn": counted, "return_outputs": True}
+    options: dict[str, Any] = {"loss_fn": counted, "return_outputs": True}
     wanted = train(oracle, schedule, **options)
     with running(inline), gpipe.record() as timeline:
         torch.testing.assert_close(train(pipe, schedule, **options), wanted)
     assert {event.device for event in timeline.events} == {str(d) for d in devices(placement)}
+
+
+def standardized(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """By the statistics of all rows; a metric of all, and one for each row."""
+    found = (output - output.mean(0)) / (output.var(0) + 1).sqrt() - target
+    return found.square().mean(), {"largest": output.max(), "rows": output.sum(1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "mode", "inline", "schedule"),
+    some_of(MODELS, CROSSING, ["never", "always"], [False, True], [None, "fill_drain"], every=7),
+)
+def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inline: bool, schedule: str | None):
+    """A value that changes in place, or has hooks, may be an output, of which the loss is computed later."""
+    pipe, oracle = pair(made(MODELS[name]), placement, mode)
+    wanted = train(oracle, schedule, loss_fn=standardized, return_outputs=True)
+    with running(inline):
+        torch.testing.assert_close(train(pipe, schedule, loss_fn=standardized, return_outputs=True), wanted)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +183,6 @@ def test_dropout(placement: str, inline: bool, how: str):
             if how == "call":
                 pipe(rows()).square().sum().backward()
             else:
-                pipe.step(rows(), loss_fn=lambda output, _: output.square().sum(), schedule=how)
+                pipe.step(rows(), loss_fn=squares, reduction="sum", schedule=how)
             found.append(state(pipe))
     torch.testing.assert_close(found[1:], [found[0]] * 2)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from . import test_tied
-from .models import HOWS, MODES, SCHEDULED, assert_trains_like, model, piped, some_of
+from .models import HOWS, MODES, OF_ALL, SCHEDULED, assert_trains_like, model, piped, some_of, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
 CASES = [
@@ -29,6 +29,16 @@ def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool,
     placement, how, streams = case
     plain = test_tied.model() if shares else model()
     assert_trains_like(plain, piped(plain, placement, mode), how, streams, inline=inline)
+
+
+@pytest.mark.parametrize(
+    ("placement", "how", "streams", "mode", "inline", "shares"),
+    some_of(PLACEMENTS, OF_ALL, ["default", "own"], MODES, [False, True], [False, True], every=7),
+)
+def test_a_loss_of_all_rows(placement: str, how: str | None, streams: str, mode: str, inline: bool, shares: bool):
+    plain = test_tied.model() if shares else model()
+    pipe = piped(plain, placement, mode)
+    assert_trains_like(plain, pipe, how, streams, inline=inline, loss_fn=whole_squares)
 
 
 @pytest.mark.parametrize(("placement", "inline", "how"), some_of(PLACEMENTS, [False, True], SCHEDULED, every=2))

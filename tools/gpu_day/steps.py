@@ -106,6 +106,7 @@ PARTS = {
             _program("peaks", "Peak of memory against micro-batches", 80, "peaks"),
             _program("copies", "A stage on the CPU before one on the GPU: do copies overlap?", 60, "copies"),
             _program("transformer", "A transformer of 8 layers", 80, "transformer"),
+            _program("whole loss", "A loss of all rows beside a call and 1F1B", 60, "whole_loss"),
             _program("plans", "Plans: predicted and measured", 120, "plans"),
             Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda"), 100, needs="rich"),
         ),

@@ -88,7 +88,7 @@ def test_whatever_calls_the_layer_and_in_whichever_order(data: st.DataObject):
     pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=len(calls), checkpoint=mode, deferred_batch_norm=True)
     x = torch.cat(parts).requires_grad_()
     with inline():
-        pipe.step(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
+        pipe.step(x, loss_fn=lambda y, _: y.square().mean(), reduction="mean", schedule=schedule)
     for call in range(max(calls)):
         plain(torch.cat([each[call] for part in parts for each in [_inputs(part)] if call < len(each)]))
     assert_same_statistics(pipe[0].m[0], plain)

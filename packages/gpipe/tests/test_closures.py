@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 
 from .layers import DOUBLE, MODES, Call, Layer, Overwrites, each_way, hook, linears, piped, rows, running
 from .schedules import ALONE, each_schedule
@@ -72,8 +72,9 @@ class Case:
             parts = [output.square()]
             parts += [TERMS[name](world, output) for name, every in self.terms if number % every == 0]
             total = torch.stack(parts).sum(0)
-            return (total.sum(), number + len(output)) if self.counted else total.mean()
+            return LossSum(total.sum(), number + len(output)) if self.counted else total.mean()
 
+        loss_fn.__annotations__["return"] = LossSum if self.counted else Tensor
         return loss_fn
 
     def prepare(self, world: World) -> list[tuple[tuple[str, str], Tensor]]:
@@ -109,7 +110,13 @@ def stepped(case: Case, world: World) -> tuple[Tensor, list[Any]]:
     )
     world.net = pipe
     with closing(pipe), running(case.inline):
-        loss = pipe.step(world.input(), torch.arange(7), loss_fn=case.loss(world), schedule=case.schedule)
+        loss = pipe.step(
+            world.input(),
+            torch.arange(7),
+            loss_fn=case.loss(world),
+            schedule=case.schedule,
+            reduction=None if case.counted else "mean",
+        )
     return loss, calls
 
 
@@ -153,7 +160,7 @@ def test_step_trains_what_the_plain_loss_trains(case: Case):
 def reentrant(s: Layer, output: Tensor) -> Any:
     """A head whose activations are computed again, in a backward of their own."""
     each = torch_checkpoint(lambda o: (o * s.weight).exp(), output, use_reentrant=True)
-    return (each.sum(), each.numel()) if s.counted else each.mean()
+    return LossSum(each.sum(), each.numel()) if s.counted else each.mean()
 
 
 @each_schedule
@@ -163,4 +170,4 @@ def test_reentrant_checkpoint_in_the_loss(schedule: str, way: Any, counted: bool
     head = Layer(reentrant, weight=nn.Parameter(torch.ones(3, dtype=DOUBLE)), counted=counted)
     refused = pytest.raises(RuntimeError, match=r"loss_fn uses .* use_reentrant=True")
     with closing(piped(linears(), [1, 2], chunks=3)) as pipe, way(), refused:
-        pipe.step(rows(7), loss_fn=head, schedule=schedule)
+        pipe.step(rows(7), loss_fn=head, schedule=schedule, reduction=None if counted else "mean")

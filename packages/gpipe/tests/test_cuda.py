@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 
 from .layers import MODES, Call, each_mode, on_backward, running, within
 
@@ -341,10 +342,24 @@ def test_memory_is_flat(mode: str):
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 
 
-def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def counted(output: Tensor, target: Tensor) -> LossSum:
     """The sum of the losses of rows that count, and their number, which only the device knows."""
     counts = target > 0
-    return (output.sum(1).square() * counts).sum(), counts.sum()
+    return LossSum((output.sum(1).square() * counts).sum(), counts.sum())
+
+
+def divided(output: Tensor, target: Tensor) -> Tensor:
+    """The same, of which nothing is known: it is computed once, on all rows."""
+    total, count = counted(output, target)
+    return total / count
+
+
+def padded(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+PADDED = partial(F.cross_entropy, ignore_index=0)
+"""As above, known to be torch's."""
 
 
 def stepped(pipe: GPipe, x: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
@@ -355,12 +370,12 @@ def stepped(pipe: GPipe, x: Tensor, target: Tensor, **options: Any) -> list[Tens
     return [t.detach().cpu() for t in (loss, leaf.grad, *[p.grad for p in pipe.parameters()])]
 
 
-def of_the_plain_model(plain: nn.Module, x: Tensor, target: Tensor) -> list[Tensor]:
+def of_the_plain_model(plain: nn.Module, x: Tensor, target: Tensor, loss_fn: Any = divided) -> list[Tensor]:
     leaf = x.detach().requires_grad_()
     plain.zero_grad()
-    total, count = counted(plain(leaf), target)
-    (total / count).backward()
-    return [(total / count).detach(), leaf.grad, *[p.grad for p in plain.parameters()]]
+    loss = loss_fn(plain(leaf), target)
+    loss.backward()
+    return [loss.detach(), leaf.grad, *[p.grad for p in plain.parameters()]]
 
 
 @each_mode
@@ -394,16 +409,47 @@ def test_in_a_step_nobody_reads_before_it_is_written(name: str, schedule: str):
         torch.testing.assert_close(within(60, work), expected)
 
 
-def test_a_step_does_not_wait_for_the_losses_to_be_counted():
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize(("loss_fn", "same"), [(divided, divided), (PADDED, padded), (padded, padded)])
+def test_a_step_whose_loss_is_that_of_all_rows(name: str, mode: str, inline: bool, loss_fn: Any, same: Any):
+    plain, (places, balance) = model(), cut(name, "fill_drain")
+    target = torch.arange(8) % 3
+    expected = of_the_plain_model(plain, rows(), target, same)
+    pipe = GPipe(copy.deepcopy(plain), balance, devices=places, chunks=3, checkpoint=mode)
+    for source in (torch.device("cpu"), places[0]):
+        x, y = rows().to(source), target.to(places[-1])
+        torch.testing.assert_close(ran(partial(stepped, pipe, x, y, loss_fn=loss_fn), inline), expected)
+        value = pipe.evaluate(x, y, loss_fn=loss_fn)
+        torch.testing.assert_close(value.cpu(), expected[0])
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_in_a_step_with_a_loss_of_all_rows_nobody_reads_before_it_is_written(name: str):
+    plain, (places, balance) = model(), cut(name, "fill_drain")
+    target = torch.arange(8) % 3
+    expected = of_the_plain_model(plain, rows(), target)
+    for slow in range(len(places)):
+        layers = list(copy.deepcopy(plain))
+        layers.insert(sum(balance[:slow]) + 1, Sleep(backward=True))
+        lengths = [length + (j == slow) for j, length in enumerate(balance)]
+        pipe = GPipe(nn.Sequential(*layers), lengths, devices=places, chunks=3)
+        work = partial(stepped, pipe, rows(), target.to(places[-1]), loss_fn=divided)
+        torch.testing.assert_close(within(60, work), expected)
+
+
+@pytest.mark.parametrize("loss_fn", [counted, divided, PADDED])
+def test_a_step_does_not_wait_for_the_losses_to_be_counted(loss_fn: Any):
     pipe = GPipe(model(), [2, 2, 2], devices=devices("one GPU"), chunks=3)
     x, target = rows().to(gpu()), (torch.arange(8) % 3).to(gpu())
     for _ in range(2):  # the first one learns about the layers, and may look at what they gave
-        stepped(pipe, x, target, loss_fn=counted)
+        stepped(pipe, x, target, loss_fn=loss_fn)
     torch.cuda.synchronize()
     end = torch.cuda.Event()
     for _ in range(8):  # longer than the host needs to queue a step
         nap(gpu())
-    pipe.step(x, target, loss_fn=counted)
+    pipe.step(x, target, loss_fn=loss_fn)
     end.record()
     assert not end.query(), "the host waited for the device"
     torch.cuda.synchronize()

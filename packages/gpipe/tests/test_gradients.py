@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gpipe import LossSum
+
 from .layers import DOUBLE, MODES, Call, Layer, Overwrites, assert_same, blocks, linear, piped, rows, running
 from .schedules import ALONE, balances
 
@@ -69,7 +71,7 @@ def test_functions_that_block_or_overwrite_gradients(
     with running(inline):
         pipe.step(
             x,
-            loss_fn=lambda o, _: (o.square().sum(), len(o)) if counted else o.square().sum(),
+            loss_fn=lambda o, _: LossSum(o.square().sum(), len(o)) if counted else o.square().sum(),
             schedule=schedule,
             **({} if counted else {"reduction": "sum"}),
         )

@@ -188,8 +188,11 @@ def test_a_replicated_first_tensor_has_no_say_in_the_weights_and_gets_one_gradie
 def test_a_target_may_be_one_for_all_rows(whole: Any) -> None:
     pipe, seen = piped(linears(), [1, 2], chunks=4), []
     loss_fn = lambda output, target: (seen.append(target), output.square().mean())[1]  # noqa: E731
-    losses = [step(rows(7), Replicate(whole), loss_fn=loss_fn) for step in (pipe.step, pipe.evaluate)]
-    torch.testing.assert_close((losses[0], seen), (losses[1], [whole] * 8))
+    for reduction, times in (("mean", 4), (None, 1)):
+        given = {"loss_fn": loss_fn, "reduction": reduction}
+        losses = [step(rows(7), Replicate(whole), **given) for step in (pipe.step, pipe.evaluate)]
+        torch.testing.assert_close((losses[0], seen), (losses[1], [whole] * 2 * times))
+        seen.clear()
 
 
 # What looks like rows but is none, given (n, 3) with n > 1.
@@ -223,9 +226,11 @@ def test_what_does_not_follow_the_rows(mode: str, way: Any, name: str) -> None:
 def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients() -> None:
     pipe = piped(nn.Sequential(*linears(2), Call(lambda x: x.T)), [1, 2], chunks=2)
     with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0") as caught:
-        pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), return_outputs=True)
+        pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), reduction="sum", return_outputs=True)
     assert "its gradients are in .grad" in "".join(caught.value.__notes__)
-    assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum()).dim() == 0
+    assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), reduction="sum").dim() == 0
+    with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0"):
+        pipe.step(rows(4), loss_fn=lambda output, _: output.sum())
 
 
 def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:

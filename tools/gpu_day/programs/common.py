@@ -41,9 +41,10 @@ def mean_square(output: Tensor, _: object = None) -> Tensor:
 
 
 def step(pipe: GPipe, x: Tensor, schedule: str) -> Tensor:
-    """One training step, without an optimizer."""
+    """One training step, without an optimizer; ``"whole"`` computes its loss once, on all rows."""
     pipe.zero_grad()
-    loss: Tensor = pipe.step(x, loss_fn=mean_square, schedule=schedule)
+    known = {} if schedule == "whole" else {"reduction": "mean", "schedule": schedule}
+    loss: Tensor = pipe.step(x, loss_fn=mean_square, **known)
     return loss
 
 

@@ -37,7 +37,9 @@ def train() -> None:
         head("schedule", "loss of two processes", "of one")
     wrong = 0
     for schedule in SCHEDULES:
-        losses = [each.step(x, loss_fn=mean_square, schedule=schedule).item() for each in (rank, pipe)]
+        losses = [
+            each.step(x, loss_fn=mean_square, reduction="mean", schedule=schedule).item() for each in (rank, pipe)
+        ]
         wrong = max(wrong, losses[0] != losses[1])
         if first:
             row(schedule, *losses)

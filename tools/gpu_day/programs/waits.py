@@ -22,7 +22,7 @@ def main() -> None:
     devices, worst = two_devices(), 0
     x = torch.randn(32, options.width, device=devices[0])
     head("schedule", "checkpoint", "second step")
-    for schedule in ("call", *SCHEDULES):
+    for schedule in ("call", "whole", "labels", *SCHEDULES):
         for mode in MODES:
             model = nn.Sequential(*network(options.width), nn.Dropout(0.1))
             with gpipe.inline() if options.inline else nullcontext():
@@ -55,6 +55,11 @@ def once(pipe: GPipe, x: Tensor, schedule: str) -> None:
     if schedule == "call":
         pipe.zero_grad()
         pipe(x).square().mean().backward()
+    elif schedule == "labels":  # of which some do not count, which the host need not know
+        pipe.zero_grad()
+        labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        labels[:3] = -100
+        pipe.step(x, labels, loss_fn=torch.nn.functional.cross_entropy)
     else:
         step(pipe, x, schedule)
 

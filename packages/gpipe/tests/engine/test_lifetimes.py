@@ -84,11 +84,21 @@ def failing(phase: str, run: Callable[[GPipe], object]) -> Callable[[GPipe], obj
 
 def stepped(schedule: Schedule | str, *, grad: bool = False) -> Callable[[GPipe], object]:
     return lambda pipe: pipe.step(
-        rows(8, grad=grad), loss_fn=lambda y, _: y.square().mean(), schedule=schedule, return_outputs=True
+        rows(8, grad=grad),
+        loss_fn=lambda y, _: y.square().mean(),
+        reduction="mean",
+        schedule=schedule,
+        return_outputs=True,
     )
 
 
+def stepped_once(pipe: GPipe) -> object:
+    """With a loss of all rows."""
+    return pipe.step(rows(8, grad=True), loss_fn=lambda y, _: y.std(0).sum(), return_outputs=True)
+
+
 ENDS: dict[str, Callable[[GPipe], object]] = {
+    "a loss of all rows": stepped_once,
     "no_grad": torch.no_grad()(lambda pipe: pipe(rows(8))),
     "inference": torch.inference_mode()(lambda pipe: pipe(rows(8))),
     "evaluation": torch.no_grad()(lambda pipe: pipe.eval()(rows(8))),

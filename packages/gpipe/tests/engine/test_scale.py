@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, LossSum
 from gpipe.engine import _scale
 from gpipe.engine._scale import DeviceScale, scale_in_place, scaled
 
@@ -55,6 +55,6 @@ def test_a_step_reads_no_count_of_a_device(schedule: str, hooked: bool, request:
         model[0].weight.register_hook(lambda gradient: gradient * 1)
     request.getfixturevalue("device_counts")
     turns = cycle([torch.tensor(2.0), 2, torch.tensor(2, dtype=torch.uint8)])  # some counts are numbers
-    loss = pipe.step(x, loss_fn=lambda o, _: (o.square().sum(), next(turns) * o.shape[0]), schedule=schedule)
+    loss = pipe.step(x, loss_fn=lambda o, _: LossSum(o.square().sum(), next(turns) * o.shape[0]), schedule=schedule)
     request.getfixturevalue("monkeypatch").undo()
     torch.testing.assert_close([loss, *[p.grad for p in model.parameters()]], [total.detach(), *expected])

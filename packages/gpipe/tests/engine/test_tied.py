@@ -339,9 +339,11 @@ def test_views_train_on_one_device_and_are_refused_on_several() -> None:
     expect_shareable([layer.requires_grad_(False) for layer in views()], others)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "reduction"), [("1f1b", "mean"), ("zero_bubble", "mean"), (None, None), ("fill_drain", None)]
+)
 @pytest.mark.parametrize("known", [True, False])
-def test_a_loss_over_parameters_that_partitions_share(schedule: str, known: bool) -> None:
+def test_a_loss_over_parameters_that_partitions_share(schedule: str | None, reduction: str | None, known: bool) -> None:
     """In a step it finds copies too, and would count them; in evaluation there are none on the same device."""
     model = nn.Sequential(*linears(2))
     model[1].weight = model[0].weight
@@ -356,4 +358,5 @@ def test_a_loss_over_parameters_that_partitions_share(schedule: str, known: bool
     expected = penalty(model(rows()))
     torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=penalty), expected)
     with nullcontext() if known else pytest.raises(RuntimeError, match="loss_fn goes over parameters or modules"):
-        torch.testing.assert_close(pipe.step(rows(), loss_fn=penalty, schedule=schedule), expected)
+        found = pipe.step(rows(), loss_fn=penalty, reduction=reduction, schedule=schedule)
+        torch.testing.assert_close(found, expected)

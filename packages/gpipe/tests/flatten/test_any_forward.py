@@ -91,7 +91,7 @@ def test_a_forward_is_right_or_refused(
         if how == "call":
             means(pipe(x)).backward()
         else:
-            pipe.step(x, loss_fn=means, schedule=how)
+            pipe.step(x, loss_fn=means, reduction="mean", schedule=how)
     means(plain(x)).backward()
     found, expected = gradients(model), gradients(plain)
     for name in found.keys() | expected.keys():

@@ -119,7 +119,7 @@ def test_it_trains_as_the_model_does(
     inputs, balance = batch(**kinds), [cut, len(layers) - cut]
     with closing(GPipe(layers, balance, devices=["cpu"] * 2, chunks=3, checkpoint=mode, init=init)) as pipe:
         torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
-        pipe.step(inputs, loss_fn=lambda output: output.square().mean(), schedule=schedule)
+        pipe.step(inputs, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
     plain(**inputs)["logits"].square().mean().backward()
     torch.testing.assert_close(gradients(model), gradients(plain))
     torch.testing.assert_close(model(**inputs)["logits"], plain(**inputs)["logits"])
@@ -297,7 +297,7 @@ def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable
         for each in (model, plain):
             each.zero_grad()
         pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
-        pipe.step(x, loss_fn=lambda output, _: output.square().mean(), schedule="1f1b")
+        pipe.step(x, loss_fn=lambda output, _: output.square().mean(), reduction="mean", schedule="1f1b")
         plain(x).square().mean().backward()
         torch.testing.assert_close(gradients(model), gradients(plain))
         assert set(pipe.state_dict()) == set(plain.state_dict())
@@ -626,12 +626,13 @@ def test_the_loss_of_all_rows_is_not_computed_with_sizes_of_the_sample():
         for width in (16, 32):
             whole = batch(4, width)
             expected = model(**whole)["loss"]
-            torch.testing.assert_close(pipe.step(**whole), expected)
             if width == 16:
+                torch.testing.assert_close(pipe.step(**whole), expected)
                 torch.testing.assert_close(pipe(**whole)["loss"], expected)
-            else:
+                continue
+            for method in (pipe, pipe.step):
                 with pytest.raises(RuntimeError, match="the sizes of what blocks return"):
-                    pipe(**whole)
+                    method(**whole)
 
 
 def test_more_tensors_than_in_the_sample_are_refused():

@@ -76,7 +76,7 @@ def expect_trained_alike(pipe: GPipe, model: nn.Module, plain: nn.Module, schedu
     own, other = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (pipe, plain))
     for step in range(3):
         x = batch(ROWS + step)
-        loss = pipe.step(x, loss_fn=lambda output: output.square().mean(), schedule=schedule)
+        loss = pipe.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
         expected = plain(x).square().mean()
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe import LossSum
+
 from ..layers import Call, each_mode, linears, piped, rows
 
 

@@ -74,7 +74,10 @@ ELEMENTS: dict[str, Callable[[str], list[Loss]]] = {
         partial(F.binary_cross_entropy_with_logits, reduction=r, pos_weight=torch.tensor([[3.0]])),
     ],
     "divergence": lambda r: [
-        F.kl_div, nn.KLDivLoss(reduction=r), partial(F.kl_div, reduction="batchmean"), nn.KLDivLoss(reduction="batchmean", log_target=True)
+        F.kl_div,
+        nn.KLDivLoss(reduction=r),
+        partial(F.kl_div, reduction="batchmean"),
+        nn.KLDivLoss(reduction="batchmean", log_target=True),
     ],
     "probabilities of classes": lambda r: [
         F.cross_entropy, nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3], dtype=DOUBLE), reduction=r, label_smoothing=0.1)

@@ -140,11 +140,11 @@ def test_targets_too():
         return (output - target["y"]).square().mean()
 
     pipe, plain = piped(linears(), [1, 2], chunks=3), linears()
-    loss = pipe.step(rows(7), {"y": rows(7), "kind": Color.RED}, loss_fn=loss_fn)
+    loss = pipe.step(rows(7), {"y": rows(7), "kind": Color.RED}, loss_fn=loss_fn, reduction="mean")
     torch.testing.assert_close(loss, loss_fn(plain(rows(7)), {"y": rows(7), "kind": None}).detach())
     assert seen[:3] == [Color.RED] * 3
     with pytest.raises(TypeError, match=r"^target has a list of 7"):
-        pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn)
+        pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn, reduction="mean")
 
 
 WRONG_TARGETS: dict[str, Any] = {
@@ -164,10 +164,11 @@ WRONG_TARGETS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WRONG_TARGETS)
 def test_what_is_wrong_with_a_target_names_the_target_and_what_can_be_done_there(name: str):
+    """Where it is cut: a loss of all rows gets any target."""
     pipe, target = piped(linears(), [1, 2], chunks=3), WRONG_TARGETS[name]
     for call in (
-        lambda: pipe.step(rows(7), target, loss_fn=F.mse_loss),
-        lambda: pipe.evaluate(rows(7), target, loss_fn=F.mse_loss),
+        lambda: pipe.step(rows(7), target, loss_fn=F.mse_loss, reduction="mean"),
+        lambda: pipe.evaluate(rows(7), target, loss_fn=F.mse_loss, reduction="mean"),
         lambda: expect_target(target, rows(7)),
     ):
         with pytest.raises((TypeError, ValueError), match=r"\btarget\b") as caught:

@@ -33,7 +33,7 @@ def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do():
         pipe = piped(layers, [1, 1, 1], chunks=6, checkpoint=list(each))
         with inline(), record(memory=True) as timeline:
             x = torch.zeros(6, 100, requires_grad=True)
-            pipe.step(x, loss_fn=lambda y, _: y.sum(), schedule="zero_bubble")
+            pipe.step(x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule="zero_bubble")
         peaks[each] = timeline.peak_bytes
     for each, found in peaks.items():
         for j in range(2):  # the last one holds a single micro-batch under 1F1B

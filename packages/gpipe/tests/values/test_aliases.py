@@ -409,7 +409,9 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
     x = numbers.requires_grad_(grad) * 1
     pipe = piped(model, [1, 3], chunks=4, checkpoint=mode)
     with closing(pipe), pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
-        pipe((x, x * 1)) if schedule == "forward" else pipe.step((x, x * 1), loss_fn=squares, schedule=schedule)
+        pipe((x, x * 1)) if schedule == "forward" else pipe.step(
+            (x, x * 1), loss_fn=squares, reduction="mean", schedule=schedule
+        )
 
 
 @each_mode

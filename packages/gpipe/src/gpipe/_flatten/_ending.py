@@ -81,7 +81,8 @@ class Ending:
         if not tape.foreseen:
             raise RuntimeError(
                 "the forward asks for the sizes of what blocks return, and the loss of all rows would be computed with "
-                "those of the sample, which are others; give step() a loss_fn, or make a new pipe with a sample of this size"
+                "those of the sample, which are others; give step() a loss_fn, or make a new pipe with a sample of "
+                "this size"
             )
         found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
         for name, calls in tape.returned.items():

@@ -292,7 +292,7 @@ def _apart(gradient: Tensor | None, taken: set[tuple[int, int]], kept: set[int])
     if gradient is None:
         return None
     storage = storage_id(gradient)
-    place = storage, gradient.storage_offset() if gradient.layout is torch.strided else 0
+    place = storage, int(gradient.storage_offset()) if gradient.layout is torch.strided else 0
     if place in taken or storage in kept:
         return gradient.clone()
     taken.add(place)

@@ -57,11 +57,12 @@ def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_su
     """
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
     shares, divisor = shares_of(batches), call.divisor
-    known = torch_loss(loss_fn, call.target) if call.reduction != "sum" else None
-    if known is not None and (sizes := _cut_alike(len(call.target), batches)):
-        if not known.is_over_labels(call.target):
+    found = torch_loss(loss_fn, call.target) if call.reduction != "sum" else None
+    if found is not None and (sizes := _cut_alike(found[1].shape[found[0].dim], batches)):
+        known, target = found
+        if not known.is_over_labels(target):
             return Rule(known.of_rows, [1.0] * len(batches) if known.adds else shares)
-        counts = known.counts(call.target, sizes)
+        counts = known.counts(target, sizes)
         every = sum(counts)
         weights = [
             count / every.clamp(min=_LEAST) if isinstance(every, Tensor) else count / (every or 1) for count in counts

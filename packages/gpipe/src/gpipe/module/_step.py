@@ -96,10 +96,10 @@ class Stepping(Divided):
                 metrics, as in ``(loss, metrics)``. If nothing counts, the loss is nan and the gradients are zeros, as
                 of torch's means. By default the output is the loss, or has it as ``.loss`` or ``["loss"]``.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`. By
-                default ``"1f1b"`` if it is known how losses add up, else ``"fill_drain"``. ``"auto"`` measures the first
-                steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``. ``"interleaved"``,
-                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in ``[0, 1, 0, 1]``, ``"zbv"`` and
-                ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
+                default ``"1f1b"`` if it is known how losses add up, else ``"fill_drain"``. ``"auto"`` measures the
+                first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``.
+                ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in
+                ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
             reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, ``"sum"`` if it returns a sum.
             normalizer: what the ``"sum"`` is divided by.
             return_outputs: also return the outputs, as :meth:`forward` would, detached.
@@ -119,9 +119,9 @@ class Stepping(Divided):
         Raises:
             TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
                 target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
-            ValueError: an unknown schedule, or one that does not fit, or cannot wait for a loss of all rows; a loss that
-                is not a scalar or does not require grad; a target or metrics of micro-batches with another number of
-                rows than the input.
+            ValueError: an unknown schedule, or one that does not fit, or cannot wait for a loss of all rows; a loss
+                that is not a scalar or does not require grad; a target or metrics of micro-batches with another number
+                of rows than the input.
             RuntimeError: grad mode is off; the pipe itself has hooks; it is in a ``DistributedDataParallel``, outside
                 of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from microbatch import Split
+
 _LABELS = (F.cross_entropy, F.nll_loss)
 _ELEMENTS = (
     F.binary_cross_entropy,
@@ -41,11 +43,13 @@ class TorchLoss(NamedTuple):
         loss_fn: what is called with an output and a target.
         function: the function of ``torch.nn.functional`` that it is.
         options: the keywords of that function.
+        dim: the dimension of the rows of its target.
     """
 
     loss_fn: Callable[..., Any]
     function: Callable[..., Any]
     options: Mapping[str, Any]
+    dim: int = 0
 
     @property
     def adds(self) -> bool:
@@ -58,7 +62,8 @@ class TorchLoss(NamedTuple):
 
     def of_rows(self, output: Tensor, target: Tensor) -> Any:
         """The loss of a micro-batch: a sum, or a mean that is weighted by rows."""
-        alike = isinstance(output, Tensor) and output.dim() == target.dim() and len(output) == len(target)
+        alike = isinstance(output, Tensor) and output.dim() == target.dim()
+        alike = alike and output.shape[self.dim] == target.shape[self.dim]
         if self.function in _ELEMENTS and not alike:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
@@ -94,7 +99,7 @@ class TorchLoss(NamedTuple):
         weight, counted = self.options.get("weight"), target != self._ignored
         if weight is not None:
             counted = weight.detach().to(target.device)[target.where(counted, 0)] * counted
-        parts = [part.sum() for part in torch.split(counted, list(sizes))]
+        parts = [part.sum() for part in torch.split(counted, list(sizes), self.dim)]
         return [part.item() for part in parts] if target.device.type == "cpu" else parts
 
     @property
@@ -102,11 +107,17 @@ class TorchLoss(NamedTuple):
         return int(self.options.get("ignore_index", -100))
 
 
-def torch_loss(loss_fn: Any, target: Any) -> TorchLoss | None:
-    """``loss_fn`` as a loss of torch, if it **is** one, and the losses of rows of ``target`` add up to it."""
-    found = _read(loss_fn)
-    if found is None or not isinstance(target, Tensor) or not target.dim():
+def torch_loss(loss_fn: Any, target: Any) -> tuple[TorchLoss, Tensor] | None:
+    """``loss_fn`` as a loss of torch, if it **is** one, and the losses of rows of its target add up to it; the target.
+
+    ``target`` may be in a ``Split``.
+    """
+    found, dim = _read(loss_fn), 0
+    if isinstance(target, Split) and target.counts is None:
+        target, dim = target.value, target.dim
+    if found is None or not isinstance(target, Tensor) or not -target.dim() <= dim < target.dim():
         return None
+    found = found._replace(dim=dim)
     options = found.options
     if options.get("size_average") is not None or options.get("reduce") is not None:
         return None
@@ -115,7 +126,7 @@ def torch_loss(loss_fn: Any, target: Any) -> TorchLoss | None:
     # Of one row of probabilities, the classes would be cut.
     if found.function in _LABELS and target.is_floating_point() and target.dim() < 2:
         return None
-    return found if all(_is_of_classes(found, *option, target) for option in options.items()) else None
+    return (found, target) if all(_is_of_classes(found, *option, target) for option in options.items()) else None
 
 
 def is_of_torch(loss_fn: Any) -> bool:

@@ -20,7 +20,7 @@ class StageCost:
         forward, backward, recompute: seconds; by default a recomputation takes as long as the forward.
         backward_input, backward_weight: the seconds of the two parts of a split backward: one that is missing is the
             rest of the backward, both are half of it.
-        loss: of the last stage, the seconds of the loss of the whole mini-batch, if the schedule has it.
+        loss: of the last stage, the seconds of the loss of the whole mini-batch, if the schedule has it; 0 by default.
         activation_bytes: bytes that the stage keeps for the backward.
         boundary_bytes: bytes of the stage's input, and of its gradient, which come over the link before the stage. A
             checkpointed micro-batch keeps only these until its recomputation.
@@ -35,7 +35,7 @@ class StageCost:
     recompute: float | None = None
     backward_input: float | None = None
     backward_weight: float | None = None
-    loss: float = 0.0
+    loss: float | None = None
     activation_bytes: int = 0
     boundary_bytes: int = 0
     layers: str = ""
@@ -60,6 +60,8 @@ class StageCost:
             return given
         if kind == Kind.RECOMPUTE:
             return self.forward
+        if kind == Kind.LOSS:
+            return 0.0
         other = self.backward_weight if kind == Kind.BACKWARD_INPUT else self.backward_input
         return self.backward / 2 if other is None else self.backward - other
 
