@@ -41,6 +41,7 @@ SMALL = {
     "compiled": ("--width", "16", "--count", "1"),
     "plans": ("--width", "32", "--length", "2", "--rows", "8"),
     "families": ("GPT-2", "BERT tokens"),
+    "whole_loss": ("--width", "16", "--rows", "16", "--tokens", "2", "--steps", "1"),
 }
 """Each program with arguments that make it short."""
 
