@@ -146,7 +146,8 @@ def trained(
     """The gradients that a step of a pipe of ``layers`` gives ``model``."""
     model.zero_grad()
     pipe = piped(layers, checkpoint)
-    pipe.step(Arguments((), family.inputs(ROWS)), loss_fn=lambda output, _: output.square().mean(), schedule=schedule)
+    inputs = Arguments((), family.inputs(ROWS))
+    pipe.step(inputs, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
     pipe.close()
     return gradients(model)
 

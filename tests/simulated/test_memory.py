@@ -21,7 +21,7 @@ def fits(chunks: int, schedule: str, size: int) -> bool:
     def step() -> None:
         pipe.zero_grad(set_to_none=False)
         with inline():  # how far the first stage is ahead must not depend on threads
-            pipe.step(x, y, loss_fn=squared_error, schedule=schedule)
+            pipe.step(x, y, loss_fn=squared_error, reduction="sum", schedule=schedule)
 
     step()
     try:

@@ -8,9 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Kind, Program, Schedule, Step, fill_drain, replay, validate
+from gpipe.schedule import (
+    LOSS_OF_ALL,
+    SCHEDULES,
+    Action,
+    Kind,
+    Program,
+    Schedule,
+    Step,
+    fill_drain,
+    looped_bfs,
+    named,
+    replay,
+    validate,
+)
 
-from ..schedules import Scheduled, executed, needs, orders, placed, steps_of
+from ..schedules import Scheduled, executed, fitting, needs, orders, placed, steps_of
 
 
 @st.composite
@@ -106,3 +119,56 @@ def test_blank_lines_comments_and_dots_say_nothing(problem: Scheduled, random: R
         lines += ["  " * random.randrange(2) + "  ".join(words) + random.choice(["", "  # R0", "#"])]
         lines += random.choices(noise, k=random.randrange(3))
     assert Schedule.parse("\n".join(lines)) == schedule
+
+
+@given(orders())
+def test_the_loss_of_all_rows_comes_between_forwards_and_backwards(problem: Scheduled) -> None:
+    """Right behind the last forward of the last stage; what cannot wait for it is refused. All else stays."""
+    schedule, m, placement = problem
+    kinds = [kind for kind, _ in schedule[-1]]
+    waits = "backward" not in " ".join(kinds[: len(kinds) - kinds[::-1].index(Kind.FORWARD)])
+    if not waits:
+        with pytest.raises(ValueError, match=r"the last stage does [BI]\d before its last forward, F\d"):
+            schedule.with_loss()
+        return
+    found, last = schedule.with_loss(), len(schedule) - 1
+    validate(found, m, placement)
+    assert found.has_loss
+    assert not schedule.has_loss
+    assert found.with_loss() is found
+    assert Schedule.parse(str(found)) == found
+    assert [[action for action in program if action != LOSS_OF_ALL] for program in found] == [*map(list, schedule)]
+    place = found[-1].index(LOSS_OF_ALL)
+    assert {kind for kind, _ in found[-1][place:]}.isdisjoint([Kind.FORWARD])
+    assert found[-1][place - 1].kind == Kind.FORWARD
+    for steps in (schedule.on(placement), found.on(placement)):
+        assert Counter(executed(steps)) == Counter(step for own in steps for step in own)
+    spans = replay(found.on(placement), [{**dict.fromkeys(Kind, 1.0), Kind.LOSS: 7.0}] * len(schedule))
+    loss = spans[Step(last, LOSS_OF_ALL)]
+    assert loss.end - loss.start == 7
+    for (stage, (kind, _)), span in spans.items():
+        if stage == last and kind == Kind.FORWARD:
+            assert span.end <= loss.start
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            assert span.start >= loss.end
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
+def test_schedules_that_can_wait_for_the_loss_of_all_rows(name: str, workers: int, loops: int, m: int) -> None:
+    schedule = named(name, m, fitting(name, workers, loops))
+    if m == 1 or name in ("fill_drain", "looped_bfs"):
+        assert str(schedule.with_loss()).count("C") == 1
+        return
+    with pytest.raises(ValueError, match="before its last forward"):
+        schedule.with_loss()
+
+
+def test_the_text_of_a_schedule_with_the_loss_of_all_rows() -> None:
+    assert str(fill_drain(2, 2).with_loss()) == "F0 F1 B1 B0\nF0 F1 C B1 B0"
+    looped = looped_bfs(1, 4, 2).with_loss()
+    assert str(looped) == "F0@0 F0@2 B0@2 B0@0\nF0@1 F0@3 C@3 B0@3 B0@1"
+    assert Schedule.parse("F0 C B0") == Schedule([[Action("forward", 0), LOSS_OF_ALL, Action("backward", 0)]])
+    assert not Schedule([]).with_loss().has_loss
+    for wrong in ("F0 C0 B0", "F0 C1@0 B0", "F0 c B0"):
+        with pytest.raises(ValueError, match="or C for the loss of the whole mini-batch"):
+            Schedule.parse(wrong)

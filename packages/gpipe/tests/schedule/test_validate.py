@@ -83,3 +83,19 @@ def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
     """Whichever of its backwards are split."""
     schedule, _, _ = problem
     assert [in_flight(program) for program in schedule] == held(lines_of(schedule))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "F0 F1 C B1 B0\nF0 F1 B1 B0",
+        "F0 F1 B1 B0\nF0 C F1 B1 B0",
+        "F0 F1 B1 B0\nF0 F1 B1 C B0",
+        "F0 F1 B1 B0\nF0 F1 C C B1 B0",
+        "F0 F1 B1 B0\nC F0 F1 B1 B0",
+        "F0 F1 B0 B1\nF0 B0 F1 C B1",
+    ],
+)
+def test_the_loss_of_all_rows_has_one_place(text: str) -> None:
+    with pytest.raises(ValueError, match="loss of the whole mini-batch"):
+        validate(Schedule.parse(text), 2, (0, 1))

@@ -20,6 +20,7 @@ from gpipe import Event, GPipe, record
 from gpipe._current import current
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.timeline._record import Clock, Look, WatchedLink
+from gpipe.timeline._svg import svg
 from gpipe.values._leaves import Activation
 
 from ..layers import MODES, Call, each_way, linears, piped, rows, within
@@ -189,3 +190,18 @@ def test_profilers_see_actions_by_their_names_inline():
     found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
     programs = named("zero_bubble", 2, (0, 0), 2, split=[1])  # the input needs no gradient
     assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
+
+
+def test_the_loss_of_all_rows_is_an_action_of_the_last_stage() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu"] * 2, chunks=3)
+    with gpipe.record() as timeline:
+        pipe.step(torch.ones(6, 2), loss_fn=lambda output: output.std(0).sum())
+    (event,) = [event for event in timeline.events if event.kind == "loss"]
+    assert str(event) == "C@1"
+    on_last = [each for each in timeline.events if each.stage == 1]
+    assert all(each.end <= event.start for each in on_last if each.kind == "forward")
+    assert all(each.start >= event.end for each in on_last if each.kind == "backward")
+    picture = svg([("a step", timeline)])
+    assert "micro-batch: all" in picture
+    assert ">loss<" in picture
+    assert "loss" in str(timeline).splitlines()[1]
