@@ -23,9 +23,10 @@ from .._flatten._own_loss import OwnLoss, without_loss_only
 from .._flatten._segment import Segment
 from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
-from ..engine._losses import Losses, WholeLoss
+from ..engine._losses import Losses
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
+from ..engine._whole_loss import WholeLoss
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
 from ..module._choices import Choices, checked_choices, expect_fitting, laid_out

@@ -20,8 +20,9 @@ from .._flatten._own_loss import OwnLoss, with_whole_count, without_loss_only
 from .._flatten._segment import Segment
 from .._hooks import refuse_hooks
 from ..engine._loss_value import LossFunction, own_loss
-from ..engine._losses import Losses, WholeLoss
+from ..engine._losses import Losses
 from ..engine._walks import Size, waits
+from ..engine._whole_loss import WholeLoss
 from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
 from ..values._leaves import Activation

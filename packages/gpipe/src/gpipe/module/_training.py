@@ -15,7 +15,8 @@ from microbatch import Batch, Split, map_tensors, rules, unwrap
 from streams import add_note
 
 from ..engine._loss_value import LossFunction, LossValue, own_loss
-from ..engine._losses import Losses, MicrobatchLosses, WholeLoss
+from ..engine._losses import Losses, MicrobatchLosses
+from ..engine._whole_loss import WholeLoss
 from ..values._sharing import gathered, gathered_activation
 from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call

@@ -1,0 +1,131 @@
+"""The loss of a mini-batch, computed once: on the outputs of all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..values._leaves import Activation, clone_leaves, storage_id
+from ..values._sharing import owned
+from ._accumulate import GradientSums
+from ._loss_value import LossFunction, whole_metrics
+from ._losses import Losses, seed_of
+from ._scale import DeviceScale, scale_of, sum_of
+
+
+class WholeLoss(Losses):
+    """One loss, on the outputs of all micro-batches: right for every function of outputs and targets.
+
+    It holds the outputs of all micro-batches, and their gradients, as the plain model does.
+
+    Args:
+        arguments: the further arguments of ``loss_fn``: the target, or nothing.
+        join: joins the outputs of micro-batches, by gradients too, as the pipe itself does.
+        weight: the weight of the loss, from a ``normalizer``.
+    """
+
+    is_whole = True
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        arguments: tuple[Any, ...],
+        join: Callable[[Sequence[Activation]], Activation],
+        *,
+        weight: float = 1.0,
+        keep_outputs: bool = False,
+    ) -> None:
+        super().__init__(loss_fn, keep_outputs=keep_outputs)
+        self._arguments, self._join, self._weight = arguments, join, weight
+        self._arrived: dict[int, Activation] = {}
+
+    def put_values(self, i: int, activation: Activation) -> None:
+        self._arrived[i] = activation
+        self._keep(i, activation)
+
+    def compute_whole(self) -> None:
+        outputs = [self._arrived.pop(i) for i in sorted(self._arrived)]
+        if len(outputs) == 1:  # several are copied when they are joined
+            outputs = [clone_leaves(outputs[0]) if self._keep_outputs else owned(outputs[0])]
+        parts = _Parts(outputs)
+        del outputs
+        joined = self._join(parts.taken())
+        value = self._value(0, joined, self._arguments)
+        self.is_sum = value.count is not None
+        self.metrics = None if value.metrics is None else whole_metrics(value.metrics)
+        scale = scale_of(sum_of([value.count])) if self.is_sum else 1.0
+        factor = scale.on(value.total.device) if isinstance(scale, DeviceScale) else scale
+        whole = value.total.detach() * self._weight
+        self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
+        if self.trains:
+            total = value.total
+            del value, joined  # the backward need not hold what the loss has not saved
+            self._backward(total, seed_of(total, factor * self._weight), [parts.anchor])
+            self._gradients = dict(enumerate(parts.gradients(self.sums)))
+
+
+class _Parts:
+    """The outputs of micro-batches, which are freed when they have been joined, and their gradients.
+
+    Attributes:
+        sizes: how many tensors each has.
+        anchor: the leaf at which a backward through them ends.
+    """
+
+    def __init__(self, outputs: list[Activation]) -> None:
+        self.sizes = [len(output.tensors) for output in outputs]
+        self.anchor = torch.zeros(0, requires_grad=True)
+        self._outputs = outputs
+        self._found: dict[int, Tensor | None] = {}
+
+    def taken(self) -> list[Activation]:
+        """The outputs, once. Those that require grad are the results of nodes that do not hold them."""
+        outputs, self._outputs = self._outputs, []
+        numbers = count()
+        return [
+            output.with_tensors([self._attached(tensor, next(numbers)) for tensor in output.tensors])
+            for output in outputs
+        ]
+
+    def _attached(self, tensor: Tensor, number: int) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        attached: Tensor = _Part.apply(self.anchor, tensor.detach(), self._found, number)  # type: ignore[no-untyped-call]
+        return attached
+
+    def gradients(self, sums: GradientSums) -> Iterator[list[Tensor | None]]:
+        """Those of each micro-batch after the backward, apart from those of other leaves, in ``sums``."""
+        numbers, taken, kept = count(), set[tuple[int, int]](), sums.storages()
+        for size in self.sizes:
+            yield [_apart(self._found.pop(next(numbers), None), taken, kept) for _ in range(size)]
+
+
+class _Part(torch.autograd.Function):
+    """A tensor as the result of a node that keeps its gradient, and not the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, found: dict[int, Tensor | None], number: int) -> Tensor:
+        ctx.found, ctx.number = found, number
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.found[ctx.number] = gradient
+        return None, None, None, None
+
+
+def _apart(gradient: Tensor | None, taken: set[tuple[int, int]], kept: set[int]) -> Tensor | None:
+    """``gradient``, or a copy if another one is in its place, or in its memory: a stage may overwrite what it gets."""
+    if gradient is None:
+        return None
+    storage = storage_id(gradient)
+    place = storage, int(gradient.storage_offset()) if gradient.layout is torch.strided else 0
+    if place in taken or storage in kept:
+        return gradient.clone()
+    taken.add(place)
+    return gradient
