@@ -46,7 +46,7 @@ def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
     """The loss, and the gradients of this rank."""
     rank.zero_grad()
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    loss = rank.step(x, loss_fn=lambda output: output.square().mean(), schedule=schedule)
+    loss = rank.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
     return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in rank.named_parameters()}}
 
 

@@ -394,9 +394,9 @@ _NEEDS_INPUTS = (
 
 
 _DECIDED = (
-    "the losses of micro-batches are not known to add up for the loss_fn, target and reduction= of the last stage's "
-    "rank, but the first stage's rank got others, and had to decide; give the same on both ranks: then the loss is "
-    "computed once, on the outputs of all rows"
+    "the rank of the first stage decides whether the loss is computed once. It was given another loss_fn, target or "
+    "reduction= than the rank of the last stage, or none, and there it is not known how the losses of micro-batches "
+    "add up; pass the same on both ranks"
 )
 
 
