@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from tests.frameworks.labelled import BRANCHING, CASES, batch_of, made
+from tests.frameworks.labelled import CASES, batch_of, made
 from torch import Tensor, nn
 
 from gpipe import GPipe
+from microbatch import map_tensors
 
 from .common import head, row, two_devices
 
@@ -26,7 +26,7 @@ def main() -> None:
     gpus, wrong = two_devices(), 0
     places = {"two stages there": gpus, "CPU first": [torch.device("cpu"), gpus[1]]}
     head("family", "stages", "precision", "loss, plain", "loss", "difference / largest gradient")
-    for name in options.names or [name for name in CASES if name not in BRANCHING]:
+    for name in options.names or CASES:
         for where, devices in places.items():
             for precision in ("float32", "bfloat16 autocast") if devices is gpus else ("float32",):
                 try:
@@ -46,12 +46,12 @@ def measured(name: str, devices: list[torch.device], exact: bool) -> tuple[float
     family, _ = CASES[name]
     model, plain = made(family._replace(dtype=torch.float32))
     plain.to(devices[-1])
-    batch = {key: single(value) for key, value in batch_of(name, ROWS, "padded").items()}
-    pipe = GPipe(model, devices=devices, chunks=3, sample={key: value[:2] for key, value in batch.items()})
+    batch = map_tensors(single, batch_of(name, ROWS, "padded"))
+    pipe = GPipe(model, devices=devices, chunks=3, sample=map_tensors(lambda tensor: tensor[:2], batch))
     kind = devices[-1].type
     with nullcontext() if exact else torch.autocast(kind, torch.bfloat16):
-        expected = plain(**{key: value.to(devices[-1]) for key, value in batch.items()}).loss
-        found = pipe.step(**{key: value.to(devices[0]) for key, value in batch.items()})
+        expected = plain(**map_tensors(lambda tensor: tensor.to(devices[-1]), batch)).loss
+        found = pipe.step(**map_tensors(lambda tensor: tensor.to(devices[0]), batch))
     expected.backward()
     own, theirs = gradients(model), gradients(plain)
     largest = max(float(gradient.abs().max()) for gradient in theirs.values())
@@ -60,8 +60,8 @@ def measured(name: str, devices: list[torch.device], exact: bool) -> tuple[float
     return expected.item(), found.item(), off
 
 
-def single(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -21,14 +21,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32)
     options = parser.parse_args()
-    device, width = two_devices()[0], options.width
+    devices, width = [*dict.fromkeys(two_devices())], options.width
     models = {
         "linear layers": (network(width), torch.randn(options.rows * 8, width)),
         "transformer": (transformer(width, 0.0), torch.randn(options.rows, options.length, width)),
     }
     head("model", "stages", "loss", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
     for name, (model, x) in models.items():
-        for places, reduction in product(([device], [device, device]), ("mean", None)):
+        for places, reduction in product([devices[:k] for k in range(1, 1 + len(devices))], ("mean", None)):
             stages, loss = " ".join(map(str, places)), "by micro-batch" if reduction else "once"
             row(name, stages, loss, *measured(copy.deepcopy(model), x, places, reduction))
 
