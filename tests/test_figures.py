@@ -63,4 +63,4 @@ def test_the_readme_has_the_figures_of_one_gpu() -> None:
         for row in rows(blocks("cuda")["cuda-time"])
         if row["D = B"] == "4096" and row["way"] == "one stage"
     }
-    assert readme("time of a training step of large linear layers on one H100") == [found["never"], found["always"]]
+    assert readme("time of a training step of large linear layers on one H200") == [found["never"], found["always"]]
