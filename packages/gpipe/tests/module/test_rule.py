@@ -261,7 +261,7 @@ def test_a_step_takes_the_best_schedule_that_the_loss_allows(
     """What has returned a LossSum once is known to do so."""
     model = linears()
     squares(model).backward()
-    for schedule in (None, "auto"):
+    for schedule in (None, "auto", "AUTO"):
         with closing(piped(linears(), [1, 2], chunks=3)) as pipe:
             for name in (before, after):
                 pipe.zero_grad()

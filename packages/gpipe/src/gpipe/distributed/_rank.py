@@ -35,7 +35,7 @@ from ..module._devices import expect_same_device
 from ..module._init import initializer_of
 from ..module._keywords import NOTHING, Call, called_with, given_to
 from ..module._partition import as_sequential, checked_balance
-from ..module._rule import Rule, SeenSums, named_for
+from ..module._rule import Rule, SeenSums, is_left_open, named_for
 from ..module._step import Stepping
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
@@ -321,10 +321,10 @@ class Rank(Stepping):
 
     def _unlike(self, call: Call, schedule: Schedule | str | None) -> Unlike:
         error = super()._unlike(call, schedule)
-        is_free = schedule is None or schedule == "auto"
+        is_open = is_left_open(schedule)
 
         def unlike(value: LossValue) -> ValueError:
-            if value.count is not None or call.loss_fn is None or not is_free or call.loss_fn in self._sums:
+            if value.count is not None or call.loss_fn is None or not is_open or call.loss_fn in self._sums:
                 return error(value)
             return ValueError(_DECIDED)
 

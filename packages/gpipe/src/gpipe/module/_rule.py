@@ -94,10 +94,15 @@ def has_loss(schedule: Schedule | str | None) -> bool:
     return isinstance(schedule, Schedule) and schedule.has_loss
 
 
+def is_left_open(schedule: Schedule | str | None) -> bool:
+    """Whether the caller leaves it to the pipe which schedule a step has."""
+    return schedule is None or (isinstance(schedule, str) and schedule.lower() == "auto")
+
+
 def named_for(schedule: str | None, *, whole: bool) -> str:
     """The name of the schedule: by default, the one that holds the least for this kind of loss."""
-    if whole:
-        return "fill_drain" if schedule in (None, "auto") else str(schedule)
+    if whole and is_left_open(schedule):
+        return "fill_drain"
     return "1f1b" if schedule is None else schedule
 
 

@@ -31,7 +31,7 @@ from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._keywords import NOTHING, Call, called_with
-from ._rule import OF_ALL_ROWS, Rule, SeenSums, has_loss, of_model_under, rule_of, unlike
+from ._rule import OF_ALL_ROWS, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
 from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
@@ -271,7 +271,7 @@ class Stepping(Divided):
             return True
         if self._rule(call, own, inputs, batches) is not None:
             return False
-        if schedule is None or schedule == "auto":
+        if is_left_open(schedule):
             is_free = True
         else:
             expect_schedule(schedule, SCHEDULES)
