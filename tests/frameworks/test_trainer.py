@@ -1,6 +1,7 @@
 """``transformers.Trainer(model=pipe)`` trains, evaluates, saves and resumes a pipe as it does the plain model."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
+from microbatch import map_tensors
 
 from . import labelled
 from .families import FAMILIES, transformers
@@ -16,19 +18,30 @@ from .labelled import CASES, batch_of
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")]
 
 
 def data(name: str, rows: int = 24) -> list[dict[str, Any]]:
     """Rows with a column that no model takes."""
-    batch = single(batch_of(name, rows, "padded"))
+    batch = tensors_of(single(batch_of(name, rows, "padded")))
     return [{"source": "somewhere", **{key: each[k] for key, each in batch.items()}} for k in range(rows)]
 
 
-def single(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: each.float() if each.is_floating_point() else each for key, each in batch.items()}
+def single(batch: dict[str, Any]) -> dict[str, Any]:
+    return map_tensors(lambda each: each.float() if each.is_floating_point() else each, batch)
+
+
+def tensors_of(batch: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: each for key, each in batch.items() if isinstance(each, Tensor)}
+
+
+def collator(name: str) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """Adds what is one for all rows, such as ``return_loss=True`` for CLIP."""
+    batch = batch_of(name, 1, "unpadded")
+    constants = {key: batch[key] for key in batch.keys() - tensors_of(batch).keys()}
+    return lambda rows: {**default_data_collator(rows), **constants}
 
 
 def made(name: str) -> nn.Module:
@@ -59,7 +72,8 @@ def trainer(name: str, model: nn.Module, folder: Path, kind: type[Trainer] = Tra
         "use_cpu": True,
     }
     arguments = TrainingArguments(output_dir=str(folder), **(settings | options))
-    return kind(model=model, args=arguments, train_dataset=data(name), eval_dataset=data(name, 9))
+    sets = {"train_dataset": data(name), "eval_dataset": data(name, 9)}
+    return kind(model=model, args=arguments, data_collator=collator(name), **sets)
 
 
 def logged(found: Trainer, key: str) -> list[float]:
