@@ -50,6 +50,12 @@ class Values(NamedTuple):
                     tensor[_half_a_row(tensor)] = constant
                     yield self._replace(inputs=Inputs(*tree.value([*leaves[:k], tensor, *leaves[k + 1 :]])))
 
+    def with_every_label(self, classes: int) -> Values:
+        """With labels of so many classes, each once if there are as many labels."""
+        labels = self.inputs.kwargs["labels"]
+        every = (torch.arange(labels.numel()) % max(1, classes)).reshape(labels.shape).to(labels)
+        return self._replace(inputs=self.inputs._replace(kwargs={**self.inputs.kwargs, "labels": every}))
+
     def with_items(self, items: float) -> Values:
         kwargs = {**self.inputs.kwargs, **dict.fromkeys(LOSS_ONLY, torch.tensor(items))}
         return self._replace(inputs=self.inputs._replace(kwargs=kwargs))
@@ -96,7 +102,12 @@ def convention_of(ending: Ending, segment: Segment, inputs: Inputs, returned: Re
         known = {key: tensor * (math.nan if key in routers else 1) for key, tensor in values.returned.items()}
         if routers and not _same(evaluated(values), evaluated(values._replace(returned=known))):
             return None
-        tried = [values, *values.variants({0, 1, IGNORED, *_special(segment.net)})]
+        sizes = {tensor.shape[-1] for tensor in values.returned.values()} | _sizes(segment.net)
+        tried = [
+            values,
+            *values.variants({0, 1, IGNORED, *_special(segment.net)}),
+            *map(values.with_every_label, sizes),
+        ]
         found = next((each for each in map(Convention, (1, 0)) if _holds(each, evaluated, values)), None)
         if found is None or not all(_holds(found, evaluated, each) for each in tried if evaluated(each) is not None):
             return None
@@ -129,6 +140,12 @@ def _special(model: nn.Module) -> set[int]:
             if type(value) is int and ("token" in name or name.endswith(("_id", "_index"))):
                 found.add(value)
     return found
+
+
+def _sizes(model: nn.Module) -> set[int]:
+    """How many words or classes there may be, by the layers of ``model`` and their configurations."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    return {size for config in configs if isinstance(size := getattr(config, "vocab_size", None), int)}
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

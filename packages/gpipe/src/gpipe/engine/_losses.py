@@ -13,7 +13,7 @@ from microbatch import concatenate
 
 from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
-from ..values._leaves import Activation, as_nonleaf, versions
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
 from ._accumulate import DeferredGradients, GradientSums, below
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
@@ -136,10 +136,10 @@ class MicrobatchLosses(Losses):
 
     def put_values(self, i: int, activation: Activation) -> None:
         # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
-        outputs = owned(activation)
+        outputs = clone_leaves(activation) if self._keep_outputs else owned(activation)
+        self._keep(i, activation)
         value = self._value(i, outputs, self._arguments[i])
         weight = self._take(i, value)
-        self._keep(i, outputs)
         if self.trains:
             self._gradients[i] = self._backward(value.total, seed_of(value.total, weight), outputs.tensors)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..values._leaves import Activation, clone_leaves, storage_id
 from ..values._sharing import owned
 from ._accumulate import GradientSums
-from ._loss_value import LossFunction, whole_metrics
+from ._loss_value import LossFunction, LossValue, whole_metrics
 from ._losses import Losses, seed_of
 from ._scale import DeviceScale, scale_of, sum_of
 
@@ -26,6 +26,7 @@ class WholeLoss(Losses):
         arguments: the further arguments of ``loss_fn``: the target, or nothing.
         join: joins the outputs of micro-batches, by gradients too, as the pipe itself does.
         weight: the weight of the loss, from a ``normalizer``.
+        unlike: makes the error for a :class:`LossSum`, where the caller has said what the loss is.
     """
 
     is_whole = True
@@ -37,10 +38,11 @@ class WholeLoss(Losses):
         join: Callable[[Sequence[Activation]], Activation],
         *,
         weight: float = 1.0,
+        unlike: Callable[[LossValue], ValueError] | None = None,
         keep_outputs: bool = False,
     ) -> None:
         super().__init__(loss_fn, keep_outputs=keep_outputs)
-        self._arguments, self._join, self._weight = arguments, join, weight
+        self._arguments, self._join, self._weight, self._unlike = arguments, join, weight, unlike
         self._arrived: dict[int, Activation] = {}
 
     def put_values(self, i: int, activation: Activation) -> None:
@@ -56,6 +58,8 @@ class WholeLoss(Losses):
         joined = self._join(parts.taken())
         value = self._value(0, joined, self._arguments)
         self.is_sum = value.count is not None
+        if self.is_sum and self._unlike is not None:
+            raise self._unlike(value)
         self.metrics = None if value.metrics is None else whole_metrics(value.metrics)
         scale = scale_of(sum_of([value.count])) if self.is_sum else 1.0
         factor = scale.on(value.total.device) if isinstance(scale, DeviceScale) else scale

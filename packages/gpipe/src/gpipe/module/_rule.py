@@ -11,6 +11,8 @@ import typing
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -110,6 +112,11 @@ def unlike(call: Call, schedule: Schedule | str | None) -> Callable[[LossValue],
     """What makes the error for a loss function that does not return what its rule says."""
 
     def error(value: LossValue) -> ValueError:
+        if value.count is not None and call.reduction is None:
+            return ValueError(
+                "the last layer returned a LossSum, by which losses are combined, beside out_spec=; make the pipe "
+                "without it"
+            )
         if value.count is not None:
             return ValueError(
                 f"loss_fn returned a LossSum, by which losses are combined, beside reduction={call.reduction!r}; "
@@ -194,11 +201,17 @@ def _identity(loss_fn: LossFunction) -> tuple[Any, Any]:
 
 def _says_so(loss_fn: Any) -> bool:
     """Whether the annotation of ``loss_fn`` says that it returns a :class:`LossSum`, perhaps with metrics."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    if not getattr(function, "__annotations__", {}).get("return"):
-        return False
-    try:
-        found = typing.get_type_hints(function).get("return")
-    except Exception:  # a name that only a type checker sees
-        return False
-    return LossSum in (found, *typing.get_args(found)[:1])
+    if not inspect.isroutine(function):
+        function = getattr(type(function), "__call__", None)  # noqa: B004 — the function, for its annotations
+    said = getattr(function, "__annotations__", {}).get("return")
+    if isinstance(said, str):
+        try:  # alone, since others may have names that only a type checker sees
+            alone: Any = SimpleNamespace(__annotations__={"return": said})
+            names = getattr(inspect.unwrap(typing.cast(Any, function)), "__globals__", {})
+            said = typing.get_type_hints(alone, names).get("return")
+        except Exception:
+            return False
+    return LossSum in (said, *typing.get_args(said)[:1])

@@ -191,7 +191,8 @@ class Stepping(Divided):
             return self._returned(losses, batches, call)
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
-        if losses.is_sum and call.loss_fn is not None:
+        # Metrics of micro-batches are others than those of the whole: they change only where an annotation says so.
+        if losses.is_sum and losses.metrics is None and call.loss_fn is not None:
             self._sums.add(call.loss_fn)
         return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
@@ -305,7 +306,7 @@ class Stepping(Divided):
         if own is not None and len(batches) > 1:
             raise own.refused()
         self._tell_of_whole(call, batches, schedule)
-        return whole_loss_of(call, batches, self.out_spec, device)
+        return whole_loss_of(call, batches, self.out_spec, device, self._unlike(call, schedule))
 
     def _loss_of_ending(self, ending: Ending, inputs: Any, batches: Sequence[Batch], scope: ExitStack) -> WholeLoss:
         """The loss that the model computes, of all rows, from what its modules returned for each micro-batch."""

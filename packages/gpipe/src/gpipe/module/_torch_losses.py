@@ -123,10 +123,21 @@ def torch_loss(loss_fn: Any, target: Any) -> tuple[TorchLoss, Tensor] | None:
         return None
     if options.get("reduction", "mean") not in ("mean", "sum", *(("batchmean",) if found.function is F.kl_div else ())):
         return None
-    # Of one row of probabilities, the classes would be cut.
-    if found.function in _LABELS and target.is_floating_point() and target.dim() < 2:
+    if not _adds_up(found, target):
         return None
     return (found, target) if all(_is_of_classes(found, *option, target) for option in options.items()) else None
+
+
+def _adds_up(loss: TorchLoss, target: Tensor) -> bool:
+    """Whether parts of ``target`` have all that a part of the loss needs to know."""
+    options = loss.options
+    if loss.function not in _LABELS:
+        # It divides by the size of dimension 0.
+        return options.get("reduction") != "batchmean" or loss.dim % target.dim() == 0
+    if target.is_floating_point():
+        return target.dim() > 1  # of one row of probabilities, the classes would be cut
+    # Smoothing adds to rows that the weights leave out; and labels in fewer bits have other values.
+    return target.dtype == torch.int64 and (options.get("weight") is None or not options.get("label_smoothing"))
 
 
 def is_of_torch(loss_fn: Any) -> bool:
@@ -162,4 +173,4 @@ def _is_of_classes(loss: TorchLoss, name: str, value: Any, target: Tensor) -> bo
         return False
     if loss.function in _LABELS:
         return name == "weight"
-    return name == "pos_weight" and (value.numel() == 1 or value.dim() < target.dim())
+    return name == "pos_weight" and (value.numel() == 1 or value.dim() < target.dim() - loss.dim % target.dim())

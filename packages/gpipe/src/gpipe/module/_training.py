@@ -74,7 +74,9 @@ def _moved(values: Sequence[Any], device: torch.device) -> list[Any]:
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
-def whole_loss_of(call: Call, batches: Sequence[Batch], out_spec: Any, device: torch.device) -> WholeLoss:
+def whole_loss_of(
+    call: Call, batches: Sequence[Batch], out_spec: Any, device: torch.device, error: Unlike
+) -> WholeLoss:
     """What computes the loss of the mini-batch on ``device``, once, on the joined outputs of ``batches``."""
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
     arguments: tuple[Any, ...] = () if takes_output_alone(call.loss_fn, call.target) else (None,)
@@ -83,7 +85,9 @@ def whole_loss_of(call: Call, batches: Sequence[Batch], out_spec: Any, device: t
         # A gradient of the target would have no way back from this device.
         arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
     join = partial(gathered_activation, batches=batches, spec=out_spec)
-    return WholeLoss(loss_fn, arguments, join, weight=1.0 / call.divisor, keep_outputs=call.return_outputs)
+    unlike = None if call.reduction is None else error
+    weight, keeps = 1.0 / call.divisor, call.return_outputs
+    return WholeLoss(loss_fn, arguments, join, weight=weight, unlike=unlike, keep_outputs=keeps)
 
 
 def expect_defaults(call: Call) -> None:
