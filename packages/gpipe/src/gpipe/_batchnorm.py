@@ -170,15 +170,16 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions (N, C, ...); got shape {tuple(input.shape)}")
 
     def _see(self, input: Tensor) -> None:  # noqa: A002
-        if current.microbatch is None:
+        work = current.work
+        if work.microbatch is None:
             self._see_alone(input)
-        elif current.statistics is not None:
-            calls = current.statistics.setdefault(self, [])
-            moments = next((each for each in calls if current.microbatch not in each.microbatches), None)
+        elif work.statistics is not None:
+            calls = work.statistics.setdefault(self, [])
+            moments = next((each for each in calls if work.microbatch not in each.microbatches), None)
             if moments is None:
                 moments = Moments()
                 calls.append(moments)
-            moments.microbatches.add(current.microbatch)
+            moments.microbatches.add(work.microbatch)
             moments.add(input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002

@@ -1,10 +1,11 @@
-"""All state of the calling thread in a run: which cell it works for."""
+"""What the calling thread is doing: one frozen record, replaced as a whole and never changed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,68 +20,61 @@ class Store(Protocol):
     def pop(self, key: tuple[Any, str], /) -> Tensor | None: ...
 
 
-class Current(threading.local):
-    """The state of one thread.
+class Work(NamedTuple):
+    """What a thread is doing.
 
     Attributes:
-        step: the step that the thread does or is about to do; None outside of runs.
-        microbatch: the micro-batch of that step; None in the loss.
-        statistics: those of batch norm for the mini-batch so far; None in a recomputation or a backward, where a layer
-            must not count its input twice.
-        checkpointing: whether this is a forward whose graph will be rebuilt later.
-        rng: the ``CellRNG`` of the cell; None outside of forwards.
-        blocks: the engine's ``Block`` for each run of layers that are computed again.
-        graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
-        skips: the store for stash and pop; outside of pipes one for plain modules.
-        tape: the forward of a segment of a flattened model that goes on.
-        observed: what an observer has recorded of the action so far.
-        serves: the engine's ``Section`` of each pipe whose run waits for this thread.
-        holds: the critical sections that this thread is inside of, the outermost first.
-        cores: the cores to which this thread is bound; empty if it is not bound.
+        skips: the store for stash and pop; outside of pipes, one for plain modules.
+        step: the step of a run that the thread takes; None outside of runs.
+        graph_task: torch's number of the backward in which the thread takes the steps of a run; -1 for none.
+        microbatch: the micro-batch of that step; None while a loss is computed, which is outside of all layers.
+        phase: what will become, or has become, of the graph of a forward: ``"checkpointing"`` if it is going to be
+            freed and rebuilt, ``"recomputing"`` while it is rebuilt.
+        rng: the ``CellRNG`` from which layers draw; None outside of forwards.
+        statistics: those of batch norm for the mini-batch so far; None where a layer must not count its input, as in a
+            recomputation.
+        blocks: the engine's ``Block`` for each run of layers that are recomputed on their own.
+        recompute_under: makes the context in which forwards are recomputed: the settings of the forward, if the
+            backward has others.
+        tape: the forward of a segment of a flattened model.
     """
 
-    step: Step | None = None
-    microbatch: int | None = None
-    statistics: Any = None
-    checkpointing = False
-    recomputing = False
-    rng: Any = None
-    blocks: Sequence[Any] = ()
-    graph_task = -1
     skips: Store
+    step: Step | None = None
+    graph_task: int = -1
+    microbatch: int | None = None
+    phase: Literal["", "checkpointing", "recomputing"] = ""
+    rng: Any = None
+    statistics: Any = None
+    blocks: Sequence[Any] = ()
+    recompute_under: Callable[[], AbstractContextManager[None]] = nullcontext
     tape: Any = None
-    observed: Any = None
-    serves: tuple[Any, ...] = ()
-    holds: tuple[Any, ...] = ()
-    cores: frozenset[int] = frozenset()
+
+
+class Current(threading.local):
+    """What each thread is doing, as ``current.work``."""
+
+    work: Work
 
     def __init__(self) -> None:
-        self.skips = {}
+        self.work = Work({})
 
 
 current = Current()
 
 
-def restore(before: dict[str, Any]) -> None:
-    """Give :data:`current` the attributes that it had: ``before`` is a copy of its ``vars``."""
-    own = vars(current)
-    for name in own.keys() - before.keys():
-        del own[name]
-    own.update(before)
-
-
-class setting:  # noqa: N801 — reads as a function after `with`
-    """A context in which attributes of :data:`current` have these values."""
+class doing:  # noqa: N801 — reads as a function after `with`
+    """A context in which some attributes of what this thread is doing have other values."""
 
     # Not a generator, which takes twice as long.
-    __slots__ = ("_before", "_values")
+    __slots__ = ("_before", "_changes")
 
-    def __init__(self, **values: Any) -> None:
-        self._values = values
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
 
     def __enter__(self) -> None:
-        self._before = {name: getattr(current, name) for name in self._values}
-        current.__dict__.update(self._values)
+        self._before = current.work
+        current.work = self._before._replace(**self._changes)
 
     def __exit__(self, *error: object) -> None:
-        current.__dict__.update(self._before)
+        current.work = self._before

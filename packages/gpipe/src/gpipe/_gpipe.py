@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, unwrap
+from microbatch import unwrap
 
 from ._batchnorm import DeferredBatchNorm
 from ._chooser import Chooser
@@ -21,9 +21,8 @@ from ._flatten._names import Flattened
 from ._flatten._own_loss import without_loss_only
 from ._flatten._shapes import has_data
 from ._torch import device_in
-from .engine._losses import Losses
+from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
-from .engine._walks import Size
 from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_places
 from .module._choices import Choices, checked_choices, expect_fitting, laid_out
@@ -33,7 +32,7 @@ from .module._init import initializer_of
 from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
-from .module._step import Stepping
+from .module._step import Prepared, Stepping
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
@@ -206,7 +205,9 @@ class GPipe(Stepping):
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)
-        outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
+        with self._pipeline.section.entered():
+            spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
+            outputs = compute_outputs(self._pipeline, spec, batches, versions)
         return self._gathered(outputs, batches)
 
     def close(self) -> None:
@@ -360,16 +361,13 @@ class GPipe(Stepping):
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
+    def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
+        batches, size, losses, _ = prepared
         if not isinstance(schedule, Schedule):
-            schedule = named_for(schedule, whole=loss.is_whole)
-        stops = self._checkpoint_stops(len(batches))
-        # Also because only one thread at a time may learn which layers draw, and so on.
-        with self._workers.section.entered():
-            size = Size(len(batches), self._pipeline.placement, stops)
-            chosen, recorder = self._chooser.plan(schedule, batches, size)
-            self._pipeline.train(batches, stops, loss, chosen, recorder)
-            self._chooser.learn()
+            schedule = named_for(schedule, whole=losses.is_whole)
+        chosen, recorder = self._chooser.plan(schedule, batches, size)
+        train(self._pipeline, self._pipeline.spec(size, chosen, losses, observer=recorder), batches)
+        self._chooser.learn()
 
     def _prepare(self) -> None:
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]

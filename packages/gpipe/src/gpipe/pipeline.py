@@ -11,6 +11,7 @@ from microbatch import Batch, Versions
 from streams import AbstractStream
 
 from .engine import _pipeline
+from .engine._mini_batch import compute_outputs
 from .engine._stage import stages_of
 from .engine._workers import Workers
 from .module._arguments import numbered
@@ -76,5 +77,8 @@ class Pipeline:
             Exception: any error of a layer, with a note that names the place; of several, the earliest in the schedule.
                 Then ``batches`` are unchanged.
         """
-        outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
+        trains, stages = torch.is_grad_enabled(), len(self._checkpoint_stops)
+        with self._pipeline.section.entered():
+            size = self._pipeline.size(len(self.batches), self._checkpoint_stops if trains else (0,) * stages)
+            outputs = compute_outputs(self._pipeline, self._pipeline.spec(size), list(self.batches), Versions())
         self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]

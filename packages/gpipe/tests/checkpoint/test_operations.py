@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from gpipe import GPipe
-from gpipe._current import setting
+from gpipe._current import doing
 from gpipe._torch import set_intercepting
 from gpipe.checkpoint._operations import with_generator
 from gpipe.checkpoint._random import CellRNG, RunRNG, interception
@@ -65,7 +65,7 @@ def drawn(names: list[str], microbatch: int) -> list[Tensor]:
     p = torch.rand(4, 5, requires_grad=True)
     set_intercepting(True)
     try:
-        with setting(rng=CellRNG(RunRNG(), microbatch, 2)):
+        with doing(rng=CellRNG(RunRNG(), microbatch, 2)):
             found = [DRAWS[name](p) for name in names]
     finally:
         set_intercepting(False)

@@ -26,9 +26,9 @@ class Planted(nn.Module):
     how: type[BaseException] | signal.Signals = ArithmeticError
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.when == ("recompute" if gpipe.is_recomputing() else "forward", current.microbatch):
+        if self.when == ("recompute" if gpipe.is_recomputing() else "forward", current.work.microbatch):
             self.act()
-        if self.when == ("backward", current.microbatch) and x.requires_grad:
+        if self.when == ("backward", current.work.microbatch) and x.requires_grad:
             x.register_hook(lambda _: self.act())
         return x * 1.0
 

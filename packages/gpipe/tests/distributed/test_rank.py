@@ -243,7 +243,7 @@ def _interrupt() -> None:
 
 def watches(s: Layer, x: Tensor) -> Tensor:
     """Counts how many of its outputs are in memory; fails on demand."""
-    if current.microbatch == s.fails_at:
+    if current.work.microbatch == s.fails_at:
         raise ArithmeticError("planted")
     found = x * 1.0
     s.refs.append(StorageWeakRef(found.untyped_storage()))

@@ -84,10 +84,10 @@ def test_after_a_failure_nobody_finds_the_skips_of_the_run():
         raise KeyError("no more")
 
     pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
-    before = current.skips
+    before = current.work.skips
     with inline(), pytest.raises(KeyError, match="no more"):
         pipe(rows())
-    assert current.skips is before
+    assert current.work.skips is before
     with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
         Pop()(rows())
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import Event, GPipe, record
-from gpipe._current import current
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
-from gpipe.timeline._record import Clock, Look, WatchedLink
+from gpipe.timeline._record import Clock, Look
+from gpipe.transport._transport import Link
 from gpipe.timeline._svg import svg
 from gpipe.values._leaves import Activation
 
@@ -97,10 +97,9 @@ COURIER = SimpleNamespace(send=lambda payload: payload, receive=lambda payload: 
 
 
 @pytest.mark.parametrize(("carrier", "moved"), [(COURIER, 24 + 8), (None, 0)])
-def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carrier: Any, moved: int):
+def test_bytes_that_cross_between_devices(carrier: Any, moved: int):
     look = Look(lambda: 0.0)
-    monkeypatch.setattr(current, "observed", look)
-    link = WatchedLink("values", carrier)
+    link = Link[Any]("values", carrier, got=look.got)
     link.put(0, Activation((torch.zeros(3, dtype=torch.float64), None)))
     link.put(1, [None, torch.zeros(2)])
     assert link.get(1)[0] is None
@@ -114,9 +113,9 @@ def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there()
         clock, stream, device = Clock(), fake.stream(0, 0), torch.device("xpu", 0)
         look = Look(lambda: clock.now(device))
         stream.clock += 3
-        look.got([], False)
+        look.got([], moved=False)
         stream.clock += 4
-        look.got([], False)
+        look.got([], moved=False)
         stream.clock += 2
         end = clock.now(device)
         assert [b() - a() for a, b in look.waits] == pytest.approx([3, 4])

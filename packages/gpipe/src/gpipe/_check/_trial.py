@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments
 
-from .._current import setting
+from .._current import doing
 from ..checkpoint._device_generator import module_of
 from ..skip.namespace import Key
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
@@ -67,7 +67,7 @@ def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
     leaves = clone_leaves(signal.activation())
     value, *skips = as_nonleaf(leaves).value
     store = dict(zip(signal.skips, skips, strict=True))
-    with seeded(layer) as used, setting(skips=store):
+    with seeded(layer) as used, doing(skips=store):
         output = call(layer, value)
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
     roots = given.tensors()

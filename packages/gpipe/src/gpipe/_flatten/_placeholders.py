@@ -72,7 +72,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in VALUES and current.tape is not None:
+        if func in VALUES and current.work.tape is not None:
             _expect_known(args[0], "the forward")
         kwargs = kwargs or {}
         with no_torch_function():
@@ -84,7 +84,7 @@ class Placeholder(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         used = [each for each in tensors_of((args, kwargs)) if isinstance(each, cls)]
-        if torch.Tag.data_dependent_output in func.tags and current.tape is not None:
+        if torch.Tag.data_dependent_output in func.tags and current.work.tape is not None:
             _expect_known(args, "the forward")
         args, kwargs = _pytree.tree_map_only(cls, lambda each: each.plain(), (args, kwargs or {}))
         result = func(*args, **kwargs)

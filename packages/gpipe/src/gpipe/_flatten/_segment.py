@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._current import setting
+from .._current import doing
 from ..engine._loss_value import has_own_loss, own_loss
-from ..engine._settings import settings, with_settings
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ..values._constants import Note
 from ._calls import WITH_SAMPLE, Calls, Key, Like, is_as_then, like
@@ -28,6 +28,9 @@ from ._standins import Stop, Tape
 from ._tree import flattened
 
 Pick = Callable[[Any], Any]
+
+_recording: ContextVar[Recording | None] = ContextVar("gpipe.recording", default=None)
+"""What the last segment of a model that computes its own loss fills, in place of the output; workers see it too."""
 
 
 def picker(pick: str | Pick | None) -> Pick:
@@ -146,11 +149,11 @@ class Segment(Part):
 
     def _result(self, tape: Tape, inputs: Inputs, loss_only: Mapping[str, Any]) -> Any:
         """What is picked of the output of the model, or what the caller of the pipe makes one for all rows of."""
-        wanted = settings().wanted
-        if isinstance(wanted, Recording) and wanted.ending in (self.ending, self.own_loss and self.own_loss.ending):
+        recording = _recording.get()
+        if recording is not None and recording.ending in (self.ending, self.own_loss and self.own_loss.ending):
             self.run(tape, inputs)
-            wanted.shapes = tape.shapes()
-            return wanted.ending.recorded(self, tape)
+            recording.shapes = tape.shapes()
+            return recording.ending.recorded(self, tape)
         inputs = inputs._replace(kwargs={**inputs.kwargs, **loss_only})
         return computed(self.pick(self.run(tape, inputs)), "the output")
 
@@ -158,8 +161,11 @@ class Segment(Part):
     def recording(self, ending: Ending) -> Iterator[Recording]:
         """A context in which this segment, the last one, returns what :meth:`whole` needs in place of the output."""
         recording = Recording(ending)
-        with with_settings(wanted=recording):
+        token = _recording.set(recording)
+        try:
             yield recording
+        finally:
+            _recording.reset(token)
 
     def whole(self, inputs: Inputs, found: Returned, recording: Recording) -> Any:
         return computed(recording.ending(self, inputs, found, recording.shapes), "the output")
@@ -175,7 +181,7 @@ class Segment(Part):
         return Tape(near.device, shapes, self.first, self._names, done, given, collected, tensors, self._written)
 
     def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
-        with setting(tape=tape), suppress(Stop):
+        with doing(tape=tape), suppress(Stop):
             try:
                 found = inputs.call(self.net if net is None else net)
                 tape.expect_all()

@@ -193,7 +193,7 @@ def _state_dict(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _expect_outside(twin: nn.Module) -> None:
     """Raise RuntimeError if a forward goes on."""
-    if current.tape is not None:
+    if current.work.tape is not None:
         raise RuntimeError(
             f"the forward goes over all modules, parameters or buffers of a {type(twin).__name__}, and some of them "
             "belong to other layers; compute this outside of the forward, as in loss_fn, or let blocks return it"

@@ -257,7 +257,7 @@ class Likeness:
             return None if child is None else Likeness(child, stand_in)
         for tensors in (module._parameters, module._buffers):
             if name in tensors:
-                tensor, tape = tensors[name], current.tape
+                tensor, tape = tensors[name], current.work.tape
                 if tensor is None or tape is None:  # outside of a forward an initialisation may write to it
                     return unknown(like(tensor), torch.device("meta"))
                 return tape.local(tensor)
@@ -286,10 +286,10 @@ class StandIn(nn.Module):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """In a forward, which may ask ``isinstance(layer, Attention)``, that of the module."""
-        return StandIn if current.tape is None else type(self.real.module)
+        return StandIn if current.work.tape is None else type(self.real.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tape = current.tape
+        tape = current.work.tape
         if tape is None:
             raise RuntimeError(
                 f"{self._name!r} is called after the forward, as by torch.utils.checkpoint in the forward, which "
@@ -316,7 +316,7 @@ class StandIn(nn.Module):
 
         Of another module it may: what runs that has the same forward.
         """
-        if current.tape is not None and self._numbers:
+        if current.work.tape is not None and self._numbers:
             raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
     @property
@@ -331,7 +331,7 @@ class StandIn(nn.Module):
 
 def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that records what the module of this name returns."""
-    if (tape := current.tape) is not None:
+    if (tape := current.work.tape) is not None:
         tape.saw(name, output)
 
 

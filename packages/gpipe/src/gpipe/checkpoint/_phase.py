@@ -15,7 +15,7 @@ def is_checkpointing() -> bool:
     Returns:
         False outside of pipes, and if there will be no backward.
     """
-    return current.checkpointing
+    return current.work.phase == "checkpointing"
 
 
 def is_recomputing() -> bool:
@@ -24,4 +24,4 @@ def is_recomputing() -> bool:
     Returns:
         False outside of pipes.
     """
-    return current.recomputing
+    return current.work.phase == "recomputing"

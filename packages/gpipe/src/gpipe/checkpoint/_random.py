@@ -77,8 +77,8 @@ class RunRNG:
         self._agreed = agreed
         self._lock = threading.Lock()
         # A pipe inside a layer of another one draws from that layer's numbers, which the recomputation repeats.
-        self._around = current.rng
-        self._in_backward = current.step is not None and in_backward()
+        self._around = current.work.rng
+        self._in_backward = current.work.step is not None and in_backward()
         self._states: list[Tensor] = []
         self.seeds: set[int] = set()
         self.begin()
@@ -239,12 +239,12 @@ class CellRNG:
 
 def in_backward() -> bool:
     # The backward of a whole pipe may compute in a backward of the caller; that one has begun before.
-    return backward_id() != current.graph_task
+    return backward_id() != current.work.graph_task
 
 
 def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation that draws, with the random numbers of the current layer."""
-    cell: Any = current.rng
+    cell: Any = current.work.rng
     own = kwargs.get("generator")
     if drops_nothing(operation, args):
         return operation(*args, **kwargs)

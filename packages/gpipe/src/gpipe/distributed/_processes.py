@@ -10,12 +10,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-from .._current import current
 from ..checkpoint._random import next_seed, take_seed
-from ..engine._failures import Failures, When
-from ..engine._losses import Losses
-from ..engine._processes import Processes
-from ..engine._run import Run
+from ..engine._failures import When
+from ..engine._processes import Processes, RunState
 from ..skip import SkipLayout
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
@@ -56,9 +53,11 @@ class Opening:
         alike: values that must be equal on all ranks, by names that a user knows.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
         whole: whether the loss is computed once, on the outputs of all of them.
+        seed: that of the run's random numbers; None if no run follows.
     """
 
     def __init__(self) -> None:
+        self.seed: int | None = None
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
         self.whole = False
@@ -121,18 +120,17 @@ class Ranks(Processes):
         with self._reaching():
             self.twins.spread_values()
 
-    def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
+    def channel(self, number: int, run: RunState) -> Channel | None:
         link = self._links.get(number)
-        return None if link is None else RemoteChannel(link, failures, loss)
+        return None if link is None else RemoteChannel(link, run)
 
     def shared(self, module: nn.Module) -> list[Tensor]:
         return self.twins.trained(module)
 
-    def whole(self, run: Run) -> dict[Tensor, Tensor]:
-        sums = run.whole()
+    def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         with self._reaching():
-            self.twins.add_up(sums)
-        return sums
+            self.twins.add_up(gradients)
+        return gradients
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -199,7 +197,7 @@ class Ranks(Processes):
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
-            first, batches, self.seed, found.whole = told
+            first, batches, found.seed, found.whole = told
             found.batches = found.batches if self._rendezvous.is_root else batches
             unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
             if unlike is not None and not errors:
@@ -217,10 +215,10 @@ class Ranks(Processes):
         raise AssertionError("unreachable")
 
     @contextmanager
-    def together(self, run: Run) -> Iterator[None]:
+    def together(self, run: RunState) -> Iterator[None]:
         """A context for a whole run: all ranks meet at its end, and learn whether another one has failed."""
         errors: Errors = []
-        self._expect(backwards=run.keeps)
+        self._expect(backwards=run.trains)
         try:
             yield
             self._wires.settle()  # before anything reads values that may not have arrived
@@ -231,14 +229,14 @@ class Ranks(Processes):
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)
         self._end(run, errors, report)
-        if run.keeps:
+        if run.trains:
             self._replicas.meet()
 
     def _expect(self, *, backwards: bool) -> None:
         for link in self._links.values():
             link.expect(self._microbatches, back=backwards)
 
-    def _end(self, run: Run | None, errors: Errors, report: Report) -> list[Report]:
+    def _end(self, run: RunState | None, errors: Errors, report: Report) -> list[Report]:
         """Meet the other ranks at the end of a run, and raise its earliest failure on any of them."""
         lost = [error for error in errors if isinstance(error, UnreachableError)]
         if errors and not lost:
@@ -266,12 +264,12 @@ class Ranks(Processes):
         expect_alike([each.get("copies", {}) for each in reports], self._members)
         return reports
 
-    def _poison(self, run: Run | None) -> None:
+    def _poison(self, run: RunState | None) -> None:
         for link in self._links.values():
             with suppress(UnreachableError):  # the other neighbours still have to be told
                 link.poison(_earliest(run))
 
-    def _learn(self, run: Run, reports: Sequence[Report]) -> None:
+    def _learn(self, run: RunState, reports: Sequence[Report]) -> None:
         if isinstance(run.loss, FarLoss):
             run.loss.verdict = reports[self.ranks[-1]]["verdict"]
         if run.observer is not None:
@@ -301,14 +299,15 @@ class RemoteChannel(Channel):
     """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
 
     Args:
-        failures: is told when the other rank cancels the run.
-        loss: the losses of the run. Each message says whether they return a count, as far as its sender knows.
+        run: its failures are told when the other rank cancels it. Each message says whether its losses return a count,
+            as far as the sender knows.
     """
 
     __slots__ = ()
 
-    def __init__(self, link: RemoteLink, failures: Failures, loss: Losses | None) -> None:
+    def __init__(self, link: RemoteLink, run: RunState) -> None:
         arrived: dict[int, Payload] = {}
+        loss, failures, observer = run.loss, run.failures, run.observer
 
         def put(microbatch: int, payload: Any) -> None:
             link.put(microbatch, payload, flag=loss is not None and loss.scales)
@@ -323,8 +322,8 @@ class RemoteChannel(Channel):
                 if isinstance(loss, FarLoss):
                     loss.scales |= counts
             payload = arrived.pop(microbatch)
-            if current.observed is not None:
-                current.observed.got(payload, moved=True)
+            if observer is not None:
+                observer.got(payload, moved=True)
             return payload
 
         self.get_values = self.get_gradients = get
@@ -334,18 +333,18 @@ class RemoteChannel(Channel):
         """Nothing: other ranks learn of a failure by :meth:`RemoteLink.poison`."""
 
 
-def _earliest(run: Run | None) -> When:
+def _earliest(run: RunState | None) -> When:
     return _BEFORE if run is None else run.failures.earliest or _BEFORE
 
 
-def _success(run: Run) -> Report:
+def _success(run: RunState) -> Report:
     report: Report = {"drew": True} if run.rng.drew else {}
     if run.loss is not None and not isinstance(run.loss, FarLoss):
         report["verdict"] = verdict_of(run.loss)
     return report
 
 
-def _failure(run: Run | None, error: BaseException) -> Report:
+def _failure(run: RunState | None, error: BaseException) -> Report:
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
         report |= {"when": _earliest(run), "what": text_of(error)}

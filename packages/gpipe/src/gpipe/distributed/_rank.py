@@ -24,6 +24,7 @@ from .._flatten._segment import Segment
 from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
+from ..engine._mini_batch import compute_outputs, train
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._whole_loss import WholeLoss
@@ -36,7 +37,7 @@ from ..module._init import initializer_of
 from ..module._keywords import NOTHING, Call, called_with, given_to
 from ..module._partition import as_sequential, checked_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
-from ..module._step import Stepping
+from ..module._step import Prepared, Stepping
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
 from ..module._transforms import refuse_transforms
@@ -232,7 +233,10 @@ class Rank(Stepping):
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(without_loss_only(given), self.in_spec))
         with nullcontext() if ending is None else _recording(ending) as recording, torch.no_grad():
-            outputs = self._pipeline.forward(found.batches, self._checkpoint_stops(0), Versions())
+            size = self._size(len(found.batches), trains=False)
+            with self._pipeline.section.entered():
+                spec = self._pipeline.spec(size, seed=found.seed)
+                outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
         if not self._pipeline.ends:
             return None
         output = self._gathered(outputs, found.batches)
@@ -275,7 +279,7 @@ class Rank(Stepping):
         this :class:`Rank` raise RuntimeError; other ranks that still wait for it raise
         :class:`gpipe.distributed.LostRankError`.
         """
-        with self._pipeline.workers.section.entered():
+        with self._pipeline.section.entered():
             self._processes.close()
             self._end_guards()
 
@@ -288,8 +292,8 @@ class Rank(Stepping):
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
-    def _with_losses(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> tuple[list[Batch], Losses]:
-        """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
+    def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
+        """As in one process; ranks without them have numbers of rows for micro-batches, and a :class:`FarLoss`."""
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
             with self._opening(call.method, schedule) as found:
                 self._expect_fit(call)
@@ -297,16 +301,17 @@ class Rank(Stepping):
                 if self._pipeline.begins:
                     inputs = called_with(self._end(0), call)
                     found.batches = self._cut_for_loss(inputs, own, schedule)
-                    found.whole = self._is_whole(call, own, inputs, found.batches, schedule)
+                    size = self._size(len(found.batches), trains=call.trains)
+                    found.whole = self._is_whole(call, own, inputs, found.batches, schedule, size)
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
-            if not self._pipeline.ends:
-                return found.batches, FarLoss(is_whole=found.whole)
-            try:
-                losses = self._losses(call, own, given_to(call), found.batches, schedule, scope, whole=found.whole)
-            except Exception as error:
-                self._processes.call_off([error])
-        return found.batches, losses
+            losses: Losses = FarLoss(is_whole=found.whole)
+            if self._pipeline.ends:
+                try:
+                    losses = self._losses(call, own, given_to(call), found.batches, schedule, scope, whole=found.whole)
+                except Exception as error:
+                    self._processes.call_off([error])
+        return Prepared(found.batches, self._size(len(found.batches), trains=call.trains), losses, found.seed)
 
     def _loss_of_model(self) -> OwnLoss | None:
         return self._loss_of_all
@@ -343,11 +348,12 @@ class Rank(Stepping):
         if shared:
             self._processes.leave()
 
-    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
+    def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         assert self._last is not None
         own = schedule if isinstance(schedule, Schedule) else self._last
-        with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(loss):
-            self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, own)
+        batches, size, losses, seed = prepared
+        with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(losses):
+            train(self._pipeline, self._pipeline.spec(size, own, losses, seed=seed), batches)
 
     @contextmanager
     def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:

@@ -12,23 +12,22 @@ Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from streams import Context
 
-from .._current import current, setting
+from .._current import current, doing
 from .._torch import backward_id
 from ..checkpoint._random import CellRNG
 from ..skip.layout import skippables
 from ..values._constants import expect_plain
-from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, storage_id, versions
-from ._recomputation import Recomputation, Repeatable
+from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
+from ._recomputation import Repeat
 from ._stage import Stage
 
 Compute = Callable[[Any], Any]
@@ -49,36 +48,34 @@ class Block:
                 f"partition {stage.index} is compiled as a whole, but some of its layers are checkpointed and others "
                 "are not; compile its layers, or give it one mode, as in checkpoint='always'"
             )
-        layers = nn.Sequential()  # not given to it, since a layer may have the name of an attribute
-        layers._modules.update(islice(stage.module.named_children(), numbers.start, numbers.stop))
-        layers.training = stage.module.training
         self.numbers = numbers
-        self.recomputation = Recomputation(layers, stage.blocks[numbers])
+        self.recomputation = stage.blocks[numbers]
+        self.recomputation.begin()
         self.context = context
         self.stage = stage
-        self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
-        self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]
+        layers = [*skippables(self.recomputation.module)]
+        self._pops = [key for layer in layers for key in layer.poppable()]
+        self._stashes = [key for layer in layers for key in layer.stashable()]
         # Until a forward has shown that it does not change its input in place.
         self._clones = True
 
     def compute(self, compute: Compute, value: Any) -> Any:
         """The output of ``compute`` for ``value``; computed again in the backward."""
         # Layers of the block may pop skips that were stashed before it. Those that it stashes itself are not there yet.
-        store: Any = current.skips
+        store: Any = current.work.skips
         skips = {key: store[key] for key in self._pops if key in store}
         inputs = Activation((value, *skips.values()))
         expect_plain(inputs.value, self.stage.index)
         before = versions(inputs)
         # Separate copies of tensors that share memory would not see each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
-        spare = clone_leaves(inputs) if self._clones and apart else None
-        forward = _Forward(self, compute, current.rng, [*skips])
-        output = forward.first(value, detach_leaves(inputs), spare)
+        forward = _Forward(self, compute, current.work.rng, [*skips])
+        output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
         self._clones = self._clones and versions(inputs) != before
         return output
 
     def outputs(self, output: Any) -> Activation:
-        store: Any = current.skips
+        store: Any = current.work.skips
         return Activation((output, *[store.get(key) for key in self._stashes]))
 
 
@@ -91,24 +88,23 @@ class _Forward:
         self._skips = skips
         # Generators of its own: its recomputation begins them anew, while those of the cell have gone on.
         self._random = random.again(block.stage.device)
-        self._repeatable = Repeatable(block.recomputation, self._random)
+        self._repeat: Repeat | None = None
         self._thread = get_ident()
         # Weak, so that a tensor is freed as soon as the backward is done with the operation that saved it.
         self._saved: list[ref[_Saved]] = []
 
-    def first(self, value: Any, inputs: Activation, spare: Activation | None) -> Any:
+    def first(self, value: Any, inputs: Activation, *, may_change: bool) -> Any:
         """The output for ``value``. What its operations save is dropped, unless the forward cannot be repeated."""
-
-        def compute() -> Activation:
-            with setting(checkpointing=True, rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
-                return self._block.outputs(self._compute(value))
-
-        output, *_ = self._repeatable.first(compute, inputs, spare).value
-        if self._repeatable.inputs is not None:
+        recomputation = self._block.recomputation
+        before = recomputation.before(inputs, may_change=may_change)
+        with doing(phase="checkpointing", rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
+            outputs = self._block.outputs(self._compute(value))
+        self._repeat = recomputation.repeat(before, outputs.tensors, self._random)
+        if self._repeat is not None:
             # Not earlier: a layer may use what it saves in a backward of its own, within its forward.
             for saved in filter(None, (reference() for reference in self._saved)):
                 saved.tensor = None
-        return output
+        return outputs.value[0]
 
     def again(self) -> None:
         """Compute the layers again, and replace what was dropped by what their operations save."""
@@ -119,18 +115,18 @@ class _Forward:
             found.append(_Saved(self, tensor))
             return found[-1]
 
-        def compute() -> Activation:
-            assert self._repeatable.inputs is not None
-            value, *skips = as_nonleaf(self._repeatable.inputs).value
+        repeat, block = self._repeat, self._block
+        assert repeat is not None
+        with block.context.applied(), repeat.restored():
+            value, *skips = as_nonleaf(repeat.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
             # This is inside of a backward, where layers must not draw: but here they may.
-            phase = setting(recomputing=True, rng=self._random, graph_task=backward_id(), skips=own)
+            work = doing(phase="recomputing", rng=repeat.random, graph_task=backward_id(), skips=own)
             # A layer may have a small backward of its own, within its forward.
-            with phase, saved_tensors_hooks(save, _Saved.load):
-                return self._block.outputs(self._compute(value))
-
-        with self._block.context.applied():  # also what is compared: autocast decides how far values may differ
-            self._repeatable.again(compute)
+            with work, saved_tensors_hooks(save, _Saved.load):
+                outputs = block.outputs(self._compute(value))
+            # Autocast decides how far values may differ.
+            block.recomputation.expect_same(repeat, outputs.tensors)
         # The same operations save the same tensors in the same order, so that the number says which is which.
         if len(found) != len(self._saved):
             raise _saved_others()

@@ -8,18 +8,26 @@ compute elsewhere has to call ``os.sched_setaffinity``. Processes that a layer f
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from .._current import current
-
 Cores = frozenset[int]
 
 _PIN = "GPIPE_PIN_WORKERS"
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+class _Bound(threading.local):
+    """The cores that a process gets which this thread forks; any if empty."""
+
+    of: Cores = frozenset()
+
+
+_bound = _Bound()
 
 
 def usable() -> Cores:
@@ -41,7 +49,7 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
 def bind(cores: Cores, of: Cores = frozenset()) -> None:
     """Let the calling thread run on ``cores`` only, on any if empty; processes that it forks on ``of``."""
-    current.cores = of
+    _bound.of = of
     if cores:
         with suppress(OSError):  # not permitted here: only speed is lost
             os.sched_setaffinity(0, cores)
@@ -49,7 +57,7 @@ def bind(cores: Cores, of: Cores = frozenset()) -> None:
 
 if hasattr(os, "register_at_fork"):
     # The child consists of the thread that forked. If that was a worker, it would stay on its share of the cores.
-    os.register_at_fork(after_in_child=lambda: bind(current.cores))
+    os.register_at_fork(after_in_child=lambda: bind(_bound.of))
 
 
 def _pins() -> bool:

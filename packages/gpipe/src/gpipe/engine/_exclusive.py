@@ -15,10 +15,41 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .._current import current, restore
+from .._current import current
 from .._forks import fork_lock
 
 Sections = tuple["Section", ...]
+
+
+class _Inside(threading.local):
+    """Where this thread is.
+
+    Attributes:
+        serves: the sections of the runs that wait for this thread.
+        holds: the sections that it is inside of, the outermost first.
+    """
+
+    serves: Sections = ()
+    holds: Sections = ()
+
+
+_inside = _Inside()
+
+
+def sections_of_thread() -> Sections:
+    """The sections that cannot be left before this thread is done."""
+    return _inside.serves + _inside.holds
+
+
+@contextmanager
+def serving(sections: Sections) -> Iterator[None]:
+    """A context for a thread that works for a run: entering one of ``sections`` would be to wait for itself."""
+    before = _inside.serves, _inside.holds
+    try:
+        _inside.serves, _inside.holds = sections, ()
+        yield
+    finally:
+        _inside.serves, _inside.holds = before
 
 
 class Section:
@@ -36,20 +67,20 @@ class Section:
             RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside.
         """
         # A hook that this thread calls between two walks of the run may use the pipe: no cell computes meanwhile.
-        if self in current.holds:
+        if self in _inside.holds:
             yield
             return
         self._expect_an_end()
-        # Reentrant: an interrupt may have left the section to this thread without a trace in ``current``.
+        # Reentrant: an interrupt may have left the section to this thread without a trace in ``_inside``.
         with self._lock:
             self._process = os.getpid()
-            before, grad = {**vars(current)}, torch.is_grad_enabled()
+            work, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
             # An interrupt may come between any two lines, also of those that put back what is current.
             try:
-                current.holds = (*current.holds, self)
+                _inside.holds = (*_inside.holds, self)
                 yield
             finally:
-                restore(before)
+                current.work, (_inside.serves, _inside.holds) = work, before
                 torch.set_grad_enabled(grad)  # torch.no_grad() leaves it off if it is interrupted
                 self._process = None
                 _claimed.pop(self, None)
@@ -62,7 +93,7 @@ class Section:
         """
         with _claims:
             # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
-            known = (self, *current.serves, *current.holds)
+            known = (self, *sections_of_thread())
             others = [theirs for other, theirs in _claimed.items() if other not in known] if _claimed else []
             # There is rarely another pipe in training, and without one this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
@@ -79,7 +110,7 @@ class Section:
                 "buffers of its layers may be half-way between two states; fork between two runs, or build the model "
                 "and the pipe anew in the child"
             )
-        if self in current.serves:
+        if self in _inside.serves:
             raise RuntimeError(
                 "this would wait for itself forever: a layer or the loss function of a pipe calls the pipe itself, or "
                 "another pipe whose layers do, while a run waits for all its layers; call the layers that are needed "

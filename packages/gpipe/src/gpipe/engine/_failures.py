@@ -35,8 +35,9 @@ class Failures:
             return self.earliest is not None and self._when(step) > self.earliest
 
     def forestall_current(self) -> bool:
-        assert current.step is not None
-        return self.forestall(current.step)
+        step = current.work.step
+        assert step is not None
+        return self.forestall(step)
 
     def add(self, step: Step, error: BaseException) -> None:
         with self._lock:

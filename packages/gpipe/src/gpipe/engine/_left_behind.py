@@ -11,27 +11,26 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .._current import current
 from ..checkpoint._state import last_entry
-
-if TYPE_CHECKING:
-    from ._stage import Stage
+from ._stage import Stage
 
 _KEY: Final = -1
 """The key of a guard among the hooks of a tensor: those of others are numbered from 0."""
 
 
-def guard(stage: Stage, tensors: Iterable[Tensor], attribute: str = "") -> None:
-    """Let a gradient that arrives at ``tensors`` raise RuntimeError, unless the current cell of ``stage`` computes it.
+def guard(stage: Stage, tensors: Iterable[Tensor], microbatch: int | None = None, attribute: str = "") -> None:
+    """Let a gradient that arrives at ``tensors`` raise RuntimeError, unless a cell of ``stage`` computes it.
 
-    A cell begins at the tensors, or an ``attribute`` holds them. Call this after the forward: layers may see hooks.
+    That is the cell of ``microbatch``, which begins at these tensors; or any cell, and an ``attribute`` holds them.
+    Call this after the forward: layers may look at the hooks of their inputs.
     """
-    check = partial(_check, stage, current.microbatch, attribute)
+    check = partial(_check, stage, microbatch, attribute)
     for tensor in tensors:
         if tensor.requires_grad:
             if tensor.is_leaf and tensor._backward_hooks is None:
@@ -42,7 +41,7 @@ def guard(stage: Stage, tensors: Iterable[Tensor], attribute: str = "") -> None:
 
 
 def _check(stage: Stage, microbatch: int | None, attribute: str, _: Tensor | None = None) -> None:
-    step, now = current.step, current.microbatch
+    step, now = current.work.step, current.work.microbatch
     # A loss is computed in steps of the last stage, but belongs to no micro-batch there.
     if step is not None and step.stage == stage.index and now is not None and microbatch in (None, now):
         return
@@ -60,7 +59,7 @@ def refuse_in_runs(leaf: Tensor, why: str) -> RemovableHandle:
 
 
 def _refuse(why: str, _: Tensor | None = None) -> None:
-    if current.step is not None:
+    if current.work.step is not None:
         raise RuntimeError(why)
 
 
@@ -68,7 +67,7 @@ def watch_attributes(stage: Stage) -> None:
     """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
     for name, module in stage.module.named_modules():
         for attribute, tensor in _with_graph(vars(module).items()):
-            guard(stage, [tensor], f"{name}.{attribute}")
+            guard(stage, [tensor], attribute=f"{name}.{attribute}")
 
 
 def expect_unguarded(leaf: Tensor) -> None:

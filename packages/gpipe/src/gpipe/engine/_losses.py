@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, computed where the last stage sends its outputs: here, for each micro-batch."""
+"""What computes the loss of a mini-batch from the outputs of the last stage: here, for each micro-batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 
 from microbatch import concatenate
 
-from .._current import current
-from ..checkpoint._random import CellRNG, RunRNG
+from .._current import doing
+from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
 from ._accumulate import DeferredGradients, GradientSums, below
+from ._explained import used_up
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import HALVES, Scale, scale_of, sum_of
 from ._tied import Tied
 
 
 class Losses:
-    """Takes the outputs of the last stage as a channel would, and gives their gradients.
+    """Takes the outputs of the last stage, and gives their gradients.
 
     Args:
         loss_fn: the loss function.
@@ -32,8 +33,6 @@ class Losses:
         is_whole: whether the loss is computed once, on the outputs of all micro-batches.
         is_sum: whether it was a :class:`LossSum` then; known when it is computed.
         trains: whether gradients are computed too.
-        deferred: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
-        sums: gradients of leaves of the loss that have not been added to ``.grad`` yet.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
         loss: the loss of the mini-batch, detached.
         metrics: what ``loss_fn`` returned beside it, or None.
@@ -53,18 +52,33 @@ class Losses:
         self._keep_outputs = keep_outputs
         self._gradients: dict[int, list[Tensor | None]] = {}
         self.trains = False
-        self.deferred = DeferredGradients()
-        self.sums = GradientSums()
         self.outputs: dict[int, Activation] = {}
 
-    def begin(self, rng: RunRNG, number: int, tied: Tied, *, trains: bool) -> None:
-        """Begin a run. The loss draws random numbers as layer ``number`` would, behind all layers of the model."""
-        self._rng, self._number, self._tied, self.trains = rng, number, tied, trains
+    def begin(
+        self,
+        random: Callable[[int], CellRNG],
+        tied: Tied,
+        deferred: DeferredGradients,
+        sums: GradientSums,
+        *,
+        trains: bool,
+    ) -> None:
+        """Begin the only run.
 
-    def put_values(self, i: int, activation: Activation) -> None:
+        Args:
+            random: makes the random numbers of a micro-batch: those of a layer behind all layers of the model.
+            tied: the tensors that stages share.
+            deferred: holds ``.grad`` and hooks of leaves, of all stages too.
+            sums: holds the gradients of leaves of the loss until the run ends.
+        """
+        self._random, self._tied, self._deferred, self._sums, self.trains = random, tied, deferred, sums, trains
+
+    def take(self, i: int, activation: Activation) -> None:
+        """Take the outputs of a micro-batch, which are leaves."""
         raise NotImplementedError
 
-    def get_gradients(self, i: int) -> list[Tensor | None]:
+    def gradients_of(self, i: int) -> list[Tensor | None]:
+        """The gradients of the outputs of a micro-batch, once."""
         # Freed with the backward of the cell, not with the run.
         return self._gradients.pop(i)
 
@@ -76,9 +90,8 @@ class Losses:
         """What ``loss_fn`` returns for ``outputs``, which are leaves."""
         before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
         # Numbers of its own, so that a loss that draws changes nothing in the layers.
-        current.rng = CellRNG(self._rng, i, self._number)
-        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *arguments))
-        current.rng = None
+        with doing(rng=self._random(i)):
+            value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *arguments))
         if outputs.marks:
             refuse_shared_changes("loss_fn", outputs, before, uncounted)
         if self.trains:
@@ -98,8 +111,13 @@ class Losses:
         self._tied.expect_once(graph.leaves)
         # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so the
         # sums are kept apart, and added at the end of the run.
-        self.deferred.hold(graph.leaves)
-        return self.sums.backward((loss,), (seed,), graph, leaves)
+        self._deferred.hold(graph.leaves)
+        try:
+            return self._sums.backward((loss,), (seed,), graph, leaves)
+        except RuntimeError as error:
+            if (found := used_up(error)) is not None:
+                raise found from error
+            raise
 
     def _keep(self, i: int, outputs: Activation) -> None:
         if self._keep_outputs:
@@ -134,7 +152,7 @@ class MicrobatchLosses(Losses):
         self._counts: dict[int, Any] = {}
         self._metrics: dict[int, dict[str, Any]] = {}
 
-    def put_values(self, i: int, activation: Activation) -> None:
+    def take(self, i: int, activation: Activation) -> None:
         # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
         outputs = clone_leaves(activation) if self._keep_outputs else owned(activation)
         self._keep(i, activation)

@@ -8,17 +8,34 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint._random import RunRNG
 from ..transport._transport import Channel
 from ._failures import Failures
 from ._losses import Losses
+from ._settings import RunObserver
 
-if TYPE_CHECKING:
-    from ._run import Run
+
+class RunState(NamedTuple):
+    """What other processes learn of a run in this one.
+
+    Attributes:
+        trains: whether there are backwards.
+        failures: those of this process, and the earliest that others have told of.
+        rng: whether layers have drawn random numbers.
+        loss: computes the loss, if the run has any.
+        observer: has recorded the actions of this process.
+    """
+
+    trains: bool
+    failures: Failures
+    rng: RunRNG
+    loss: Losses | None
+    observer: RunObserver | None
 
 
 class Processes:
@@ -27,18 +44,16 @@ class Processes:
     Attributes:
         ranks: the process of each stage; None if this one has all.
         me: the number of this process among them; None if there are no others.
-        seed: the seed of the next run; None to take it from the generator of this process.
     """
 
     ranks: tuple[int, ...] | None = None
     me: int | None = None
-    seed: int | None = None
 
-    def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
+    def channel(self, number: int, run: RunState) -> Channel | None:
         """The channel of that number for a run, if its other end is in another process."""
         return None
 
-    def together(self, run: Run) -> AbstractContextManager[None]:
+    def together(self, run: RunState) -> AbstractContextManager[None]:
         """A context for a whole run, at the end of which all processes meet."""
         return nullcontext()
 
@@ -46,8 +61,9 @@ class Processes:
         """The leaves in ``module`` that other processes use too: their gradients are summed over the processes."""
         return []
 
-    def whole(self, run: Run) -> dict[Tensor, Tensor]:
-        return run.whole()
+    def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The ``gradients`` of this process, and those of the leaves that others use too summed over the processes."""
+        return gradients
 
 
 ALONE: Final = Processes()

@@ -1,4 +1,4 @@
-"""What repeats a forward: of a whole stage (:mod:`gpipe.engine._cell`) or a block (:mod:`gpipe.engine._block`).
+"""What computing a forward again needs: that of a whole stage, or of a block (:mod:`gpipe.engine._block`).
 
 A recomputation must find everything as its forward did: buffers, random numbers, autocast. A forward that changes what
 cannot be restored keeps its graph instead.
@@ -7,117 +7,118 @@ cannot be restored keeps its graph instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from ..checkpoint._compare import Sample, checks_all
 from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State
-from ..values._leaves import Activation, versions
+from ..values._leaves import Activation, clone_leaves, versions
 
 _log = logging.getLogger("gpipe")
 
 
-@dataclass
-class RecomputationFacts:
-    """What runs of a pipe have shown about recomputing some layers.
+class Before(NamedTuple):
+    """What is there before a forward.
 
     Attributes:
-        compared: whether a recomputation gave the same values as its forward.
-        logged: whether it was logged that a forward keeps its graph.
+        spare: a copy of the inputs, if the layers may change them in place.
     """
 
-    compared: bool = False
-    logged: bool = False
+    inputs: Activation
+    versions: list[int]
+    spare: Activation | None
+    snapshot: Snapshot
 
 
-class Recomputation:
-    """What all recomputed forwards of some layers share in a run."""
-
-    def __init__(self, module: nn.Module, facts: RecomputationFacts) -> None:
-        self._module = module
-        self._facts = facts
-        self._state: State | None = None
-        self._compares_all = checks_all()
-        self._compares = not facts.compared
-
-    def look(self) -> Snapshot:
-        # Layers may add attributes and buffers in a forward. Then their places are looked up again.
-        if self._state is None or not self._state.is_complete:
-            self._state = State(self._module)
-        return Snapshot(self._state)
-
-    def may_repeat(self, snapshot: Snapshot) -> bool:
-        """After a forward: whether the state before it can be restored. If not, this is logged once."""
-        changed = snapshot.changed()
-        if changed and not self._facts.logged:
-            self._facts.logged = True
-            _log.warning("a checkpointed forward changes %s: its graph is kept instead of recomputed", changed)
-        return not changed
-
-    def sample(self, outputs: Sequence[Tensor]) -> Sample:
-        compares, self._compares = self._compares, False
-        return Sample(outputs, whole=compares or self._compares_all)
-
-    def expect_same(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
-        self._facts.compared = False  # unless this returns
-        sample.expect(outputs)
-        self._facts.compared = True
-
-
-class Repeatable:
-    """A forward that is computed again before its backward, unless it turns out that it cannot be repeated.
-
-    While either computes, :data:`current` has its random numbers, and says which of both it is.
+class Repeat(NamedTuple):
+    """What one forward needs to be computed again.
 
     Attributes:
-        inputs: the inputs as they were before the forward; None if its graph has to be kept.
+        inputs: as they were before the forward.
+        random: the random numbers of the forward.
+        sample: what is compared of its outputs.
     """
 
-    __slots__ = ("_random", "_sample", "_shared", "_snapshot", "_versions", "inputs")
-    _sample: Sample
-    _snapshot: Snapshot
-    _versions: list[int]
+    inputs: Activation
+    versions: list[int]
+    snapshot: Snapshot
+    random: CellRNG
+    sample: Sample
 
-    def __init__(self, shared: Recomputation, random: CellRNG) -> None:
-        self._shared = shared
-        self._random = random
-        self.inputs: Activation | None = None
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context for the recomputation, with buffers and random numbers as the forward found them.
 
-    def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
-        """The outputs of ``compute``, which calls the layers with ``inputs``; ``spare`` is a copy of these."""
-        before = versions(inputs)
-        self._snapshot = self._shared.look()
-        outputs = compute()
-        # A generator takes 5 kB for each layer and micro-batch; the recomputation makes the same ones again.
-        self._random.forget()
-        # Layers that work in place have overwritten their input.
-        source, counts = (inputs, before) if versions(inputs) == before else (spare, None)
-        # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
-        is_nested = any(tensor.is_nested for tensor in outputs.tensors)
-        if self._shared.may_repeat(self._snapshot) and source is not None and not is_nested:
-            self.inputs, self._versions = source, counts or versions(source)
-            self._sample = self._shared.sample(outputs.tensors)
-        return outputs
-
-    def again(self, compute: Callable[[], Activation]) -> Activation:
-        """The outputs of ``compute``, which calls the layers as in the forward, under the settings of the forward."""
-        assert self.inputs is not None
-        if versions(self.inputs) != self._versions:
+        Raises:
+            RuntimeError: the inputs, or what cannot be restored, have changed since.
+        """
+        if versions(self.inputs) != self.versions:
             raise RuntimeError(
                 "the input of checkpointed layers was changed in place after their forward, and their recomputation "
                 "needs it as it was; change a clone instead, or use checkpoint='never'"
             )
-        changed = self._snapshot.changed()
+        changed = self.snapshot.changed()
         if changed:
             raise RuntimeError(
                 f"{changed} changed between the forward and the backward of a checkpointed run, whose recomputation "
                 "would now compute something else; change it after backward() (optimizer.step() comes last), or use "
                 "checkpoint='never', also if the forward of a later micro-batch changes it"
             )
-        with self._snapshot.restored(), self._random.repeated():
-            outputs = compute()
-            self._shared.expect_same(self._sample, outputs.tensors)
-        return outputs
+        with self.snapshot.restored(), self.random.repeated():
+            yield
+
+
+class Recomputation:
+    """The layers of a stage or block as far as they are recomputed, for the life of a pipe."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._state: State | None = None
+        self._has_been_same = self._has_logged = False
+        self._compares_all = self._compares_next = True
+
+    def begin(self) -> None:
+        """Begin a run, before which layers and their state may have been replaced."""
+        self._state = None
+        self._compares_all = checks_all()
+        self._compares_next = not self._has_been_same
+
+    def before(self, inputs: Activation, *, may_change: bool) -> Before:
+        """Look at the state before a forward with ``inputs``, which it may change in place."""
+        # Layers may add attributes and buffers in a forward. Then their places are looked up again.
+        if self._state is None or not self._state.is_complete:
+            self._state = State(self.module)
+        spare = clone_leaves(inputs) if may_change else None
+        return Before(inputs, versions(inputs), spare, Snapshot(self._state))
+
+    def repeat(self, before: Before, outputs: Sequence[Tensor], random: CellRNG) -> Repeat | None:
+        """After the forward: what its recomputation needs; None if its graph has to be kept."""
+        # A generator takes 5 kB for each layer and micro-batch; the recomputation makes the same ones again.
+        random.forget()
+        is_same = versions(before.inputs) == before.versions
+        inputs = before.inputs if is_same else before.spare  # layers that work in place have overwritten their input
+        # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
+        is_nested = any(tensor.is_nested for tensor in outputs)
+        if self._changes_state(before.snapshot) or inputs is None or is_nested:
+            return None
+        whole, self._compares_next = self._compares_next or self._compares_all, False
+        counts = before.versions if is_same else versions(inputs)
+        return Repeat(inputs, counts, before.snapshot, random, Sample(outputs, whole=whole))
+
+    def expect_same(self, repeat: Repeat, outputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
+        self._has_been_same = False  # unless this returns
+        repeat.sample.expect(outputs)
+        self._has_been_same = True
+
+    def _changes_state(self, snapshot: Snapshot) -> bool:
+        """Whether a forward has changed what cannot be restored. This is logged once."""
+        changed = snapshot.changed()
+        if changed and not self._has_logged:
+            self._has_logged = True
+            _log.warning("a checkpointed forward changes %s: its graph is kept instead of recomputed", changed)
+        return bool(changed)

@@ -1,30 +1,31 @@
-"""Settings that a caller makes for the runs that begin in a block. Workers and recomputations use them too."""
+"""Settings that a caller makes for the runs that begin in a block, in the same thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from ..schedule import Action
-from ..transport._transport import Link
-
-if TYPE_CHECKING:
-    from ._stage_run import StageRun
+from ..values._leaves import Activation
+from ._stage import Stage
 
 
 class RunObserver(Protocol):
-    """Observes the actions of one run.
+    """Observes the actions of one run, from the threads that take them."""
 
-    Attributes:
-        link: the class of its links; it may record what arrives.
-    """
+    def observing(self, stage: Stage, action: Action, /) -> AbstractContextManager[None]:
+        """A context in which a stage takes ``action``."""
 
-    link: type[Link[Any]]
+    def got(self, payload: Activation | list[Tensor | None], *, moved: bool) -> None:
+        """Inside such a context: a value or gradients have arrived from another stage.
 
-    def do(self, run: StageRun, action: Action) -> None:
-        """Have a stage do ``action``, and record it."""
+        Args:
+            moved: whether they come from another device or process.
+        """
 
     def export_events(self, since: float) -> list[list[Any]]:
         """What was recorded since ``since``, a time of this process's clock, as JSON holds it."""
@@ -45,13 +46,11 @@ class Settings(NamedTuple):
 
     Attributes:
         inline: whether the calling thread computes all stages.
-        observer: is notified of the run.
-        wanted: for a model with its own loss: what its last layer returns instead of the output, which the layer knows.
+        observer: is told of the run.
     """
 
     inline: bool = False
     observer: Observer | None = None
-    wanted: object = None
 
 
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 from streams import has_streams
 
-from .._current import current, setting
+from .._current import current, doing
 from ..skip import SkipLayout
 from ..skip.layout import skippables
 from ..skip.namespace import Key
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments, as_value
-from ._recomputation import RecomputationFacts
+from ._recomputation import Recomputation
 
 _log = logging.getLogger("gpipe")
 
@@ -51,7 +52,7 @@ class Stage:
         numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
-        recomputation: what runs have shown about recomputing the stage as a whole.
+        recomputation: what recomputing the stage as a whole needs.
         hooked: whether layers have put hooks on tensors or nodes of their graph; a split backward would call some
             twice.
         runs_whole: whether the backward could not be split in a schedule that splits it.
@@ -78,30 +79,27 @@ class Stage:
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
-        self.recomputation = RecomputationFacts()
-        self.blocks = {block: RecomputationFacts() for block in blocks}
+        self.recomputation = Recomputation(module)
+        self.blocks = {numbers: Recomputation(_layers(module, numbers)) for numbers in blocks}
         self.hooked = False
         self.runs_whole = False
 
     def call(self, value: Any) -> Any:
-        if self.is_direct:
-            return self._output(value)
+        """The output of the layers for ``value``: with the skips from other stages behind it, and those to others."""
         store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
         if self.pops:
             value, *skips = value
             store.update(zip(self.pops, skips, strict=True))
-        with setting(skips=store):
-            output = self._output(value)
+        with nullcontext() if self.is_direct else doing(skips=store):
+            output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        if not isinstance(output, Tensor):
+            expect_plain(output, self.index)
+        if not self.stashes:
+            return output
         lost = [name for namespace, name in self.stashes if (namespace, name) not in store]
         if lost:
             raise RuntimeError(f"{lost[0]!r} must be stashed but has not been: the layer that does so was not called")
-        return (output, *[store.pop(key) for key in self.stashes]) if self.stashes else output
-
-    def _output(self, value: Any) -> Any:
-        output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
-        if not isinstance(output, Tensor):
-            expect_plain(output, self.index)
-        return output
+        return output, *[store.pop(key) for key in self.stashes]
 
     def run_whole(self) -> None:
         """Remember that the backward of this stage cannot be split; warn once."""
@@ -128,19 +126,25 @@ class Stage:
         return ""
 
 
+def _layers(module: nn.Module, numbers: range) -> nn.Sequential:
+    found = nn.Sequential()  # without arguments, since a layer may have the name of an attribute
+    found._modules.update(islice(module.named_children(), numbers.start, numbers.stop))
+    return found
+
+
 class StageLayers(nn.Sequential):
     """The layers of one stage under their own names. The first layer may take several arguments.
 
-    It tells :data:`current` which layer is computed.
+    It tells the random numbers of its cell which layer draws from them.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition is one layer: its code would be compiled again for each cell. Not is_compiling(), which
         # is true while any thread compiles.
-        rng = None if torch.compiler.is_dynamo_compiling() else current.rng
+        rng = None if torch.compiler.is_dynamo_compiling() else current.work.rng
         # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
         rng = None if rng is None or rng.module is not self else rng
-        if rng is not None and current.blocks:
+        if rng is not None and current.work.blocks:
             return self._in_blocks(as_value(args, kwargs))
         value = None
         for k, layer in enumerate(self._modules.values()):
@@ -153,14 +157,14 @@ class StageLayers(nn.Sequential):
 
     def _in_blocks(self, value: Any) -> Any:
         at = 0
-        for block in current.blocks:
+        for block in current.work.blocks:
             value = self._computed(range(at, block.numbers.start), value)
             value = block.compute(partial(self._computed, block.numbers), value)
             at = block.numbers.stop
         return self._computed(range(at, len(self._modules)), value)
 
     def _computed(self, numbers: range, value: Any) -> Any:
-        rng = current.rng
+        rng = current.work.rng
         assert rng is not None
         for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):
             rng.at = k

@@ -1,4 +1,4 @@
-"""One stage in one run: it receives values, has cells compute them, and sends the results on.
+"""One stage in one run: it receives values, has the layers compute them, and sends the results on.
 
 Layers may change between runs. So each run observes in its first micro-batch whether they work in place, and whether
 what they return is memory of their parameters.
@@ -6,187 +6,163 @@ what they return is memory of their parameters.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from operator import gt
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from streams import add_note
-
 from .._batchnorm import MiniBatchStatistics, commit
-from .._current import current
+from .._current import current, doing
 from ..checkpoint._random import CellRNG
-from ..schedule import Action, Kind
 from ..transport._transport import AnyChannel
-from ..values._constants import expect_plain
-from ..values._describe import shapes
-from ..values._leaves import Activation, as_nonleaf, versions
-from ..values._sharing import given_state, owned, refuse_shared_changes, uncounted_of
-from ._accumulate import GradientSums, counts_of_hooks
+from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
+from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
+from ._accumulate import DeferredGradients, GradientSums, below, counts_of_hooks
 from ._block import Block
-from ._cell import Cell, CheckpointedCell
+from ._cell import Cell, backward, backward_input, backward_weight
+from ._left_behind import guard
 from ._losses import Losses
 from ._processes import may_be_data_parallel
-from ._recomputation import Recomputation
+from ._spec import RunSpec
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks
 
-if TYPE_CHECKING:
-    from ._run import Run
 
-_HIDES = (
-    "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "
-    "which must be whole then; but the layers use torch.utils.checkpoint with use_reentrant=True, or contain a pipe, "
-    "whose backward accumulates micro-batch by micro-batch; use use_reentrant=False"
-)
+class Trained(NamedTuple):
+    """The leaves of a stage, and where their gradients go.
 
-_NEEDS_LESS = (
-    "memory ran out: set more chunks (pipe.chunks), checkpoint this partition (pipe.checkpoint), or make the pipe from "
-    "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
-)
+    Attributes:
+        parameters: those of the stage, if a backward follows.
+        tied: leaves that other stages use too.
+        deferred: holds ``.grad`` and hooks of leaves of all stages.
+        sums: holds gradients outside ``.grad`` if a parameter's ``AccumulateGrad`` node has hooks, or may have; else
+            None.
+    """
 
-_TOLD_LATE = (
-    "a device reports an error of its kernels at a later call, so that an earlier micro-batch, or another partition on "
-    "this device, may have caused it; CUDA_LAUNCH_BLOCKING=1 in the environment makes each call wait for its kernels"
-)
-
-_USED_UP = (
-    "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
-    "micro-batch has used up: compute it inside the layer, pass it to the pipe as an input, or detach it; or a layer "
-    "has left a tensor with its graph in an attribute or a list, and the loss has used that graph up: return it from "
-    "the layer, or leave its detach()"
-)
-
-_LATE_CHANGE = (
-    "the layers of this partition changed their input in place on this micro-batch but not on the first, by which a "
-    "run decides whether they need a copy; let them work on a clone"
-)
-
-_ADDS_HOOKS = (
-    "the forward of a layer registered a hook on a parameter, which would be called once for each micro-batch that "
-    "adds one; register it before the run"
-)
+    parameters: Sequence[nn.Parameter]
+    tied: Sequence[Tensor]
+    deferred: DeferredGradients
+    sums: GradientSums | None
 
 
 class StageRun:
-    """The cells of a stage in one run, and the channels to its neighbours.
+    """The cells of a stage in one run, and the channels to its neighbors.
 
     Args:
-        departure: the channel to the stage after, or the loss.
-        parameters: those of the stage when the run begins, if a backward follows.
-        tied: leaves that other stages use too; their gradients are accumulated apart.
+        random: the random numbers of its layers.
+        arrival: the channel from the stage before, or the caller.
+        departure: the channel to the stage after, or the caller; or what computes the loss.
 
     Attributes:
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their mark.
-        forward_settings: a recomputation applies them. A step takes all its actions under the same; a backward of the
-            caller's has others.
         adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
     def __init__(
         self,
-        run: Run,
+        spec: RunSpec,
         stage: Stage,
+        random: CellRNG,
         arrival: AnyChannel,
         departure: AnyChannel | Losses,
-        parameters: Sequence[nn.Parameter],
-        tied: Sequence[Tensor],
+        trained: Trained,
     ) -> None:
         self.stage = stage
         self.may_change_input = True
         self.given: list[tuple[Tensor, int]] = []
         self.adds = False
-        self.forward_settings: Callable[[], AbstractContextManager[None]] = nullcontext
-        # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
-        self._size, self._left, self._keeps = run.size, run.size.microbatches, run.keeps
-        self._loss, self._deferred = run.loss, run.deferred
-        self._arrival, self._departure = arrival, departure
-        self._parameters, self._tied = parameters, tied
-        self._checkpoint_stop = stop = run.size.checkpoint_stops[stage.index]
+        self._spec, self._random, self._arrival = spec, random, arrival
+        self._departure = None if isinstance(departure, Losses) else departure
+        self._loss = departure if isinstance(departure, Losses) else None
+        self._left = spec.size.microbatches
+        self._checkpoint_stop = stop = spec.size.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
-        self._late_losses = stop if isinstance(departure, Losses) and not departure.is_whole else 0
-        self._recomputation = Recomputation(stage.module, stage.recomputation) if stop else None
-        self._random = CellRNG(run.rng, 0, stage.numbers.start, module=stage.module)
+        self._late_losses = stop if self._loss is not None and not self._loss.is_whole else 0
+        if stop:
+            stage.recomputation.begin()
         # Nothing is checkpointed in evaluation.
-        has_blocks = stage.blocks and run.keeps and stage.module.training
-        self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
+        has_blocks = stage.blocks and spec.trains and stage.module.training
+        self._blocks = [Block(stage, numbers, spec.context) for numbers in stage.blocks] if has_blocks else []
         self.recomputes = bool(stop or has_blocks)
-        self._sums: GradientSums | None = None
-        if run.kept_nodes and not {*map(id, run.kept_nodes)}.isdisjoint(map(id, parameters)):
-            self._sums = GradientSums()
-            run.sums.append(self._sums)
-        self._observed = self._looks_for_hooks = self._has_begun = False
+        self._trained = trained
+        self._sums = trained.sums
+        self._has_observed = self._has_held = False
+        # A split backward would call some hooks twice.
+        self._looks_for_hooks = stage.index in spec.splits and not stage.hooked
         self._cells: dict[int, Cell] = {}
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
-        repeats = current.microbatch is not None and current.statistics is None
+        repeats = current.work.microbatch is not None and current.work.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
-
-    def do(self, action: Action) -> None:
-        getattr(self, action.kind)(action.microbatch)
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.marks and self.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
-        stage = self.stage
-        random, recomputation = self._random, self._recomputation if i < self._checkpoint_stop else None
-        random.microbatch = i
-        if recomputation is None:
-            cell = Cell()
+        self._cells[i] = cell = Cell(inputs)
+        self._random.microbatch = i
+        leaves, random, phase, before = inputs, self._random, "", None
+        if i < self._checkpoint_stop:
+            # Leaves of their own, since layers may put hooks and flags on their inputs, and will do so again; and
+            # random numbers that can be drawn again when those of the stage have gone on.
+            leaves, random, phase = detach_leaves(inputs), random.again(self.stage.device), "checkpointing"
+            before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
+        with doing(phase=phase, rng=random, statistics=self._statistics, blocks=self._blocks):
+            outputs = self.compute(leaves)
+        guard(self.stage, leaves.tensors, i)  # after the layers, which may look at the hooks of their input
+        if before is not None:
+            cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, random)
+        # A later stage that works in place must not change what the recomputation needs.
+        kept = [] if cell.repeat is None else [(tensor, PRESERVED) for tensor in cell.repeat.inputs.tensors]
+        sent = self._sent(inputs, outputs, kept)
+        if cell.repeat is None:
+            cell.inputs, cell.outputs = leaves, outputs
         else:
-            random = random.again(stage.device)  # draws the same numbers later, when that of the stage has gone on
-            cell = CheckpointedCell(random, recomputation)
-        self._cells[i] = cell
-        current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
-        current.checkpointing, current.recomputing = recomputation is not None, False
-        outputs = cell.forward(self, inputs)
-        current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
-        current.checkpointing, current.blocks = False, ()
-        self._left -= 1
-        if not self._left and self._statistics:
-            commit(self._statistics)
-        if not self._keeps:
-            del self._cells[i]
+            cell.inputs = cell.repeat.inputs
+        self._end_forward(i)
         if i >= self._late_losses:
-            self._departure.put_values(i, outputs)
+            self._send(i, sent)
 
     def recompute(self, i: int) -> None:
-        cell = self._cells[i]
-        with self.forward_settings():
-            cell.recompute(self)
+        """Rebuild the graph of a cell that has freed it."""
+        cell, repeat = self._cells[i], self._cells[i].repeat
+        if repeat is not None:
+            with current.work.recompute_under(), repeat.restored(), doing(phase="recomputing", rng=repeat.random):
+                outputs = self.compute(repeat.inputs)
+                self.stage.recomputation.expect_same(repeat, outputs.tensors)
+            guard(self.stage, repeat.inputs.tensors, i)
+            cell.outputs = outputs
         if i < self._late_losses:
-            assert isinstance(cell, CheckpointedCell)
-            current.microbatch = None
-            self._departure.put_values(i, cell.recomputed(self))
+            assert cell.outputs is not None
+            self._send(i, flag_aliases(detach_leaves(cell.outputs), cell.inputs, self.given))
 
     def backward(self, i: int) -> None:
-        seeds = self._departure.get_gradients(i)
+        seeds = self._seeds(i)
         if not self.adds:
-            self._defer(i)
-        gradients = self._cells[i].backward(seeds, self._sums)
+            self._hold(i)
+        gradients = backward(self._cells[i], seeds, self._sums)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
 
     def backward_input(self, i: int) -> None:
-        seeds = self._departure.get_gradients(i)
-        self._defer(i)
-        gradients = self._cells[i].backward_input(self.stage, seeds, self._sums)
-        self._arrival.put_gradients(i, gradients)
+        seeds = self._seeds(i)
+        self._hold(i)
+        self._arrival.put_gradients(i, backward_input(self._cells[i], seeds, self._sums, self.stage))
 
     def backward_weight(self, i: int) -> None:
-        self._cells[i].backward_weight(self._sums)
-        del self._cells[i]
+        backward_weight(self._cells.pop(i), self._sums)
 
     def loss(self, i: int) -> None:
         """Compute the loss of the whole mini-batch."""
-        assert isinstance(self._departure, Losses)
-        current.microbatch = None  # it is outside of all stages
-        self._departure.compute_whole()
+        assert self._loss is not None
+        with doing(microbatch=None):  # it is outside of all layers
+            self._loss.compute_whole()
+
+    def inputs_of(self, microbatch: int) -> Activation | None:
+        """The inputs of a cell, for messages; None if it has none yet, or is done."""
+        cell = self._cells.get(microbatch)
+        return None if cell is None else cell.inputs
 
     def compute(self, inputs: Activation) -> Activation:
         """The output of the layers for ``inputs``, which are leaves that the layers may still change in place."""
@@ -194,15 +170,9 @@ class StageRun:
             return self._compute_watched(inputs)
         if self.may_change_input:
             return self._compute_first(inputs)
-        stage, value = self.stage, inputs.value
         before = versions(inputs) if inputs.marks else []  # tensors without marks are used by this stage alone
         try:
-            if stage.is_direct and isinstance(value, Tensor):  # most stages; saves three calls
-                output = stage.module(value)
-                if not isinstance(output, Tensor):
-                    expect_plain(output, stage.index)
-            else:
-                output = stage.call(value)
+            output = self.stage.call(inputs.value)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise RuntimeError(_LATE_CHANGE) from error
@@ -224,66 +194,62 @@ class StageRun:
         """Like :meth:`compute`, for the first micro-batch of a run, or if the layers change their input in place."""
         stage, before = self.stage, versions(inputs)
         uncounted = uncounted_of(inputs) if inputs.marks else []
-        hooked = counts_of_hooks(self._parameters)
+        hooked = counts_of_hooks(self._trained.parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
-        if any(map(gt, counts_of_hooks(self._parameters), hooked)):
+        if any(map(gt, counts_of_hooks(self._trained.parameters), hooked)):
             raise RuntimeError(_ADDS_HOOKS)
         changed = versions(inputs) != before
         if changed or uncounted:
             refuse_shared_changes("the layers of this partition", inputs, before, uncounted)
-        if not self._observed:
-            self._observed = True
+        if not self._has_observed:
+            self._has_observed = True
             self.given = given_state(stage.module, outputs.tensors)
             # The version counter of an inference tensor does not count.
             self.may_change_input = changed or any(map(Tensor.is_inference, inputs.tensors))
         return outputs
 
-    def look_for_hooks(self) -> None:
-        """Look for hooks in all forwards of this run, until some are seen: a split backward would call some twice."""
-        self._looks_for_hooks = not self.stage.hooked
+    def _sent(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
+        """The outputs as the next stage gets them: it begins a graph of its own, with these as leaves."""
+        sent = detach_leaves(outputs)
+        # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
+        is_apart = not kept and not inputs.marks and not self.given and len(sent.tensors) == 1
+        return sent if is_apart else flag_aliases(sent, inputs, [*kept, *self.given])
 
-    def explained(self, error: BaseException, action: Action) -> BaseException:
-        # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
-        is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
-        in_loss = current.microbatch is None
-        if is_second and (action.kind != Kind.FORWARD or in_loss):
-            error, error.__cause__ = RuntimeError(_USED_UP), error
-        stage = self.stage
-        # A cell may be interrupted before it has any inputs.
-        inputs = getattr(self._cells.get(action.microbatch), "inputs", None)
-        place = f"micro-batch {action.microbatch} of {self._size.microbatches}, {action.kind}"
-        if action.kind == Kind.LOSS:
-            inputs, place = None, f"the loss of all {self._size.microbatches} micro-batches"
-        # An error of a pipe inside a layer has this note already.
-        is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
-        add_note(
-            error,
-            f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, {place}"
-            + ("" if action.kind == Kind.LOSS else f"; input: {shapes(inputs and inputs.value)}"),
-        )
-        if is_first and is_out_of_memory(error):
-            add_note(error, _NEEDS_LESS)
-        elif isinstance(error, torch.AcceleratorError):
-            add_note(error, _TOLD_LATE)
-        if "device" in str(error) and (found := stage.elsewhere()):
-            add_note(
-                error,
-                f"{found}: the model was moved after its pipe was made; a new pipe, GPipe(pipe[:], pipe.balance, "
-                "devices=pipe.devices), moves all layers back; to have the model elsewhere too, move a copy of it",
-            )
-        return error
+    def _end_forward(self, i: int) -> None:
+        self._left -= 1
+        if not self._left and self._statistics:
+            commit(self._statistics)
+        if not self._spec.trains:
+            del self._cells[i]
 
-    def _defer(self, i: int) -> None:
+    def _send(self, i: int, outputs: Activation) -> None:
+        if self._loss is None:
+            assert self._departure is not None
+            self._departure.put_values(i, outputs)
+        else:
+            with doing(microbatch=None):  # the loss is outside of all layers
+                self._loss.take(i, outputs)
+
+    def _seeds(self, i: int) -> list[Tensor | None]:
+        """The gradients of the outputs."""
+        if self._loss is not None:
+            return self._loss.gradients_of(i)
+        assert self._departure is not None
+        return self._departure.get_gradients(i)
+
+    def _hold(self, i: int) -> None:
         """Before a backward: remove hooks from its leaves, and ``.grad`` where gradients have to be scaled."""
-        deferred = self._deferred
-        every = self._loss is not None and self._loss.scales
-        if not self._has_begun:
-            self._has_begun = True
-            if self._tied:
-                deferred.hold(self._tied, tied=True)
-            deferred.hold(self._parameters, every=every)
+        parameters, tied, deferred, _ = self._trained
+        every = self._spec.loss is not None and self._spec.loss.scales
+        if not self._has_held:
+            self._has_held = True
+            if tied:
+                deferred.hold(tied, tied=True)
+            deferred.hold(parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
-            graph = self._cells[i].below()
+            cell = self._cells[i]
+            assert cell.outputs is not None
+            graph = below(cell.outputs.tensors, cell.inputs.tensors)
             deferred.hold(graph.leaves, every=every)
             if self._sums is not None and graph.hides:
                 if may_be_data_parallel():
@@ -292,15 +258,18 @@ class StageRun:
         self.adds = not every and self._sums is None
 
 
-# Errors that torch raises as a plain RuntimeError: those of the CPU's allocator, of drivers, and of libraries that
-# allocate without torch's allocator.
-_TEXTS = re.compile(r"(?i)out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
+_HIDES = (
+    "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "
+    "which must be whole then; but the layers use torch.utils.checkpoint with use_reentrant=True, or contain a pipe, "
+    "whose backward accumulates micro-batch by micro-batch; use use_reentrant=False"
+)
 
+_LATE_CHANGE = (
+    "the layers of this partition changed their input in place on this micro-batch but not on the first, by which a "
+    "run decides whether they need a copy; let them work on a clone"
+)
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or its cause, says that a device or the host has no memory left."""
-    return any(
-        isinstance(each, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
-        for each in (error, error.__cause__)
-    )
+_ADDS_HOOKS = (
+    "the forward of a layer registered a hook on a parameter, which would be called once for each micro-batch that "
+    "adds one; register it before the run"
+)

@@ -45,7 +45,7 @@ class WholeLoss(Losses):
         self._arguments, self._join, self._weight, self._unlike = arguments, join, weight, unlike
         self._arrived: dict[int, Activation] = {}
 
-    def put_values(self, i: int, activation: Activation) -> None:
+    def take(self, i: int, activation: Activation) -> None:
         self._arrived[i] = activation
         self._keep(i, activation)
 
@@ -69,7 +69,7 @@ class WholeLoss(Losses):
             total = value.total
             del value, joined  # the backward need not hold what the loss has not saved
             self._backward(total, seed_of(total, factor * self._weight), [parts.anchor])
-            self._gradients = dict(enumerate(parts.gradients(self.sums)))
+            self._gradients = dict(enumerate(parts.gradients(self._sums)))
 
 
 class _Parts:

@@ -15,6 +15,7 @@ from .._flatten._names import Flattened, divide_names, tree_of
 from .._flatten._skeleton import Follower, followers
 from .._flatten._standins import let_go
 from ..engine._pipeline import Pipeline
+from ..engine._walks import Size
 from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
 
@@ -152,10 +153,10 @@ class Divided(nn.Module):
         divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
-        """For each partition of the model, the first micro-batch that is not checkpointed."""
-        modes = modes_of(self._checkpoint) if self.training else "never"
-        return checkpoint_stops(modes, microbatches, len(self._balance))
+    def _size(self, microbatches: int, *, trains: bool) -> Size:
+        """The size of a run; nothing is checkpointed in evaluation mode, nor where no backward follows."""
+        modes = modes_of(self._checkpoint) if self.training and trains else "never"
+        return self._pipeline.size(microbatches, checkpoint_stops(modes, microbatches, len(self._balance)))
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .._flatten._segment import Segment
 from .._hooks import refuse_hooks
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
+from ..engine._mini_batch import evaluate
 from ..engine._walks import Size, waits
 from ..engine._whole_loss import WholeLoss
 from ..schedule import SCHEDULES, Schedule
@@ -36,6 +37,19 @@ from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, ret
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
+
+
+class Prepared(NamedTuple):
+    """The micro-batches of a call, and what computes their losses.
+
+    Attributes:
+        seed: that of random numbers, if processes have agreed on it.
+    """
+
+    batches: list[Batch]
+    size: Size
+    losses: Losses
+    seed: int | None = None
 
 
 class Stepping(Divided):
@@ -141,10 +155,10 @@ class Stepping(Divided):
             is_patched = "forward" in vars(self)
             tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with ExitStack() as scope:
-            batches, losses = self._with_losses(call, schedule, scope)
-            self._train(batches, losses, schedule)
-            return self._returned(losses, batches, call)
+        with self._pipeline.section.entered(), ExitStack() as scope:
+            prepared = self._prepared(call, schedule, scope)
+            self._train(prepared, schedule)
+            return self._returned(prepared, call)
 
     @not_compiled
     def evaluate(
@@ -185,12 +199,15 @@ class Stepping(Divided):
         True
         """
         call = Call("evaluate", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with ExitStack() as scope:
-            batches, losses = self._with_losses(call, None, scope)
-            self._pipeline.evaluate(batches, losses)
-            return self._returned(losses, batches, call)
+        with self._pipeline.section.entered(), ExitStack() as scope:
+            prepared = self._prepared(call, None, scope)
+            with torch.no_grad():
+                spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
+                evaluate(self._pipeline, spec, prepared.batches)
+            return self._returned(prepared, call)
 
-    def _returned(self, losses: Losses, batches: Sequence[Batch], call: Call) -> Any:
+    def _returned(self, prepared: Prepared, call: Call) -> Any:
+        losses, batches = prepared.losses, prepared.batches
         # Metrics of micro-batches are others than those of the whole: they change only where an annotation says so.
         if losses.is_sum and losses.metrics is None and call.loss_fn is not None:
             self._sums.add(call.loss_fn)
@@ -221,14 +238,16 @@ class Stepping(Divided):
         expect_proportional(batches)
         return batches, versions
 
-    def _with_losses(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> tuple[list[Batch], Losses]:
-        """The micro-batches of a call, and what computes their losses, in contexts that end with ``scope``."""
+    def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
+        """What a call needs before its run can be described, in contexts that end with ``scope``."""
         self._expect_fit(call)
         inputs = called_with(self._end(0), call)
         own = self._own_loss(call)
         batches = self._cut_for_loss(inputs, own, schedule)
-        whole = self._is_whole(call, own, inputs, batches, schedule)
-        return batches, self._losses(call, own, inputs, batches, schedule, scope, whole=whole)
+        size = self._size(len(batches), trains=call.trains)
+        whole = self._is_whole(call, own, inputs, batches, schedule, size)
+        losses = self._losses(call, own, inputs, batches, schedule, scope, whole=whole)
+        return Prepared(batches, size, losses)
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
         """How a flattened model computes its loss, if it does that itself."""
@@ -265,7 +284,13 @@ class Stepping(Divided):
         return unlike(call, schedule)
 
     def _is_whole(
-        self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch], schedule: Schedule | str | None
+        self,
+        call: Call,
+        own: OwnLoss | None,
+        inputs: Any,
+        batches: Sequence[Batch],
+        schedule: Schedule | str | None,
+        size: Size,
     ) -> bool:
         """Whether the loss is computed once, on the outputs of all micro-batches."""
         if has_loss(schedule):
@@ -276,8 +301,7 @@ class Stepping(Divided):
             is_free = True
         else:
             expect_schedule(schedule, SCHEDULES)
-            stops = self._checkpoint_stops(len(batches))
-            is_free = waits(schedule, Size(len(batches), self._pipeline.placement, stops))
+            is_free = waits(schedule, size)
         if not is_free and own is not None:
             raise of_model_under(own.model, schedule)
         if own is None and call.loss_fn is None and len(batches) > 1:
@@ -342,5 +366,5 @@ class Stepping(Divided):
             )
 
     @abstractmethod
-    def _train(self, batches: list[Batch], loss: Losses, schedule: Schedule | str | None) -> None:
+    def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         """Put the micro-batches through all stages and back."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from .._current import Store, current, setting
+from .._current import Store, current, doing
 from .namespace import Key, Namespace
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
@@ -123,7 +123,7 @@ class Skippable(nn.Module):
         Returns:
             A context manager.
         """
-        return setting(skips=store)
+        return doing(skips=store)
 
     def _by_name(self) -> dict[str, Namespace]:
         by_name: dict[str, Namespace] = self.__dict__.get("_namespaces", {})
@@ -140,10 +140,10 @@ class Skippable(nn.Module):
         if command.name not in names:
             raise RuntimeError(f"{command.name!r} has not been declared as {what}; this layer declares {sorted(names)}")
         if isinstance(command, stash):
-            current.skips[self.key(command.name)] = command.tensor
+            current.work.skips[self.key(command.name)] = command.tensor
             return None
         try:
-            return current.skips.pop(self.key(command.name))
+            return current.work.skips.pop(self.key(command.name))
         except KeyError:
             raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,11 +16,9 @@ from torch import Tensor
 from profiler import AllocationTracker
 from streams import AbstractStream, current_stream, has_streams, new_stream, record_event
 
-from .._current import current, setting
 from ..engine._settings import with_settings
-from ..engine._stage_run import StageRun
+from ..engine._stage import Stage
 from ..schedule import Action
-from ..transport._transport import Link, Payload
 from ..values._leaves import Activation
 from ._events import Event
 from ._timeline import Timeline
@@ -72,20 +71,18 @@ class RunRecorder:
     """Records the actions of one run."""
 
     def __init__(self, timeline: Timeline, clock: Clock, trackers: dict[int, AllocationTracker]) -> None:
-        self.link: type[Link[Any]] = WatchedLink
+        self._looking = threading.local()  # has a ``look`` while its thread takes an action
         self._timeline = timeline
         self._clock = clock
         self._own: list[Callable[[], Event] | Event] = []
         self._trackers = trackers
 
-    def do(self, run: StageRun, action: Action) -> None:
-        stage = run.stage
+    @contextmanager
+    def observing(self, stage: Stage, action: Action) -> Iterator[None]:
         tracker = self._trackers.get(stage.index)
-        look = Look(partial(self._clock.now, stage.device))
-        # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
-        # around this one.
-        with setting(observed=look), nullcontext() if tracker is None else tracker.pushed():
-            run.do(action)
+        self._looking.look = look = Look(partial(self._clock.now, stage.device))
+        with nullcontext() if tracker is None else tracker.pushed():
+            yield
         end = self._clock.now(stage.device)
         held = None
         if tracker is not None:  # gradients of parameters outlive the run: they are no activations
@@ -98,6 +95,9 @@ class RunRecorder:
 
         self._own.append(event if stage.on_accelerator else event())
         self._timeline.add(self._own[-1])
+
+    def got(self, payload: Activation | list[Tensor | None], *, moved: bool) -> None:
+        self._looking.look.got(payload, moved=moved)
 
     def export_events(self, since: float) -> list[list[Any]]:
         begin = self._clock.at(since)
@@ -123,7 +123,7 @@ class Look:
         self.waits: list[tuple[Instant, Instant]] = []
         self.bytes_moved = 0
 
-    def got(self, payload: Activation | list[Tensor | None], moved: bool) -> None:
+    def got(self, payload: Activation | list[Tensor | None], *, moved: bool) -> None:
         """A value has arrived: the time before that was waiting."""
         before, self.start = self.start, self._now()
         # Of a device: from when it was through with what came before, until the copy had arrived.
@@ -131,18 +131,6 @@ class Look:
         if moved:
             tensors = payload.tensors if isinstance(payload, Activation) else payload
             self.bytes_moved += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-class WatchedLink(Link[Payload]):
-    """A link that reports transfers to the action that reads from it."""
-
-    __slots__ = ()
-
-    def get(self, microbatch: int) -> Payload:
-        payload = super().get(microbatch)
-        if current.observed is not None:
-            current.observed.got(payload, self.moves)
-        return payload
 
 
 class Clock:

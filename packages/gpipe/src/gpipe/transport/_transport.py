@@ -32,6 +32,12 @@ class Carrier(Protocol):
     def receive(self, parcel: Any) -> Any: ...
 
 
+class Got(Protocol):
+    """Is told what has arrived, and whether from another device or process."""
+
+    def __call__(self, payload: Any, *, moved: bool) -> None: ...
+
+
 class Link(Generic[Payload]):
     """A queue from one worker to another, with one payload for each micro-batch. Only its reader waits.
 
@@ -40,9 +46,10 @@ class Link(Generic[Payload]):
         carrier: copies payloads from device to device; None if source and target share their memory.
         stall_timeout: seconds after which a wait is logged; None for never.
         is_cancelled: called by a reader after a failure: whether its payload will not arrive.
+        got: called by the reader with each payload, and whether it was copied.
     """
 
-    __slots__ = ("_arrived", "_carrier", "_is_cancelled", "_queue", "_stall_timeout", "name")
+    __slots__ = ("_arrived", "_carrier", "_got", "_is_cancelled", "_queue", "_stall_timeout", "name")
 
     def __init__(
         self,
@@ -50,11 +57,13 @@ class Link(Generic[Payload]):
         carrier: Carrier | None = None,
         stall_timeout: float | None = None,
         is_cancelled: Callable[[], bool] = lambda: True,
+        got: Got | None = None,
     ) -> None:
         self.name = name
         self._carrier = carrier
         self._stall_timeout = stall_timeout
         self._is_cancelled = is_cancelled
+        self._got = got
         self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._arrived: dict[int, Any] = {}
 
@@ -80,12 +89,12 @@ class Link(Generic[Payload]):
                 self.cancel()  # for later readers
                 raise Cancelled
         # Dropped here, so that a payload is freed with the cell that reads it.
-        payload = arrived.pop(microbatch)
-        return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
-
-    @property
-    def moves(self) -> bool:
-        return self._carrier is not None
+        payload: Payload = arrived.pop(microbatch)
+        if self._carrier is not None:
+            payload = self._carrier.receive(payload)
+        if self._got is not None:
+            self._got(payload, moved=self._carrier is not None)
+        return payload
 
     def cancel(self) -> None:
         """Wake the reader, if what it waits for will not arrive."""
@@ -182,7 +191,9 @@ class Transport:
     Args:
         places: the places of these stages, by number.
         count: the number of stages in all processes.
+        is_cancelled: whether what a reader waits for will not arrive.
         remote: the channel of a number, if one of its ends is in another process.
+        got: is told of all that arrives.
 
     Attributes:
         entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
@@ -194,13 +205,13 @@ class Transport:
         places: Mapping[int, StagePlace],
         count: int,
         layout: SkipLayout,
-        link: type[Link[Any]] = Link,
         is_cancelled: Callable[[], bool] = lambda: True,
         remote: Callable[[int], Channel | None] = lambda number: None,
+        got: Got | None = None,
     ) -> None:
         self._places = places
         self._remote = remote
-        self._link = partial(link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
+        self._link = partial(Link[Any], stall_timeout=stall_seconds(), is_cancelled=is_cancelled, got=got)
         self._inner: list[Channel] = []
         self.entrance, self.exit = OuterChannel(), OuterChannel()
         main: dict[int, AnyChannel] = {0: self.entrance, count: self.exit}

@@ -1,0 +1,89 @@
+"""What a message says of a failure beside its error: where it happened, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from streams import add_note
+
+from ..schedule import Action, Kind
+from ..values._describe import shapes
+from ..values._leaves import Activation
+from ._stage import Stage
+
+
+def explained(
+    error: BaseException, stage: Stage, action: Action, microbatches: int, inputs: Activation | None
+) -> BaseException:
+    """``error`` of ``action``, with notes.
+
+    Args:
+        microbatches: how many the run has.
+        inputs: those of the cell, if it has any yet.
+    """
+    if action.kind in _BACKWARDS and (found := used_up(error)):
+        error, found.__cause__ = found, error
+    # An error of a pipe inside a layer has this note already.
+    is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
+    if action.kind == Kind.LOSS:
+        place = f"the loss of all {microbatches} micro-batches"
+    else:
+        values = None if inputs is None else inputs.value
+        place = f"micro-batch {action.microbatch} of {microbatches}, {action.kind}; input: {shapes(values)}"
+    add_note(error, f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, {place}")
+    if is_first and is_out_of_memory(error):
+        add_note(error, _NEEDS_LESS)
+    elif isinstance(error, torch.AcceleratorError):
+        add_note(error, _TOLD_LATE)
+    if "device" in str(error) and (moved := stage.elsewhere()):
+        add_note(error, f"{moved}{_MOVED}")
+    return error
+
+
+def used_up(error: BaseException) -> RuntimeError | None:
+    """The error to raise for one of a backward, if torch complains that this is the second through its graph.
+
+    Each cell, and each loss, has one backward: so a graph around them was used twice.
+    """
+    is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
+    return RuntimeError(_USED_UP) if is_second else None
+
+
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+_NEEDS_LESS = (
+    "memory ran out: set more chunks (pipe.chunks), checkpoint this partition (pipe.checkpoint), or make the pipe from "
+    "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
+)
+
+_TOLD_LATE = (
+    "a device reports an error of its kernels at a later call, so that an earlier micro-batch, or another partition on "
+    "this device, may have caused it; CUDA_LAUNCH_BLOCKING=1 in the environment makes each call wait for its kernels"
+)
+
+_USED_UP = (
+    "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
+    "micro-batch has used up: compute it inside the layer, pass it to the pipe as an input, or detach it; or a layer "
+    "has left a tensor with its graph in an attribute or a list, and the loss has used that graph up: return it from "
+    "the layer, or leave its detach()"
+)
+
+_MOVED = (
+    ": the model was moved after its pipe was made; a new pipe, GPipe(pipe[:], pipe.balance, devices=pipe.devices), "
+    "moves all layers back; to have the model elsewhere too, move a copy of it"
+)
+
+# Errors that torch raises as a plain RuntimeError: those of the CPU's allocator, of drivers, and of libraries that
+# allocate without torch's allocator.
+_TEXTS = re.compile(r"(?i)out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or its cause, says that a device or the host has no memory left."""
+    return any(
+        isinstance(each, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
+        for each in (error, error.__cause__)
+    )

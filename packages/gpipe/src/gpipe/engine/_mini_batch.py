@@ -1,0 +1,156 @@
+"""What a pipe does with one mini-batch: the outputs for the caller's graph, a step of training, or an evaluation.
+
+The caller is inside the section of the pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from threading import current_thread
+
+from torch import Tensor, nn
+
+from microbatch import Batch, Versions
+from streams import add_note
+
+from ..values._leaves import Activation, detach_leaves
+from ..values._sharing import PRESERVED, flag_aliases, owned
+from ._autograd import attach
+from ._autograd_calls import accumulate_whole
+from ._pipeline import Pipeline
+from ._processes import may_be_data_parallel, refuse_data_parallel
+from ._run import Run
+from ._scale import Scale, scaled
+from ._spec import RunSpec
+
+
+def compute_outputs(
+    pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch], versions: Versions
+) -> list[Activation]:
+    """Compute the outputs of all micro-batches, connected to the caller's graph.
+
+    Of several errors the earliest in the schedule is raised, with a note that says where it happened.
+
+    Args:
+        versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
+    """
+    if spec.trains:
+        pipeline.trainers.add(current_thread())
+    run = Run(pipeline, spec)
+    with pipeline.processes.together(run.state):
+        outputs = run.forward(_entering(pipeline, batches))
+    # Layers may have changed micro-batches in place, which share the memory of the caller's tensors.
+    versions.sync()
+    # The only micro-batch may be returned as it is: the caller may change it, and a recomputation may need it.
+    if len(outputs) == 1:  # several are copied when they are concatenated
+        outputs = [owned(outputs[0])]
+    return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs
+
+
+def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
+    """Compute forwards, losses and backwards of all micro-batches; add gradients to ``.grad``.
+
+    After an error, the ``.grad`` of a parameter that had none is None again; to others, gradients of some
+    micro-batches may have been added, and a note on the error says so.
+    """
+    pipeline.trainers.add(current_thread())
+    run = Run(pipeline, spec)
+    pipeline.section.claim(run.parameters)
+    # A failure leaves no parts of gradients where there were none.
+    empty = [parameter for parameter in run.parameters if parameter.grad is None]
+    adds = False
+    try:
+        with pipeline.processes.together(run.state):
+            refuse_data_parallel(run.kept_nodes)
+            gradients = run.train(_entering(pipeline, batches))
+        whole = pipeline.processes.summed(run.whole())
+        # From here on gradients may be added to those that were there, also if a hook fails.
+        adds = True
+        scale = 1.0 if spec.loss is None else spec.loss.scale
+        # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for several
+        # gradients.
+        accumulate_whole([*_flowing(batches[: len(gradients)], gradients, scale), *whole.items()])
+    except BaseException as error:
+        run.deferred.give_back(failed=True)
+        _restore(run, empty, error, adds or run.adds)
+        raise
+
+
+def evaluate(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
+    """Compute forwards and losses of all micro-batches."""
+    run = Run(pipeline, spec)
+    with pipeline.processes.together(run.state):
+        run.evaluate(_entering(pipeline, batches))
+
+
+def _attached(
+    pipeline: Pipeline, run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Activation]
+) -> list[Activation]:
+    """``outputs`` as results of a node in the caller's graph, whose backward is that of ``run``."""
+    counts = [len(output.tensors) for output in outputs]
+
+    def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        # And the caller may have changed those since: what autograd has saved of them is then refused.
+        versions.sync()
+        flowing = iter(seeds)
+        with pipeline.section.entered():
+            pipeline.section.claim(run.parameters)
+            if left and len(pipeline.trainers) > 1:
+                raise RuntimeError(_SEVERAL_THREADS)
+            try:
+                found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
+            except BaseException:
+                run.deferred.give_back(failed=True)  # an interrupt may come after the workers are done
+                raise
+        return [*chain.from_iterable(found), *own]
+
+    # DistributedDataParallel has hooks on the nodes of these parameters, which have to see one gradient, with that
+    # from other parts of the caller's graph. But autograd adds it after this section, when another thread that
+    # trains the pipe may accumulate outside .grad.
+    left = run.kept_nodes if run.kept_nodes and may_be_data_parallel() else []
+    tensors = [tensor for output in outputs for tensor in output.tensors]
+    attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], tensors))
+    return [output.with_tensors(islice(attached, len(output.tensors))) for output in outputs]
+
+
+_SEVERAL_THREADS = (
+    "several threads train this pipe, and hooks of its parameters, such as those of DistributedDataParallel, wait for "
+    "gradients that the caller's backward adds; train it in one thread, or by step()"
+)
+
+
+def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
+    """After a failure: set ``.grad`` of ``empty`` back to None, and note whether ``run`` added to that of others."""
+    for parameter in empty:
+        parameter.grad = None
+    others = len({*run.parameters}) - len({*empty})  # stages may share parameters
+    if others and adds:
+        add_note(
+            error,
+            f"the .grad of {others} parameters held gradients before this step, and now may also hold those of some of "
+            "its micro-batches; call zero_grad() before the next step",
+        )
+
+
+def _entering(pipeline: Pipeline, batches: Sequence[Batch]) -> list[Activation]:
+    """The micro-batches as leaves, in the process with the first stage."""
+    return [*map(_leaves, batches)] if pipeline.begins else []
+
+
+def _leaves(batch: Batch) -> Activation:
+    if isinstance(batch.value, Tensor):
+        return Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), marks=(PRESERVED,))
+    leaves = detach_leaves(Activation(batch.value))
+    return flag_aliases(leaves, leaves, [(tensor, PRESERVED) for tensor in leaves.tensors])
+
+
+def _flowing(
+    batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: Scale
+) -> list[tuple[Tensor, Tensor]]:
+    pairs = (zip(batch, each, strict=True) for batch, each in zip(batches, gradients, strict=True))
+    return [
+        (tensor, scaled(gradient, scale))
+        for tensor, gradient in chain.from_iterable(pairs)
+        if gradient is not None and tensor.requires_grad  # a layer may have made its own leaf require grad
+    ]

@@ -1,0 +1,59 @@
+"""What a run will do, decided before it begins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streams import Context
+
+from ..schedule import Choice, Kind, Schedule, Walk
+from ._losses import Losses
+from ._settings import Observer
+from ._walks import Size, backwards, forwards, walk_of
+
+
+class RunSpec(NamedTuple):
+    """A run as plain data.
+
+    Attributes:
+        size: the micro-batches, the worker of each stage, and which micro-batches are checkpointed.
+        inline: whether the calling thread takes the steps of all stages of this process.
+        walk: the steps of each worker.
+        later: those of a backward that the caller begins; empty if there is none, or ``walk`` has the backwards.
+        trains: whether there are backwards; if not, no cell is kept.
+        loss: computes the loss, and knows how those of micro-batches add up; None if the run ends with the outputs.
+        context: the settings of the calling thread, for workers and recomputations.
+        seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
+        observer: is told of the run.
+    """
+
+    size: Size
+    inline: bool
+    walk: Walk
+    later: Walk
+    trains: bool
+    loss: Losses | None
+    context: Context
+    seed: int | None = None
+    observer: Observer | None = None
+
+    @property
+    def splits(self) -> set[int]:
+        """The stages whose backward is split."""
+        return {stage for steps in self.walk for stage, action in steps if action.kind == Kind.BACKWARD_INPUT}
+
+
+def walks_of(size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, goes_back: bool) -> tuple[Walk, Walk]:
+    """The steps of a run, and those of a backward that the caller begins.
+
+    Args:
+        schedule: that of a training step; None if the caller begins the backward, or nobody.
+        has_loss: whether the steps include the loss of the whole mini-batch.
+        goes_back: whether the caller may begin a backward.
+
+    Raises:
+        ValueError: the schedule does not fit ``size``.
+    """
+    if schedule is not None:
+        return walk_of(schedule, size, has_loss=has_loss), ()
+    return forwards(size, has_loss=has_loss), backwards(size) if goes_back else ()
