@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from microbatch import Batch, Versions, unwrap
+from microbatch import Versions, unwrap
 
 from .._chooser import choice_of
 from .._flatten._ending import Ending, Recording
@@ -37,7 +37,7 @@ from ..module._init import initializer_of
 from ..module._keywords import NOTHING, Call, called_with, given_to
 from ..module._partition import as_sequential, checked_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
-from ..module._step import Prepared, Stepping
+from ..module._step import Asked, Prepared, Stepping
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
 from ..module._transforms import refuse_transforms
@@ -299,16 +299,16 @@ class Rank(Stepping):
                 self._expect_fit(call)
                 own = self._own_loss(call)
                 if self._pipeline.begins:
-                    inputs = called_with(self._end(0), call)
-                    found.batches = self._cut_for_loss(inputs, own, schedule)
-                    size = self._size(len(found.batches), trains=call.trains)
-                    found.whole = self._is_whole(call, own, inputs, found.batches, schedule, size)
+                    asked = self._cut_for_loss(Asked(call, schedule, own, called_with(self._end(0), call), []))
+                    found.batches = asked.batches
+                    found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
             losses: Losses = FarLoss(is_whole=found.whole)
             if self._pipeline.ends:
+                asked = Asked(call, schedule, own, given_to(call), found.batches)
                 try:
-                    losses = self._losses(call, own, given_to(call), found.batches, schedule, scope, whole=found.whole)
+                    losses = self._losses(asked, scope, whole=found.whole)
                 except Exception as error:
                     self._processes.call_off([error])
         return Prepared(found.batches, self._size(len(found.batches), trains=call.trains), losses, found.seed)
@@ -316,29 +316,27 @@ class Rank(Stepping):
     def _loss_of_model(self) -> OwnLoss | None:
         return self._loss_of_all
 
-    def _rule(self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch]) -> Rule | None:
-        found = super()._rule(call, own, inputs, batches)
+    def _rule(self, asked: Asked) -> Rule | None:
+        found, call = super()._rule(asked), asked.call
         if found is None and call.target is None and not self._pipeline.ends and is_of_torch(call.loss_fn):
             return Rule(own_loss, None)  # the target is given where the last stage is
-        if found is None and own is not None and not self._pipeline.begins:
-            return Rule(own_loss, [1.0] * len(batches))  # by the inputs, which are given where the first stage is
+        if found is None and asked.own is not None and not self._pipeline.begins:
+            return Rule(own_loss, [1.0] * len(asked.batches))  # by the inputs, which are given where the first stage is
         return found
 
-    def _unlike(self, call: Call, schedule: Schedule | str | None) -> Unlike:
-        error = super()._unlike(call, schedule)
-        is_open = is_left_open(schedule)
+    def _unlike(self, asked: Asked) -> Unlike:
+        error, loss_fn = super()._unlike(asked), asked.call.loss_fn
+        is_decided = loss_fn is None or loss_fn in self._sums or not is_left_open(asked.schedule)
 
         def unlike(value: LossValue) -> ValueError:
-            if value.count is not None or call.loss_fn is None or not is_open or call.loss_fn in self._sums:
-                return error(value)
-            return ValueError(_DECIDED)
+            return error(value) if is_decided or value.count is not None else ValueError(_DECIDED)
 
         return unlike
 
-    def _loss_of_ending(self, ending: Ending, inputs: Any, batches: Sequence[Batch], scope: ExitStack) -> WholeLoss:
-        if inputs is NOTHING:
+    def _loss_of_ending(self, ending: Ending, asked: Asked, scope: ExitStack) -> WholeLoss:
+        if asked.inputs is NOTHING:
             raise TypeError(_NEEDS_INPUTS)
-        return super()._loss_of_ending(ending, inputs, batches, scope)
+        return super()._loss_of_ending(ending, asked, scope)
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""

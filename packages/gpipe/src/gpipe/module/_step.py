@@ -39,6 +39,22 @@ from ._transforms import not_compiled, refuse_transforms
 _log = logging.getLogger("gpipe")
 
 
+class Asked(NamedTuple):
+    """What a call asks for.
+
+    Attributes:
+        own: how the model computes the loss, if it does that itself.
+        inputs: of the mini-batch.
+        batches: the micro-batches; in a process without the first stage, what is known of them.
+    """
+
+    call: Call
+    schedule: Schedule | str | None
+    own: OwnLoss | None
+    inputs: Any
+    batches: list[Any]
+
+
 class Prepared(NamedTuple):
     """The micro-batches of a call, and what computes their losses.
 
@@ -241,13 +257,10 @@ class Stepping(Divided):
     def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
         """What a call needs before its run can be described, in contexts that end with ``scope``."""
         self._expect_fit(call)
-        inputs = called_with(self._end(0), call)
-        own = self._own_loss(call)
-        batches = self._cut_for_loss(inputs, own, schedule)
-        size = self._size(len(batches), trains=call.trains)
-        whole = self._is_whole(call, own, inputs, batches, schedule, size)
-        losses = self._losses(call, own, inputs, batches, schedule, scope, whole=whole)
-        return Prepared(batches, size, losses)
+        asked = self._cut_for_loss(Asked(call, schedule, self._own_loss(call), called_with(self._end(0), call), []))
+        size = self._size(len(asked.batches), trains=call.trains)
+        losses = self._losses(asked, scope, whole=self._is_whole(asked, size))
+        return Prepared(asked.batches, size, losses)
 
     def _own_loss(self, call: Call) -> OwnLoss | None:
         """How a flattened model computes its loss, if it does that itself."""
@@ -261,41 +274,40 @@ class Stepping(Divided):
         last = self._last_segment()
         return None if last is None else last.own_loss
 
-    def _adds_up(self, own: OwnLoss | None, inputs: Any) -> bool:
-        """Whether the losses of micro-batches that a model computes add up."""
-        by_name = self.in_spec is None or isinstance(self.in_spec, Mapping)
-        return own is not None and by_name and own.adds_up(inputs)
+    @property
+    def _cuts_by_name(self) -> bool:
+        return self.in_spec is None or isinstance(self.in_spec, Mapping)
 
-    def _cut_for_loss(self, inputs: Any, own: OwnLoss | None, schedule: Schedule | str | None) -> list[Batch]:
-        """The micro-batches. A flattened model's number of items is not cut; the loss of all rows needs none there."""
-        if isinstance(self._end(0), Segment) and (self.in_spec is None or isinstance(self.in_spec, Mapping)):
-            if own is not None and own.ending is not None and (not own.adds_up(inputs) or has_loss(schedule)):
+    def _adds_up(self, asked: Asked) -> bool:
+        """Whether the losses of micro-batches that a model computes add up."""
+        return asked.own is not None and self._cuts_by_name and asked.own.adds_up(asked.inputs)
+
+    def _cut_for_loss(self, asked: Asked) -> Asked:
+        """With micro-batches. A flattened model's number of items is not cut; the loss of all rows needs none there."""
+        own, inputs = asked.own, asked.inputs
+        if isinstance(self._end(0), Segment) and self._cuts_by_name:
+            if own is not None and own.ending is not None and (not own.adds_up(inputs) or has_loss(asked.schedule)):
                 inputs = without_loss_only(inputs)
             else:
                 inputs = with_whole_count(inputs, None if own is None else own.convention)
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
-        return self._cut(checked(inputs, self.in_spec))[0]
+        return asked._replace(batches=self._cut(checked(inputs, self.in_spec))[0])
 
-    def _rule(self, call: Call, own: OwnLoss | None, inputs: Any, batches: Sequence[Batch]) -> Rule | None:
+    def _rule(self, asked: Asked) -> Rule | None:
+        """How losses of micro-batches add up; None if that is not known."""
+        call = asked.call
         sums = call.loss_fn is not None and call.loss_fn in self._sums
-        return rule_of(call, batches, self.out_spec, returns_sums=sums, adds=self._adds_up(own, inputs))
+        return rule_of(call, asked.batches, self.out_spec, returns_sums=sums, adds=self._adds_up(asked))
 
-    def _unlike(self, call: Call, schedule: Schedule | str | None) -> Unlike:
-        return unlike(call, schedule)
+    def _unlike(self, asked: Asked) -> Unlike:
+        return unlike(asked.call, asked.schedule)
 
-    def _is_whole(
-        self,
-        call: Call,
-        own: OwnLoss | None,
-        inputs: Any,
-        batches: Sequence[Batch],
-        schedule: Schedule | str | None,
-        size: Size,
-    ) -> bool:
+    def _is_whole(self, asked: Asked, size: Size) -> bool:
         """Whether the loss is computed once, on the outputs of all micro-batches."""
+        call, schedule, own, _, batches = asked
         if has_loss(schedule):
             return True
-        if self._rule(call, own, inputs, batches) is not None:
+        if self._rule(asked) is not None:
             return False
         if is_left_open(schedule):
             is_free = True
@@ -308,45 +320,36 @@ class Stepping(Divided):
             return False  # the output itself is the loss of a micro-batch
         return is_free
 
-    def _losses(
-        self,
-        call: Call,
-        own: OwnLoss | None,
-        inputs: Any,
-        batches: Sequence[Batch],
-        schedule: Schedule | str | None,
-        scope: ExitStack,
-        *,
-        whole: bool,
-    ) -> Losses:
+    def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
         """What computes the losses, where the last stage is."""
+        call, _, own, _, batches = asked
         device = self._pipeline.stages[-1].device
         if not whole:
-            error = self._unlike(call, schedule)
-            rule = self._rule(call, own, inputs, batches) or Rule(call.loss_fn or own_loss, None)
-            return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, error)
+            rule = self._rule(asked) or Rule(call.loss_fn or own_loss, None)
+            return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
         if own is not None and own.ending is not None:
-            return self._loss_of_ending(own.ending, inputs, batches, scope)
+            return self._loss_of_ending(own.ending, asked, scope)
         if own is not None and len(batches) > 1:
             raise own.refused()
-        self._tell_of_whole(call, batches, schedule)
-        return whole_loss_of(call, batches, self.out_spec, device, self._unlike(call, schedule))
+        self._tell_of_whole(asked)
+        return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
 
-    def _loss_of_ending(self, ending: Ending, inputs: Any, batches: Sequence[Batch], scope: ExitStack) -> WholeLoss:
+    def _loss_of_ending(self, ending: Ending, asked: Asked, scope: ExitStack) -> WholeLoss:
         """The loss that the model computes, of all rows, from what its modules returned for each micro-batch."""
         last = self._last_segment()
         assert last is not None
         recording = scope.enter_context(last.recording(ending))
-        whole = Inputs.of(unwrap(inputs)[0])
+        whole = Inputs.of(unwrap(asked.inputs)[0])
 
         def loss(found: Any) -> Any:
             return own_loss(last.pick(last.whole(whole, found, recording)))
 
-        return WholeLoss(loss, (), partial(gathered_activation, batches=batches))
+        return WholeLoss(loss, (), partial(gathered_activation, batches=asked.batches))
 
-    def _tell_of_whole(self, call: Call, batches: Sequence[Batch], schedule: Schedule | str | None) -> None:
+    def _tell_of_whole(self, asked: Asked) -> None:
         """Log once that outputs of all micro-batches are kept, where nobody has asked for that."""
-        if call.trains and schedule is None and min(len(batches), len(self._balance)) > 1 and not self._told_of_whole:
+        overlaps = min(len(asked.batches), len(self._balance)) > 1
+        if asked.call.trains and asked.schedule is None and overlaps and not self._told_of_whole:
             self._told_of_whole = True
             _log.warning(OF_ALL_ROWS)
 
