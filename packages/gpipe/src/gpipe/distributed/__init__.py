@@ -3,18 +3,7 @@
 from ._average import average_gradients
 from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
-from ._export import Exported, export
 from ._rank import Rank
 from ._scaler import GradScaler
 
-__all__ = [
-    "Exported",
-    "GradScaler",
-    "LostRankError",
-    "Rank",
-    "RemoteError",
-    "average_gradients",
-    "export",
-    "load",
-    "save",
-]
+__all__ = ["GradScaler", "LostRankError", "Rank", "RemoteError", "average_gradients", "load", "save"]

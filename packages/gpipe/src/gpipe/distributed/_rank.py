@@ -135,7 +135,7 @@ class Rank(Stepping):
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
                 self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
-                self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
+                self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(layers, transport)
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
@@ -431,7 +431,7 @@ def _remove(guards: Sequence[RemovableHandle]) -> None:
         guard.remove()
 
 
-def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
+def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
     """``ranks`` as a list with a member for each stage, checked: every member has a stage."""
     if ranks is None:
         if stages < members:
