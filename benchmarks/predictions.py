@@ -34,7 +34,7 @@ from gpipe.simulate import Link, StageCost, simulate
 from profiler import LayerProfile, Profile
 
 from .contenders import LOOP, STAGES, TWO_LOOPS, Contender, Task
-from .many_devices import large
+from .large_model import large
 from .match import Match, Outcomes, Rules
 from .measure import allocator, interleaved, ratios, spread
 from .programs import Costs

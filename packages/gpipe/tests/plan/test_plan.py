@@ -66,7 +66,7 @@ def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(sch
     assert [need.total > 0 for need in found.predicted.bytes] == [True, True]
     assert found.timeline.makespan <= found.predicted.seconds.mid or found.notes[1].startswith("calibrated")
     assert Plan.from_json(found.to_json()) == found
-    assert (found.mesh_shape, found.rank_arguments["ranks"]) == ((1, 2), list(found.placement))
+    assert found.rank_arguments["ranks"] == list(found.placement)
     with pytest.raises(ValueError, match="devices: the plan is for 2 devices, got 1"):
         found.build(copy.deepcopy(plain), devices=["cpu:0"])
     with closing(found.build(copy.deepcopy(plain))) as pipe:

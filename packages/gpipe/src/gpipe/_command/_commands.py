@@ -51,7 +51,6 @@ Reduction = Annotated[
 LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, as a sample.")]
 Texts = Annotated[list[str], _MANY]
 Devices = Annotated[tuple[str, ...], _MANY]
-Figures = Annotated[list[float] | None, _MANY]
 Numbers = Annotated[list[int] | None, _MANY]
 Json = Annotated[bool, _YES, Parameter(help="Print JSON.")]
 Switch = Annotated[bool, _YES]
@@ -63,8 +62,8 @@ def plan(
     sample: Sample,
     devices: Devices | None = None,
     fake: str | None = None,
-    bandwidth: Texts | None = None,
-    latency: Figures = None,
+    bandwidth: str | None = None,
+    latency: float | None = None,
     loss: Loss = None,
     loss_target: LossTarget = None,
     reduction: Reduction = None,
@@ -82,9 +81,8 @@ def plan(
     Args:
         devices: One for each stage.
         fake: Instead of devices, some that are not there, such as 8x80GB or 8xH100; nothing runs, and all figures are
-            estimates. 64x8x80GB are 64 nodes of 8 devices, for which replicas and stages are chosen.
-        bandwidth: Of fake devices, what each sends in a second to another one, such as 50GB; or two: to another device
-            of its node, and to another node.
+            estimates.
+        bandwidth: Of fake devices, what each sends in a second to another one, such as 50GB.
         latency: Of the same links, in seconds.
         optimizer: A name such as adam or sgd: what its state takes.
         memory: What each device may hold, once or for each, such as 80GB or 24GiB.

@@ -130,7 +130,7 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
-    seconds = pipeline + costs.reduction(sizes) + costs.measured.step
+    seconds = pipeline + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)
 
 

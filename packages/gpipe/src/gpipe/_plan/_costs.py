@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,7 +49,6 @@ class Measured:
         placement, links: the device of each stage, and the link to it from the stage before.
         action, step: seconds that the engine adds to each action and each step.
         crowding: by how much stages slow each other down, because there are fewer cores than stages.
-        replicas, ring: pipes that train the model on other rows, and bytes a second from one to the next.
         ties: parameters that several layers have.
         whole_loss: whether the loss is computed once, on the outputs of all rows.
     """
@@ -66,8 +64,6 @@ class Measured:
     action: float = 0.0
     step: float = 0.0
     crowding: float = 1.0
-    replicas: int = 1
-    ring: float = math.inf
     ties: tuple[SharedParameter, ...] = ()
     whole_loss: bool = False
 
@@ -182,15 +178,6 @@ class Costs:
             and (first > 0 or self.measured.needs_gradient)
             and any(layer.trainable_bytes for layer in self.profile.layers[first:end])
         )
-
-    def reduction(self, sizes: Sequence[int]) -> float:
-        """Seconds until replicas have averaged the gradients of the fullest device, on a ring (Patarasu and Yuan,
-        2009).
-        """
-        r, own = self.measured.replicas, [0] * self.measured.devices
-        for place, (first, end) in zip(self.measured.placement, bounds(sizes), strict=True):
-            own[place] += sum(layer.trainable_bytes for layer in self.profile.layers[first:end])
-        return 2 * (r - 1) / r * max(own) / self.measured.ring
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
         """For each stage, the seconds that its input takes from the stage before."""

@@ -77,7 +77,7 @@ def relaxations(space: Space) -> dict[str, Space]:
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which keeps no state"] = replace(space, measured=stateless)
     for larger in (2 * stages, 4 * stages):
-        if plain and larger <= measured.layers and measured.replicas == 1:
+        if plain and larger <= measured.layers:
             found[f"{larger} devices instead of {stages}"] = _on_more(space, larger)
     return found
 

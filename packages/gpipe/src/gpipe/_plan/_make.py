@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch import scatter
 from profiler import Profile
 from profiler.sandbox import copied
 
@@ -26,13 +25,13 @@ from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
-from ._fleet import INSIDE, read_fleet
+from ._fake_devices import LINK, read_fake
 from ._infeasible import explain
 from ._loss import read_loss
 from ._measure import measure
 from ._plan import Plan
 from ._rehearse import ACCOUNT, rehearsed
-from ._request import Request, read_layouts, read_profile
+from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
@@ -55,8 +54,8 @@ def plan(
     schedule: str | None = None,
     profile: Profile | None = None,
     calibrate: bool = True,
-    bandwidth: float | str | Sequence[float | str] | None = None,
-    latency: float | Sequence[float] | None = None,
+    bandwidth: float | str | None = None,
+    latency: float | None = None,
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
@@ -75,8 +74,6 @@ def plan(
         sample: a mini-batch, with as many rows as in training.
         devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
-            ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of replicas, with equal
-            shares of the rows, and the number of stages of each replica.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how the losses of micro-batches
             add up, the plan computes the loss once, on the outputs of all rows, under ``"fill_drain"``. Without
             ``loss_fn`` the loss counts as free. Of a module, a copy is called; another object with a state, such as a
@@ -90,7 +87,7 @@ def plan(
         calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer, and
             the memory of training. Without, ``plan.predicted.seconds`` is computed from the times of single layers.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
-            such as ``"50GB"``; or two, inside a node and between nodes. By default 25 and 12.5 GB/s.
+            such as ``"50GB"``; by default 25 GB/s.
         latency: of the same links, in seconds; by default 10 µs.
 
     Returns:
@@ -123,29 +120,30 @@ def plan(
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
     refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
-    fleet = read_fleet(devices, bandwidth, latency)
-    layouts, places = read_layouts(devices, fleet, layers, sample, chunks, _arguments.read_schedules(schedule))
+    fake = read_fake(devices, bandwidth, latency)
+    places = read_places(devices, fake, len(layers))
     request = Request(
         layers=layers,
         sample=sample,
         target=target,
         loss=read_loss(loss_fn, reduction, target, layers),
-        fleet=fleet,
-        layouts=layouts,
+        fake=fake,
         places=places,
-        memory=_arguments.read_memory(fleet.memory if fleet and memory is None else memory, places),
+        placements=read_placements(devices, places, len(layers), _arguments.read_schedules(schedule)),
+        chunks=chunks_to_search(chunks, sample, layers),
+        memory=_arguments.read_memory(fake.memory if fake and memory is None else memory, places),
         modes=_arguments.read_modes(checkpoint),
         optimizer=_arguments.optimizer_bytes(optimizer, layers),
-        profile=read_profile(profile, layers, timed=fleet is None),
+        profile=read_profile(profile, layers, timed=fake is None),
     )
-    if not fleet and (request.profile is None or calibrate):
+    if not fake and (request.profile is None or calibrate):
         expect_data(layers, "plan")
-    return _planned(request, calibrate=calibrate and fleet is None)
+    return _planned(request, calibrate=calibrate and fake is None)
 
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
     found = _search(request, measure(request))
-    spread = GUESSED if request.fleet else UNSURE
+    spread = GUESSED if request.fake else UNSURE
     notes = [_source(request, found[0].costs.measured)]
     if calibrate:
         try:
@@ -183,22 +181,16 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
     """The candidate with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
         return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
-    replicas = way.costs.measured.replicas
-    x, y = (
-        value if value is None or replicas == 1 else scatter(value, replicas)[0].value
-        for value in (request.sample, request.target)
-    )
-    return rehearsed(request.layers, x, y, request.loss, way)
+    return rehearsed(request.layers, request.sample, request.target, request.loss, way)
 
 
 def _source(request: Request, measured: Measured) -> str:
-    fleet, profile, link = request.fleet, measured.profile, f"links are taken to send {INSIDE.bandwidth / 1e9:.4g} GB/s"
-    if fleet:
+    fake, profile, link = request.fake, measured.profile, f"links are taken to send {LINK.bandwidth / 1e9:.4g} GB/s"
+    if fake:
         return (
-            f"an estimate: nothing ran. Bytes are counted; seconds are those of {fleet.flops / 1e12:.0f} TFLOP/s and "
-            f"{fleet.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of "
-            f"{fleet.inside.bandwidth / 1e9:.4g} GB/s and {fleet.between.bandwidth / 1e9:.4g} GB/s inside a node and "
-            "between nodes"
+            f"an estimate: nothing ran. Bytes are counted; seconds are those of {fake.flops / 1e12:.0f} TFLOP/s and "
+            f"{fake.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of "
+            f"{fake.link.bandwidth / 1e9:.4g} GB/s"
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
     engine = f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
@@ -219,23 +211,20 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
     bubble = simulate(best.program(best.chunks), stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     measured = best.costs.measured
-    rows = measured.rows * measured.replicas
     return Plan(
         layers=layer_keys(request.layers),
-        devices=tuple(request.names[: measured.devices]),
-        memory=tuple(request.memory[: measured.devices]),
-        rows=rows,
+        devices=tuple(request.names),
+        memory=tuple(request.memory),
+        rows=measured.rows,
         placement=measured.placement,
         sizes=best.sizes,
         chunks=best.chunks,
         schedule=best.schedule,
         modes=best.modes,
         split=best.split,
-        predicted=Prediction(seconds, best.bytes, rows / seconds.mid, bubble),
+        predicted=Prediction(seconds, best.bytes, measured.rows / seconds.mid, bubble),
         stages=tuple(stages),
         hops=tuple(hops),
-        replicas=measured.replicas,
-        reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         whole_loss=measured.whole_loss,
         notes=(*notes, request.loss.note(whole=measured.whole_loss), best.note),

@@ -16,9 +16,10 @@ from ..balance._balance import intra_op_threads
 from ..engine._cores import usable
 from ..engine._loss_value import LossValue
 from ..timeline._hops import Link
+from ._arguments import rows_of
 from ._candidate import Space
 from ._costs import Measured, SharedParameter
-from ._fleet import INSIDE, Layout, estimated
+from ._fake_devices import LINK, estimated
 from ._loss import waiting
 from ._rehearse import returns_sums
 from ._request import Request
@@ -31,52 +32,48 @@ ACTION, STEP = 60e-6, 5e-4
 
 
 def measure(request: Request) -> list[Space]:
-    """What to search for each layout. For devices that are not there, bytes are counted and seconds estimated.
+    """What to search for each placement of stages.
 
+    For devices that are not there, bytes are counted and seconds estimated.
     ValueError if a schedule was asked for that cannot wait for a loss of all rows.
     """
     found, sums = _profile(request)
     ties, whole = ties_of(request.layers), _is_whole(request, returns_sums=sums)
-    tensors, fleet, place = list(Batch(request.sample)), request.fleet, request.places[0]
+    tensors, place, devices = list(Batch(request.sample)), request.places[0], len(request.places)
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
 
-    def link(layout: Layout, before: int, own: int) -> Link:
-        if before == own or is_cpu:
-            return Link()
-        return fleet.link(layout.devices, before, own) if fleet else INSIDE
+    between = Link() if is_cpu else request.fake.link if request.fake else LINK
 
-    def of(layout: Layout, schedules: Sequence[str]) -> Space:
+    def of(placement: tuple[int, ...], schedules: Sequence[str]) -> Space:
         measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
-            rows=layout.rows,
-            input_bytes=sum(tensor.nbytes for tensor in tensors) // layout.replicas,
+            rows=rows_of(request.sample),
+            input_bytes=sum(tensor.nbytes for tensor in tensors),
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             apart=not is_cpu,
-            placement=layout.placement,
-            links=(Link(), *(link(layout, *hop) for hop in pairwise(layout.placement))),
+            placement=placement,
+            links=(Link(), *(Link() if before == own else between for before, own in pairwise(placement))),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
-            crowding=max(1.0, layout.devices / cores) if is_cpu else 1.0,
-            replicas=layout.replicas,
-            ring=fleet.ring if fleet else float("inf"),
+            crowding=max(1.0, devices / cores) if is_cpu else 1.0,
             ties=ties,
             whole_loss=whole,
         )
-        return Space(measured, layout.chunks, schedules, request.modes, request.memory[: layout.devices])
+        return Space(measured, request.chunks, schedules, request.modes, request.memory)
 
-    searched = [(layout, waiting(layout.schedules) if whole else layout.schedules) for layout in request.layouts]
-    spaces = [of(layout, schedules) for layout, schedules in searched if schedules]
+    searched = [(each, waiting(names) if whole else names) for each, names in request.placements.items()]
+    spaces = [of(placement, schedules) for placement, schedules in searched if schedules]
     if not spaces:
-        raise request.loss.refused(request.layouts[0].schedules[0])
+        raise request.loss.refused(next(iter(request.placements.values()))[0])
     return spaces
 
 
 def _is_whole(request: Request, *, returns_sums: bool) -> bool:
     """Whether the loss is computed once; ValueError if it is one of a model that cannot be."""
     whole, own = request.loss.is_whole(request.sample, scatter(request.sample, 1), returns_sums), request.loss.own
-    if whole and own is not None and own.ending is None and any(max(each.chunks) > 1 for each in request.layouts):
+    if whole and own is not None and own.ending is None and max(request.chunks) > 1:
         raise own.refused()
     return whole
 
@@ -98,25 +95,24 @@ def _profile(request: Request) -> tuple[Profile, bool]:
 
     Also whether the loss function was seen to return a :class:`gpipe.LossSum`.
     """
-    place, one = request.places[0], request.layouts[0]
+    place, devices = request.places[0], len(request.places)
     found, loss, seen = request.profile, request.loss, list[bool]()
 
     def tell(value: LossValue) -> None:
         seen.append(value.count is not None)
 
     if found is None:
-        chunks = sorted({each.replicas * m for each in request.layouts for m in each.chunks})
         threads = torch.get_num_threads()
-        with intra_op_threads(max(1, threads // one.devices) if place.type == "cpu" else threads):
+        with intra_op_threads(max(1, threads // devices) if place.type == "cpu" else threads):
             found = profile(
                 request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-                rows=_sizes(one.rows * one.replicas, chunks, one.devices * one.replicas), target=request.target,
+                rows=_sizes(rows_of(request.sample), request.chunks, devices), target=request.target,
                 loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
             )  # fmt: skip
     is_timed = all(layer.seconds is not None for layer in found)
     if not seen and loss.loss_fn is not None and _is_whole(request, returns_sums=False):  # a profile was given
         seen.append(returns_sums(request.layers, request.sample, request.target, loss))
-    return estimated(found, request.fleet) if request.fleet and not is_timed else found, any(seen)
+    return estimated(found, request.fake) if request.fake and not is_timed else found, any(seen)
 
 
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:

@@ -24,7 +24,7 @@ from ..timeline._svg import svg
 from ._arguments import rows_of
 from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
-from ._fleet import FAKE
+from ._fake_devices import FAKE
 from ._loss import WAITING, fresh
 from ._table import report
 from ._verify import Verification, verify
@@ -53,8 +53,6 @@ class Plan:
             split.
         stages: the cost of each stage; that of flags in ``modes`` is in the backward.
         hops: for each stage the seconds of a transfer from the stage before.
-        replicas: the number of pipes that train the same model, each on a part of the rows.
-        reduction: the seconds of a step in which the replicas average their gradients.
         whole_loss: whether the loss is computed once, on the outputs of all rows.
     """
 
@@ -71,8 +69,6 @@ class Plan:
     predicted: Prediction
     stages: tuple[StageCost, ...]
     hops: tuple[float, ...]
-    replicas: int
-    reduction: float
     whole_loss: bool
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
@@ -104,8 +100,6 @@ class Plan:
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
     ) -> GPipe:
         """Make the pipe: ``model`` with this balance, chunks and modes. Its steps take :attr:`step_arguments`.
-
-        If the plan has several replicas, this makes one of them, for its part of the rows.
 
         Args:
             model: the planned model, or one with the same layers. They are moved to the devices, not copied.
@@ -175,7 +169,7 @@ class Plan:
         Gradients and buffers are restored afterwards; random generators have advanced.
 
         Args:
-            x: a mini-batch with the planned number of rows; of a plan with replicas, with those of one.
+            x: a mini-batch with the planned number of rows.
             y: the target.
             loss_fn, reduction: as for :meth:`gpipe.GPipe.step`; by default those of the plan. Of a module a copy is
                 called.
@@ -198,8 +192,8 @@ class Plan:
         for name, planned in (("balance", self.balance), ("chunks", self.chunks)):
             if getattr(pipe, name) != planned:
                 raise ValueError(f"pipe: expected the planned {name} {planned}, got one with {getattr(pipe, name)}")
-        if rows_of(x) != self.rows // self.replicas:
-            raise ValueError(f"x: expected the planned {self.rows // self.replicas} rows, got {rows_of(x)}; plan anew")
+        if rows_of(x) != self.rows:
+            raise ValueError(f"x: expected the planned {self.rows} rows, got {rows_of(x)}; plan anew")
         kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm by a deferred one
         self._expect([replace(key, kind=kind) for key, kind in zip(layer_keys(pipe[:]), kinds, strict=True)], "pipe")
         given = self._here.loss
@@ -209,15 +203,10 @@ class Plan:
         return verify(self, pipe, x, y, loss)
 
     @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """Replicas, and the ranks of each, as for ``init_device_mesh("cuda", plan.mesh_shape)``."""
-        return self.replicas, len(self.devices)
-
-    @property
     def rank_arguments(self) -> dict[str, Any]:
         """The arguments of :class:`gpipe.distributed.Rank` besides the model and the groups: ``**plan.rank_arguments``.
 
-        Each rank of a replica has the stages of a device.
+        Each rank has the stages of a device.
         """
         ranks = list(self.placement)
         return {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
@@ -248,14 +237,14 @@ class Plan:
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
         devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes)}
         fits = {*plan.placement} == {*range(len(plan.devices))} and {*(plan.split or ())} <= {*range(len(plan.sizes))}
-        fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks, plan.replicas) > 0
+        fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks) > 0
         fits &= plan.schedule in WAITING or not plan.whole_loss
         if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(
                 f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
                 f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)}, "
                 f"numbers {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
-                f"rows={plan.rows}, chunks={plan.chunks} and replicas={plan.replicas}"
+                f"rows={plan.rows} and chunks={plan.chunks}"
             )
         expect_fitting(checked_choices([*plan.modes]), plan.sizes)
         return plan

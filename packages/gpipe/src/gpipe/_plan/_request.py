@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS, rows_of
-from ._fleet import FAKE, Fleet, Layout, layouts_of
+from ._arguments import LOOPS, placed, read_chunks, rows_of
+from ._fake_devices import FAKE, FakeDevices
 from ._loss import StepLoss
 
 
@@ -22,10 +22,11 @@ class Request:
     """The parsed arguments of :func:`gpipe.plan`.
 
     Attributes:
-        fleet: the devices, if they are not there.
-        layouts: the replicas and stages that are searched.
-        places: as many devices as a replica has at most; ``meta`` for those that are not there.
-        memory: the limit of each of these; None for no limit.
+        fake: the devices, if they are not there.
+        places: the devices; ``meta`` for those that are not there.
+        placements: the devices of stages that are searched, and the schedules that go with each.
+        chunks: the numbers of micro-batches that are searched.
+        memory: the limit of each device; None for no limit.
         modes: of checkpointing.
         optimizer: bytes of its state, for each layer.
         profile: of the layers, if one was given.
@@ -35,9 +36,10 @@ class Request:
     sample: Any
     target: Any
     loss: StepLoss
-    fleet: Fleet | None
-    layouts: Sequence[Layout]
+    fake: FakeDevices | None
     places: Sequence[torch.device]
+    placements: Mapping[tuple[int, ...], Sequence[str]]
+    chunks: Sequence[int]
     memory: Sequence[int | None]
     modes: Sequence[str]
     optimizer: Sequence[int]
@@ -45,29 +47,13 @@ class Request:
 
     @property
     def names(self) -> list[str]:
-        return [f"{FAKE}{self.fleet.name}" if self.fleet else str(place) for place in self.places]
+        return [f"{FAKE}{self.fake.name}" if self.fake else str(place) for place in self.places]
 
 
-def read_layouts(
-    devices: Any, fleet: Fleet | None, layers: nn.Sequential, sample: Any, chunks: Any, schedules: Sequence[str]
-) -> tuple[list[Layout], list[torch.device]]:
-    """The layouts to search, and as many devices as a replica has at most: ``meta`` for those that are not there."""
-    replicas = fleet.replicas(len(layers)) if fleet else {}
-    places = [torch.device("meta")] * max(replicas) if fleet else _read_places(devices, len(layers))
-    # In training, batch norm may refuse a micro-batch of a single row.
-    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
-    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
-    several = 0 if torch.device("cpu") in places else len(layers)
-    layouts = layouts_of(replicas or {len(places): 1}, several, rows_of(sample), chunks, schedules, least)
-    if not layouts:
-        raise ValueError(
-            f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
-            f"{len(layers)}, and devices that can be told apart, such as ['cpu:0', 'cpu:1']; got devices={devices!r}"
-        )
-    return layouts, places[: max(each.devices for each in layouts)]
-
-
-def _read_places(devices: Any, layers: int) -> list[torch.device]:
+def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[torch.device]:
+    """As many of the devices as there are ``layers`` at most."""
+    if fake:
+        return [torch.device("meta")] * min(fake.count, layers)
     places = checked_devices(devices, layers)
     types = {place.type for place in places}
     if not places:
@@ -79,6 +65,28 @@ def _read_places(devices: Any, layers: int) -> list[torch.device]:
     if len(set(places)) < len(places) and torch.device("cpu") not in places:
         raise ValueError(f"devices: expected each one once, got {', '.join(map(str, places))}")
     return places
+
+
+def read_placements(
+    devices: Any, places: Sequence[torch.device], layers: int, schedules: Sequence[str]
+) -> dict[tuple[int, ...], list[str]]:
+    """The placements of stages to search, and the schedules that go with each; ValueError if there is none."""
+    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
+    several = 0 if torch.device("cpu") in places else layers
+    found = placed(schedules, len(places), several)
+    if not found:
+        raise ValueError(
+            f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
+            f"{layers}, and devices that can be told apart, such as ['cpu:0', 'cpu:1']; got devices={devices!r}"
+        )
+    return found
+
+
+def chunks_to_search(chunks: Any, sample: Any, layers: nn.Module) -> list[int]:
+    """The numbers of micro-batches to search: those given, or some that divide the rows of ``sample``."""
+    # In training, batch norm may refuse a micro-batch of a single row.
+    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
+    return read_chunks(chunks, rows_of(sample), least)
 
 
 def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:

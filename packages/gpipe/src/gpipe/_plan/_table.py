@@ -28,19 +28,14 @@ def report(plan: Plan) -> str:
 
 
 def _heading(plan: Plan) -> str:
-    found, seconds, devices = plan.predicted, plan.predicted.seconds, len(plan.devices)
+    found, seconds = plan.predicted, plan.predicted.seconds
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     marked = ", an estimate that was not measured" if plan.is_estimate else ""
-    replicas = average = ""
-    if plan.replicas > 1:
-        rows = plan.rows // plan.replicas
-        replicas = f"replicas={plan.replicas} × {devices} devices = {plan.replicas * devices}, {rows} rows each: "
-        average = f", average of gradients {format_seconds(plan.reduction)}"
     return (
-        f"{replicas}balance={plan.balance}, chunks={plan.chunks}, checkpoint={[*map(shown, plan.modes)]}, "
+        f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={[*map(shown, plan.modes)]}, "
         f"schedule={plan.schedule!r}\n"
         f"a step of {plan.rows} rows{marked}: {format_seconds(seconds.mid)} ({between}), "
-        f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}{average}"
+        f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}"
     )
 
 

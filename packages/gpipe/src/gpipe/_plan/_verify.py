@@ -87,9 +87,8 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
         with record() as timeline:
             pipe.step(x, y, **loss, schedule=plan.schedule)
         sizes = peak_bytes(pipe, x, y, loss, plan.schedule, plan.placement)
-    # One pipe is one replica: there is no average of gradients.
     predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
-    return Verification(plan.predicted.seconds.mid - plan.reduction, median(seconds), predicted, tuple(sizes), timeline)
+    return Verification(plan.predicted.seconds.mid, median(seconds), predicted, tuple(sizes), timeline)
 
 
 def timed(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> list[float]:

@@ -1,0 +1,107 @@
+"""Devices that are not there: bytes are counted on fake tensors, and seconds estimated by a roofline."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from profiler import LayerProfile, Profile
+
+from ..timeline._hops import Link
+from ._arguments import read_bytes
+
+_FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
+"""The approximate shares of a data sheet's figures that training reaches."""
+
+LINK = Link(latency=10e-6, bandwidth=25e9)
+"""Between two devices, unless the caller knows better: about PCI Express 4."""
+
+FAKE = "fake "
+"""The beginning of the names of devices that this machine does not have."""
+
+_KINDS = {
+    "V100": (32 * 10**9, 125e12, 0.9e12),
+    "A100": (80 * 10**9, 312e12, 2.0e12),
+    "H100": (80 * 10**9, 989e12, 3.35e12),
+    "H200": (141 * 10**9, 989e12, 4.8e12),
+}
+_GENERIC = "A100"
+_SPEC = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
+
+
+@dataclass(frozen=True)
+class FakeDevices:
+    """Some equal devices that are not there.
+
+    Attributes:
+        count: how many.
+        memory: bytes of each.
+        flops, bandwidth: operations and bytes a second, by the data sheet.
+        link: between two of them.
+    """
+
+    count: int
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    link: Link
+
+
+def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeDevices | None:
+    """The devices that text such as ``"8x80GB"`` or ``"8xH100"`` describes; None for other values.
+
+    >>> read_fake("8x80GB").memory
+    80000000000
+    """
+    match = _SPEC.fullmatch(devices) if isinstance(devices, str) else None
+    if match is None:
+        for name, given in (("bandwidth", bandwidth), ("latency", latency)):
+            if given is not None:
+                raise ValueError(f"{name}: goes with devices that are not there, such as '8x80GB'; got {devices!r}")
+        return None
+    if not int(match[1]):
+        raise ValueError(f"devices: expected at least one, got {devices!r}")
+    return FakeDevices(int(match[1]), *_described(match[2], devices), _link(bandwidth, latency))
+
+
+def _described(name: str, devices: str) -> tuple[str, int, float, float]:
+    """Name, memory, operations and bytes a second of devices with this name or memory."""
+    if name.upper() in _KINDS:
+        return name.upper(), *_KINDS[name.upper()]
+    _, flops, bandwidth = _KINDS[_GENERIC]
+    try:
+        return name, read_bytes(name), flops, bandwidth
+    except ValueError:
+        known = ", ".join(_KINDS)
+        raise ValueError(
+            f"devices: expected a number and what they have, such as '8x80GB', or one of {known}, as in '8xH100'; got "
+            f"{devices!r}"
+        ) from None
+
+
+def _link(bandwidth: Any, latency: Any) -> Link:
+    if latency is not None and (isinstance(latency, bool) or not isinstance(latency, (int, float))):
+        raise TypeError(f"latency: expected seconds, such as 5e-6; got {latency!r}")
+    return Link(
+        LINK.latency if latency is None else latency,
+        LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "bandwidth"),
+    )
+
+
+def estimated(profile: Profile, fake: FakeDevices) -> Profile:
+    """A profile that was not run, with the seconds that a device needs at least for its operations and bytes."""
+    return replace(
+        profile,
+        layers=tuple(_layer(layer, fake) for layer in profile.layers),
+        loss=profile.loss and _layer(profile.loss, fake),
+        others=tuple(estimated(other, fake) for other in profile.others),
+    )
+
+
+def _layer(layer: LayerProfile, fake: FakeDevices) -> LayerProfile:
+    moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
+    # A backward does twice the operations of a forward: for the inputs, and for the weights.
+    forward = max(layer.flops / 3 / (fake.flops * _FLOPS_REACHED), moved / (fake.bandwidth * _BANDWIDTH_REACHED))
+    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=forward)

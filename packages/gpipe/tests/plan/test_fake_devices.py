@@ -1,0 +1,189 @@
+"""Plans for devices that are not there: which stages are searched, links, bytes, and who does what."""
+
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import Infeasible, Plan, plan
+from gpipe._plan._arguments import SCHEDULES
+from gpipe._plan._candidate import Space
+from gpipe._plan._costs import Measured
+from gpipe._plan._fake_devices import LINK, read_fake
+from gpipe._plan._request import read_placements, read_places
+from gpipe._plan._search import NEAR, search
+from gpipe.distributed import Rank
+from gpipe.simulate import Link
+
+from ..plans import everything, few, links_of, measurements
+
+counts = st.integers(1, 12)
+WIDTH, ROWS = 2**13, 64
+
+
+def large(layers: int = 8) -> nn.Sequential:
+    """Layers of 256 MiB each, without data."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def made(devices: str = "4x3GB", **options: Any) -> Plan:
+    return plan(large(), torch.zeros(ROWS, WIDTH, device="meta"), devices, **options)
+
+
+@pytest.fixture(scope="module")
+def example() -> Plan:
+    return made()
+
+
+@given(counts, st.integers(1, 20))
+def test_stages_are_searched_on_all_devices_that_have_a_layer(count: int, layers: int) -> None:
+    devices = f"{count}x80GB"
+    places = read_places(devices, read_fake(devices), layers)
+    assert places == [torch.device("meta")] * min(count, layers)
+    found = read_placements(devices, places, layers, SCHEDULES)
+    # Two stages on each of several devices in loops and in a V, if there are so many layers, and one.
+    assert len(found) == (3 if 1 < len(places) <= layers // 2 else 1)
+    assert all({*placement} == {*range(len(places))} for placement in found)
+
+
+@few
+@given(measurements(most_layers=4), st.integers(1, 4), st.floats(1e3, 1e6))
+def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: float) -> None:
+    devices = f"{count}x80GB"
+    fake = read_fake(devices, bandwidth)
+    assert fake is not None
+    places = read_places(devices, fake, measured.layers)
+    spaces = [
+        Space(
+            replace(measured, apart=True, placement=placement, links=links_of(placement, fake.link)),
+            [1, 2, 4], names, ("never",), (None,) * len(places),
+        )
+        for placement, names in read_placements(devices, places, measured.layers, SCHEDULES).items()
+    ]  # fmt: skip
+    found = search(spaces)
+    least = min(each.seconds for some in spaces for each in everything(some))
+    assert found[0].seconds <= least * 1.12 * (1 + NEAR)
+
+
+def test_what_is_sent_takes_the_time_of_the_link() -> None:
+    found = made("2x80GB", chunks=1, schedule="1f1b", bandwidth="1GB", latency=0.5)
+    assert found.hops == (0.0, 0.5 + ROWS * WIDTH * 4 / 1e9)
+
+
+def test_nothing_fits_anywhere() -> None:
+    with pytest.raises(Infeasible, match=r"device \d \(fake 300MB\) has .* what would fit: "):
+        made("4x300MB")
+
+
+def test_bytes_are_those_of_the_layers_of_a_device(example: Plan) -> None:
+    assert set(example.devices) == {"fake 3GB"}
+    sizes = [0] * 4
+    for place, size in zip(example.placement, example.balance, strict=True):
+        sizes[place] += size
+    for size, need in zip(sizes, example.predicted.bytes, strict=True):
+        assert (need.parameters, need.optimizer) == (size * 2**28, 2 * size * 2**28)
+        assert need.total <= 3 * 10**9
+    assert "an estimate: nothing ran" in example.notes[0]
+    assert Plan.from_json(example.to_json()) == example
+
+
+def test_a_step_is_of_all_rows(example: Plan) -> None:
+    assert example.rows == ROWS
+    assert example.predicted.throughput == pytest.approx(ROWS / example.predicted.seconds.mid)
+    assert example.predicted.seconds.mid == pytest.approx(example.timeline.makespan)
+
+
+def test_a_plan_builds_on_devices_that_are_there() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    found = plan(layers, torch.zeros(8, 4), "4x1GB")
+    pipe = found.build(layers, devices=["cpu"] * len(found.devices))
+    shown = found.verify(torch.zeros(8, 4), loss_fn=lambda output, _: output.sum())
+    assert shown.predicted_seconds == found.predicted.seconds.mid
+    pipe.close()
+
+
+def test_a_layer_that_refuses_a_single_row() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    found = plan(layers, torch.zeros(8, 4), "2x1GB")
+    assert all(each.chunks < 8 for each in (found, *found.alternatives))
+
+
+def test_arguments_for_ranks_are_those_of_the_plan(example: Plan) -> None:
+    read = Plan.from_json(example.to_json())
+    assert read.rank_arguments == {
+        "balance": example.balance,
+        "chunks": example.chunks,
+        "checkpoint": example.checkpoint,
+        "ranks": list(example.placement),
+    }
+    signature(Rank).bind(large(), **read.rank_arguments)
+    signature(Rank.step).bind(None, None, **read.step_arguments)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_processes_that_do_as_planned_train_the_model(worlds: Any) -> None:
+    found = plan(small(), torch.zeros(16, 16), "4x14kB", chunks=2)
+    worlds(4).run(_expect_as_the_model, found.to_json())
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+
+def _expect_as_the_model(text: str) -> None:
+    found, loss_fn = Plan.from_json(text), nn.functional.mse_loss
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 16, 16, generator=generator)
+    rank, plain = Rank(small(), **found.rank_arguments), small()
+    loss_fn(plain(x), y).backward()
+    rank.step(x, y, loss_fn=loss_fn, **found.step_arguments)
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "link"),
+    [
+        ({}, LINK),
+        ({"bandwidth": "1GB"}, Link(LINK.latency, 1e9)),
+        ({"latency": 0}, Link(0, LINK.bandwidth)),
+        ({"bandwidth": 2, "latency": 3}, Link(3, 2)),
+    ],
+)
+def test_links(options: dict[str, Any], link: Link) -> None:
+    fake = read_fake("2x80GB", **options)
+    assert fake is not None
+    assert fake.link == link
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"devices": "0x80GB"}, ValueError, "devices: expected at least one, got '0x80GB'"),
+        ({"devices": "8xlots"}, ValueError, "devices: expected a number and what they have, .*; got '8xlots'"),
+        ({"devices": "2x8x80GB"}, ValueError, "devices: expected a number and what they have, .*; got '2x8x80GB'"),
+        ({"devices": ["cpu"], "bandwidth": "1GB"}, ValueError, "bandwidth: goes with devices that are not there"),
+        ({"devices": ["cpu"], "latency": 1e-6}, ValueError, "latency: goes with devices that are not there"),
+        ({"bandwidth": "400Gb"}, ValueError, "bandwidth: expected bytes"),
+        ({"bandwidth": ["2GB", "1GB"]}, TypeError, "bandwidth: expected bytes"),
+        ({"latency": -1.0}, ValueError, "latency: expected seconds that are not negative"),
+        ({"latency": "5us"}, TypeError, "latency: expected seconds, such as 5e-6; got '5us'"),
+        ({"latency": [0, 0]}, TypeError, r"latency: expected seconds, such as 5e-6; got \[0, 0\]"),
+        ({"memory": ["80GB"] * 16}, ValueError, "memory: expected one size, or one for each of 4 devices, got 16"),
+        ({"chunks": 65}, ValueError, "chunks: expected numbers from 1 to 64"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_is_counted(
+    wrong: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpipe._plan._make.measure", None)
+    with pytest.raises(error, match=message):
+        made(**wrong)
