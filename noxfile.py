@@ -34,7 +34,6 @@ if "PIP_FIND_LINKS" in os.environ:
 ROOT = Path(__file__).parent
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
-FREE_THREADED = ("python3.14t", "python3.13t")
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 SHORT = {
     "blockpartition": "solve",
@@ -262,21 +261,6 @@ def torch_versions(session: nox.Session, version: str) -> None:
     """All tests with another PyTorch, each in an environment of its own; the CUDA builds take several GB each."""
     install_with(session, version, "all-tests")
     session.run("pytest", *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def freethreaded(session: nox.Session) -> None:
-    """The tests of gpipe and streams on a Python without a global lock; skipped where there is none."""
-    found = [path for name in FREE_THREADED if (path := shutil.which(name))]
-    if not found:
-        session.skip(f"no Python without a global lock here: none of {', '.join(FREE_THREADED)} is on the path")
-    # What the interpreter has already is taken, since PyTorch's CUDA build takes several GB.
-    folder = Path(session.create_tmp()) / "venv"
-    session.run(found[0], "-m", "venv", "--system-site-packages", str(folder))
-    python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run(python, "-m", "pip", "install", "-q", "torch>=2.12", *group("test"), "hypothesis<6.150")
-    tests = ("packages/streams/tests", "packages/gpipe/tests")
-    session.run(python, "-m", "pytest", *(session.posargs or tests), env={"PYTHON_GIL": "0"})
 
 
 @nox.session

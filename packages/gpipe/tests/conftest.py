@@ -1,18 +1,8 @@
 """Fixtures that several files ask for by name."""
 
-import sys
-
 import pytest
 
 from .worlds import of_each_size
-
-
-@pytest.fixture
-def frees_at_once() -> None:
-    """Without a global interpreter lock, workers free what they made in a run when they begin the next one."""
-    if "free-threading build" in sys.version:
-        pytest.skip("workers free what they made in their next run")
-
 
 worlds = pytest.fixture(scope="session")(of_each_size)
 

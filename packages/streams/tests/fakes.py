@@ -81,12 +81,6 @@ def in_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
 
 
-def awake(in_queue: Any) -> None:
-    """On a Python that counts references by thread, let the worker free what it made: it does so when it is awake."""
-    if "free-threading build" in sys.version:
-        submit(in_queue, int).result(PATIENCE)
-
-
 def submit(in_queue, call):
     """A future of what ``call`` gives on the worker of ``in_queue``."""
     future = Future()

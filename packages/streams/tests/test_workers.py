@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
 
-from .fakes import FakeDevice, awake, in_child, in_thread, take, wait
+from .fakes import FakeDevice, in_child, in_thread, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, BaseException]
@@ -320,7 +320,6 @@ def test_while_it_waits_it_holds_nothing_of_its_last_task(fails):
         result = argument if fails else payload[1][1].gone
         ended = weakref.ref(payload[1] if fails else payload[0])
         del payload
-        awake(in_queue)
         wait(argument)
         wait(result)
         assert ended() is None

@@ -151,7 +151,7 @@ def test_without_grad_nothing_is_kept(mode: Callable[[], Any], checkpoint: str) 
     torch.testing.assert_close(output.clone(), linears(1)(rows()))
 
 
-@pytest.mark.usefixtures("no_collector", "frees_at_once")
+@pytest.mark.usefixtures("no_collector")
 @each_mode
 def test_each_micro_batch_goes_when_its_backward_is_done(checkpoint: str) -> None:
     """Without the help of the garbage collector."""

@@ -17,7 +17,7 @@ from gpipe.schedule import Schedule
 from ..layers import Call, OnGradient, Pop, Stash, each_mode, each_way, linears, on_backward, rows
 from ..schedules import CHOICES, some_schedule
 
-pytestmark = pytest.mark.usefixtures("no_collector", "frees_at_once")
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 Block = Callable[[], AbstractContextManager[Any]]
 
