@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from profiler._allocations import AllocationTracker
+from profiler import AllocationTracker
 
 from .models import WIDTH, linear, rows
 from .placements import devices

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
@@ -136,6 +136,12 @@ def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
     """The device in arguments of ``Module.to``. Without it: ``pipe.to(device)`` would move all stages to one device."""
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device
+
+
+def stay_in_place(module: nn.Module) -> None:
+    """Let ``to`` leave a module that has no data as it is. Torch swaps the tensors of such a module, which fails where
+    something refers to them weakly. Without it: no step with parametrized layers could be tried without data."""
+    vars(module)["_apply"] = lambda *_: module
 
 
 swap_implementations: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl

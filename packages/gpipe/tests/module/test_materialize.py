@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe import GPipe
-from profiler._allocations import AllocationTracker
+from profiler import AllocationTracker
 
 from ..layers import Layer, running
 from ..models import CHANNELS, PARTS, WIDTH, counts

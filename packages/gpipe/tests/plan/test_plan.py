@@ -265,6 +265,11 @@ def test_a_mask_for_all_rows_and_a_weighted_target() -> None:
     assert check(net, sample, **given).ok
 
 
+def test_a_step_with_a_parametrized_layer_is_tried_without_data() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(linears(1)[0]), *linears(1))
+    assert "one step of the engine" in plan(net, rows(8), CPUS, chunks=2, calibrate=False).notes[-1]
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_weight_that_was_computed_under_no_grad() -> None:
     net, x = nn.Sequential(nn.utils.weight_norm(linears(1)[0]), *linears(1)), rows(8)

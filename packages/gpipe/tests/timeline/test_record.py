@@ -19,8 +19,8 @@ import gpipe
 from gpipe import Event, GPipe, record
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.timeline._record import Clock, Look
-from gpipe.transport._transport import Link
 from gpipe.timeline._svg import svg
+from gpipe.transport._transport import Link
 from gpipe.values._leaves import Activation
 
 from ..layers import MODES, Call, each_way, linears, piped, rows, within

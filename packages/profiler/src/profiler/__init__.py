@@ -4,7 +4,7 @@ from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._profile import profile, profile_seconds, profile_sizes, profile_times
 from ._record import Profile
-from ._skips import SkipStore
+from ._skips import SkipLayer, SkipStore
 from .sandbox import detach, layerwise_sandbox
 
 __version__ = "0.1.0"
@@ -13,6 +13,7 @@ __all__ = [
     "AllocationTracker",
     "LayerProfile",
     "Profile",
+    "SkipLayer",
     "SkipStore",
     "detach",
     "layerwise_sandbox",

@@ -22,6 +22,7 @@ from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._ends import SEED, copied, enter_batch, turned
 from ._layers import owned
+from ._skips import routes_of
 from ._storages import storages, tensor_bytes
 from ._walk import Visit, walk
 from .fake import blank_batch, blank_layer, fake_mode, faking
@@ -151,7 +152,7 @@ def situation(layer: nn.Module, value: Batch) -> bytes | None:
     Two layers have the same key if they are equal as pickle sees them, and their tensors have the same shapes, strides
     and dtypes and are shared in the same way.
     """
-    if any(hasattr(child, "route_skips") for child in layer.modules()):
+    if routes_of(layer):
         return None
     text = io.BytesIO()
     try:

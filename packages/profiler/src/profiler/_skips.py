@@ -1,10 +1,10 @@
-"""Pass tensors that skip layers to a layer that runs alone, and has a method ``route_skips(store)``."""
+"""Pass tensors that skip layers to a layer that runs alone."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -55,11 +55,32 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         self._stashed.clear()
 
 
+class SkipLayer(Protocol):
+    """A layer that passes tensors directly to later layers, or takes them. It is recognized by its method."""
+
+    def route_skips(self, store: SkipStore) -> AbstractContextManager[object]:
+        """A context in which the forward of this layer stashes by ``store[key] = tensor``, and pops by ``store.pop``.
+
+        Args:
+            store: what earlier layers have stashed.
+
+        Returns:
+            A context manager.
+        """
+
+
+Route = Callable[[SkipStore], AbstractContextManager[object]]
+
+
+def routes_of(layer: nn.Module) -> list[Route]:
+    """The method of each :class:`SkipLayer` in `layer`."""
+    found = (getattr(child, "route_skips", None) for child in layer.modules())
+    return [route for route in found if route is not None]
+
+
 @contextmanager
 def routed(layer: nn.Module, store: SkipStore) -> Iterator[None]:
     with ExitStack() as stack:
-        for child in layer.modules():
-            route: Any = getattr(child, "route_skips", None)
-            if route is not None:
-                stack.enter_context(route(store))
+        for route in routes_of(layer):
+            stack.enter_context(route(store))
         yield

@@ -14,6 +14,7 @@ from profiler.sandbox import copied
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
+from ..module._step import without_advice
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 from ._findings import Finding
 from ._loss import Loss, mean_square
@@ -78,7 +79,7 @@ def _piped(
     """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
     layers = copied(layers)
     pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint)
-    vars(pipe)["_told_of_whole"] = True  # the report says it
+    without_advice(pipe)  # the report says it
     torch.manual_seed(SEED)
     with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here
         if loss.loss_fn is None and not loss.is_own(model.output.value):

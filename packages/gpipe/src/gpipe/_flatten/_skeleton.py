@@ -168,8 +168,18 @@ class Follower:
         return MethodType(value.__func__, self.module) if is_own else uncached(value)
 
 
+def follower_of(module: nn.Module) -> Follower | None:
+    found: Follower | None = vars(module).get("_follower")
+    return found
+
+
 def followers(layers: nn.Module) -> list[Follower]:
-    return [vars(module)["_follower"] for module in layers.modules() if "_follower" in vars(module)]
+    return [found for module in layers.modules() if (found := follower_of(module)) is not None]
+
+
+def unfollow(module: nn.Module) -> None:
+    """Let ``module``, if it is a copy with a follower, follow its source no longer."""
+    vars(module).pop("_follower", None)
 
 
 def _number_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:

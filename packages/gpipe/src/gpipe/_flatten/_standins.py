@@ -18,6 +18,7 @@ from ._calls import WITH_SAMPLE, Key, Like, Observed, like
 from ._collected import Collected, collector, copied
 from ._placeholders import Placeholder, Untouched, computed, is_computed, unknown
 from ._script import output_name
+from ._skeleton import unfollow
 from ._tree import Tree, flattened
 
 ShapesByName = dict[str, tuple[tuple[Any, ...], ...]]
@@ -338,7 +339,7 @@ def saw(name: str, module: nn.Module, args: Any, output: Any) -> None:
 def let_go(layers: nn.Module) -> None:
     """Let ``layers`` keep no data of a model whose other layers are elsewhere, nor follow it."""
     for module in layers.modules():
-        vars(module).pop("_follower", None)
+        unfollow(module)
         vars(module).pop("twins", None)
         if isinstance(module, StandIn):
             real = module.real

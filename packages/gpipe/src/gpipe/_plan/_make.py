@@ -24,12 +24,12 @@ from . import _arguments
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space
 from ._costs import Measured
-from ._data import Alternative, Expected, Prediction, Remembered, layer_keys
+from ._data import Alternative, Expected, Prediction, layer_keys
 from ._fake_devices import LINK, read_fake
 from ._infeasible import explain
 from ._loss import read_loss
 from ._measure import measure
-from ._plan import Plan
+from ._plan import Plan, remembering
 from ._rehearse import ACCOUNT, rehearsed
 from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
@@ -153,7 +153,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"
         notes.append(note)
-    return _plan_of(found, request, spread, notes)
+    return remembering(_plan_of(found, request, spread, notes), request.loss, request.sample)
 
 
 REHEARSALS = 6
@@ -228,7 +228,6 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         whole_loss=measured.whole_loss,
         notes=(*notes, request.loss.note(whole=measured.whole_loss), best.note),
-        _here=Remembered(loss=request.loss, sample=request.sample),
     )
 
 

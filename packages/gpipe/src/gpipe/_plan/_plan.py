@@ -25,11 +25,17 @@ from ._arguments import rows_of
 from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
-from ._loss import WAITING, fresh
+from ._loss import WAITING, StepLoss, fresh
 from ._table import report
 from ._verify import Verification, verify
 
 _SCHEMA = "gpipe-plan/1"
+
+
+def remembering(plan: Plan, loss: StepLoss, sample: Any) -> Plan:
+    """``plan``, which knows in this process what it was made with."""
+    plan._here.loss, plan._here.sample = loss, sample
+    return plan
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from microbatch import Replicate, Split, flatten, gather, map_tensors, rules, sc
 from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
 
 from .._gpipe import GPipe
+from .._torch import stay_in_place
 from ..engine._loss_value import LossValue
 from ..engine._settings import inline
+from ..module._step import without_advice
 from ..schedule import Kind, Schedule, replay
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
@@ -93,9 +95,9 @@ def returns_sums(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss) -> bool:
 
 
 def tried_pipe(layers: nn.Sequential, devices: Sequence[torch.device | str], chunks: int, way: Candidate) -> GPipe:
-    """A pipe in training mode, without advice on its settings, which nobody has chosen."""
+    """A pipe in training mode. It logs no advice on its settings, which nobody has chosen."""
     pipe = GPipe(layers, way.sizes, devices=devices, chunks=chunks, checkpoint=way.modes)
-    vars(pipe)["_told"] = True
+    without_advice(pipe)
     # In evaluation mode it would neither draw masks nor recompute. Norms that are frozen in training mode stay so.
     return pipe if pipe.training else pipe.train()
 
@@ -132,6 +134,5 @@ def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:
     """A copy without data, which shares what the layers share."""
     copied = blank_layer(layers, mode)
     for layer in copied:
-        # torch moves parameters of subclasses by swapping, which fails while anything has a weak reference to them.
-        vars(layer)["_apply"] = lambda *_, layer=layer: layer
+        stay_in_place(layer)
     return copied

@@ -261,16 +261,9 @@ class Rank(Stepping):
             RuntimeError: this rank was closed.
             ValueError: another rank calls another method; on every rank.
         """
-        norm = self._gradient_norm("clip_grad_norm_")
+        norm = gradient_norm(self, "clip_grad_norm_")
         clip(self.parameters(), max_norm, norm)
         return norm
-
-    def _gradient_norm(self, method: str) -> Tensor:
-        with self._processes.opening() as found:
-            found.alike = {"the method that is called": method}
-        others = self._processes.twins.of_others()
-        own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
-        return norm_over(self._group, self._processes.closing, own, self._devices[0])
 
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
@@ -424,6 +417,15 @@ def _guarded(share: Share) -> list[RemovableHandle]:
         for name, parameter in partition.named_parameters()
         if parameter.requires_grad and id(parameter) not in own
     ]
+
+
+def gradient_norm(rank: Rank, method: str) -> Tensor:
+    """The 2-norm of the gradients of all ranks, which call this in the same ``method``."""
+    with rank._processes.opening() as found:
+        found.alike = {"the method that is called": method}
+    others = rank._processes.twins.of_others()
+    own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
+    return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])
 
 
 def _remove(guards: Sequence[RemovableHandle]) -> None:

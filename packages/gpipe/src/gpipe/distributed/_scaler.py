@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ._rank import Rank
+from ._rank import Rank, gradient_norm
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -47,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return
-        norm = self._rank._gradient_norm("GradScaler.unscale_")
+        norm = gradient_norm(self._rank, "GradScaler.unscale_")
         self._overflows = not norm.isfinite()
         # Not finite where the norm is not, on all ranks. Of what is not finite, 0 times it is nan.
         self._found.grad = (norm * 0.0).to(self._found.device)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._batchnorm import DeferredBatchNorm, is_replaced
 from .._flatten._names import Flattened, Part
-from .._flatten._skeleton import Follower
+from .._flatten._skeleton import follower_of
 from ..engine._stage import StageLayers
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
@@ -173,7 +173,7 @@ def place_partitions(
 def _expect_norms_of_the_model(partitions: nn.Module, chunks: int) -> None:
     """Raise ValueError if a norm would be replaced in a layer of a flattened model, and not in the model itself."""
     for module in partitions.modules():
-        follower: Follower | None = vars(module).get("_follower")
+        follower = follower_of(module)
         if follower is None and not isinstance(module, Part):
             continue
         for name, child in module.named_children():

@@ -17,6 +17,7 @@ from torch import nn
 
 from .._flatten._names import model_of
 from ..skip import Skippable
+from ..skip.skippable import own_forward
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -66,7 +67,7 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
 def signature_of(layer: nn.Module) -> inspect.Signature | None:
     compiled: nn.Module = getattr(layer, "_orig_mod", layer)
     inner = model_of(layer) or compiled
-    own = type(inner)._commands.__get__(inner) if isinstance(inner, Skippable) else inner.forward
+    own = own_forward(inner) if isinstance(inner, Skippable) else inner.forward
     with suppress(TypeError, ValueError):
         return inspect.signature(own)
     return None

@@ -68,6 +68,11 @@ class Prepared(NamedTuple):
     seed: int | None = None
 
 
+def without_advice(pipe: Stepping) -> None:
+    """Log no advice on the settings of ``pipe``, which only tries something out."""
+    pipe._told = pipe._told_of_whole = True
+
+
 class Stepping(Divided):
     """The part of a pipe that computes losses."""
 

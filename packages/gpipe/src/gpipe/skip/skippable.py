@@ -148,6 +148,12 @@ class Skippable(nn.Module):
             raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
 
 
+def own_forward(layer: Skippable) -> Callable[..., Any]:
+    """The ``forward`` of the decorated class, which yields its stashes and pops."""
+    forward: Callable[..., Any] = type(layer)._commands.__get__(layer)
+    return forward
+
+
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
     """A class decorator for layers whose ``forward`` stashes and pops by ``yield``.
 
