@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -33,6 +34,12 @@ def take(queue: SimpleQueue[Any]) -> Any:
 def wait(event: Event) -> None:
     """Return when ``event`` is set; fail instead of a hang."""
     assert event.wait(PATIENCE), "this never happened"
+
+
+def started_from_now() -> Callable[[], set[Thread]]:
+    """A function that tells which threads live that did not before; those of other tests may end meanwhile."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
 
 
 def in_thread(call: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
 
-from .fakes import FakeDevice, in_child, in_thread, take, wait
+from .fakes import FakeDevice, awake, in_child, in_thread, started_from_now, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, BaseException]
@@ -161,10 +161,10 @@ class Unhashable(FakeDevice):
     ],
 )
 def test_what_is_no_device_here_is_named_and_starts_nothing(devices, kind, message):
-    before = threading.enumerate()
+    started = started_from_now()
     with pytest.raises(kind, match=message):
         spawn_workers(devices)
-    assert threading.enumerate() == before
+    assert not started()
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
@@ -203,12 +203,12 @@ class Interrupted(Event):
 def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(monkeypatch, workers):
     monkeypatch.setattr(_spawn, "Event", Interrupted)
     monkeypatch.setattr(Interrupted, "interrupts", 1)
-    before, finished = set(threading.enumerate()), []
+    started, finished = started_from_now(), []
     tasks = [task(lambda i=i: finished.append(i)) for i in range(5)]
     with pytest.raises(KeyboardInterrupt), spawn_workers([CPU] * workers, shared=False) as (in_queues, _):
         [queue.put(each) for queue in in_queues for each in tasks]
     assert sorted(finished) == sorted(list(range(5)) * workers)
-    assert set(threading.enumerate()) == before
+    assert not started()
 
 
 def test_a_forgotten_block_lets_its_workers_go():
@@ -230,17 +230,17 @@ def test_a_block_whose_making_was_interrupted_is_freed_without_a_word(monkeypatc
 @pytest.mark.parametrize("devices", [[CPU], [CPU, FakeDevice()]])
 def test_a_block_is_entered_by_one_at_a_time(devices):
     block = spawn_workers(devices)
-    before = threading.enumerate()
+    started = started_from_now()
     for _ in range(2):
         with block as (in_queues, out_queues):
-            started = threading.enumerate()
+            workers = started()
             with pytest.raises(RuntimeError, match="entered already"), block:
                 pytest.fail("there would be two sets of workers")
-            assert threading.enumerate() == started
+            assert started() == workers
             for in_queue, out_queue in zip(in_queues, out_queues, strict=True):
                 in_queue.put(task(lambda: 42))
                 assert take(out_queue)[1][1] == 42
-        assert threading.enumerate() == before
+        assert not started()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
