@@ -1,12 +1,15 @@
 """What a forward does in training, or beside computing, is as in the model, or refused by name."""
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
@@ -242,6 +245,74 @@ REFUSED = {
 def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tensor]):
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[told]):
         piped(made(told)).step(batch(), loss_fn=lambda output: output.square().mean())
+
+
+WAYS_TO_DRAW: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand([]),
+    "one of several": lambda: torch.rand(2)[1],
+    "like": lambda: torch.rand_like(torch.zeros(())),
+    "uniform_": lambda: torch.empty(1).uniform_(),
+    "other bounds": lambda: torch.empty(1).uniform_(-1.0, 0.5),
+    "changed": lambda: torch.rand([]).sub_(1),
+    "computed": lambda: torch.rand([]) - 1,
+}
+BOUNDS = {"other bounds": (-1.0, 0.5), "changed": None, "computed": None}
+COMPARISONS: dict[str, Callable[[Tensor, float], Any]] = {
+    **{each.__name__: each for each in (operator.lt, operator.le, operator.gt, operator.ge)},
+    "on the right": lambda drawn, bound: bound > drawn,
+    "as a number": lambda drawn, bound: drawn.item() < bound,
+}
+
+
+@given(
+    st.sampled_from(sorted(WAYS_TO_DRAW)),
+    st.sampled_from(sorted(COMPARISONS)),
+    st.sampled_from([-0.5, 0, 0.0, 0.1, 0.9, 1.0, 1.5]),
+    st.booleans(),
+)
+@example("rand", "lt", 0.0, True)
+@example("rand", "lt", 0.1, True)
+@example("changed", "lt", -1.0, True)
+def test_a_comparison_that_does_not_depend_on_what_is_drawn_is_allowed_between_blocks_and_no_other(
+    way: str, comparison: str, bound: float, in_training_only: bool
+) -> None:
+    draw, compare, bounds = WAYS_TO_DRAW[way], COMPARISONS[comparison], BOUNDS.get(way, (0.0, 1.0))
+
+    def told(model: Told, x: Tensor, scale: float) -> Tensor:
+        hidden = model.embed(x)
+        for block in model.blocks:
+            hidden = block(hidden)
+            if (model.training or not in_training_only) and compare(draw(), bound):
+                hidden = hidden * 2
+        return model.head(hidden)
+
+    model = made(told)
+    expected = copy.deepcopy(model)
+    answers = {bool(compare(torch.tensor(end), bound)) for end in bounds or ()}
+    if len(answers) != 1 or comparison == "as a number":
+        with pytest.raises(ValueError, match=r"random numbers.*layerdrop"):
+            piped(model)
+        return
+    with closing(piped(model, "always")) as pipe:
+        pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+    by_micro_batch(expected)
+    torch.testing.assert_close(gradients(model), gradients(expected))
+
+
+def test_a_layerdrop_that_is_set_later_is_refused_where_it_drops_a_block() -> None:
+    def told(model: Told, x: Tensor, scale: float) -> Tensor:
+        hidden = model.embed(x)
+        for block in model.blocks:
+            if not (model.training and torch.rand([]) < model.layerdrop):
+                hidden = block(hidden)
+        return model.head(hidden)
+
+    model = made(told)
+    model.layerdrop = 0.0
+    with closing(piped(model)) as pipe:
+        model.layerdrop = 1.1
+        with pytest.raises(RuntimeError, match="layerdrop"):
+            pipe.step(batch(), loss_fn=lambda output: output.square().mean())
 
 
 def changes(model: Told, x: Tensor, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..values._leaves import storage_id, tensors_of
 from ._calls import DRAWN, Calls, Observed, Origin
+from ._draws import Draws
 from ._inputs import Inputs
 from ._sources import Sources, is_whole
 from ._tree import flattened
@@ -58,6 +59,7 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
         self._segment = 0
         self._computed: set[int] = set()  # memory whose values operations outside of modules have computed
         self._inside: list[nn.Module] = []  # blocks and modules whose forward goes on
+        self._draws = Draws()
         self._read: frozenset[Any] = frozenset()  # sources of values that became numbers, as by item() and `if`
         self._model = model
         names = list(chain.from_iterable(trunks))
@@ -160,8 +162,11 @@ class _Watcher(Sources):  # type: ignore[no-untyped-call]
                     if not isinstance(source, Origin):
                         self._note(source)
             return func(*args, **(kwargs or {}))
+        if self._draws.decides(func, args):
+            return func(*args, **(kwargs or {}))  # the same, whatever was drawn
         self.use((args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._draws.note(func, args, kwargs, result)
         found = {*map(storage_id, tensors_of(result))}
         if func._schema.is_mutable:
             self.calls.written.update(source[:3] for source in self.of(result) if isinstance(source, Origin))
