@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
 
-from .fakes import FakeDevice, awake, in_child, in_thread, started_from_now, take, wait
+from .fakes import FakeDevice, in_child, in_thread, started_from_now, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, BaseException]

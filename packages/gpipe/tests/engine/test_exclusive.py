@@ -14,6 +14,7 @@ from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe
+from gpipe.engine._exclusive import Section
 
 from ..layers import (
     ALL_ROWS,
@@ -147,6 +148,37 @@ def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, 
     wanted = linears(2)
     train(nn.Sequential(*wanted), how, rows())
     torch.testing.assert_close(first[0].weight.grad, wanted[0].weight.grad)
+
+
+def test_a_thread_may_leave_its_pipe_while_another_one_enters_its_own() -> None:
+    """Here in the middle of the comparison with a third pipe."""
+    entered, leave, left = threading.Event(), threading.Event(), threading.Event()
+
+    class Third(Section):
+        __hash__ = Section.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            if entered.is_set():
+                leave.set()
+                assert left.wait(300)
+            return self is other
+
+    def work(section: Section, inside: Callable[[], Any]) -> None:
+        with section.entered():
+            section.claim([torch.zeros(1)])
+            inside()
+
+    def enter_and_leave() -> None:
+        work(Section(), lambda: (entered.set(), leave.wait(300)))
+        left.set()
+
+    def others() -> None:
+        leaving = started(enter_and_leave)
+        assert entered.wait(300)
+        started(lambda: work(Section(), lambda: None)).result(300)
+        leaving.result(300)
+
+    work(Third(), others)
 
 
 @each_way

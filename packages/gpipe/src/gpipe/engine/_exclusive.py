@@ -94,7 +94,8 @@ class Section:
         with _claims:
             # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
             known = (self, *sections_of_thread())
-            others = [theirs for other, theirs in _claimed.items() if other not in known] if _claimed else []
+            # Copied, which is one operation: others leave without the lock, since a wait there may be interrupted.
+            others = [theirs for other, theirs in _claimed.copy().items() if other not in known] if _claimed else []
             # There is rarely another pipe in training, and without one this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
                 raise RuntimeError(
