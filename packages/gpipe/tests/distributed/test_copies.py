@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import gpipe
 from gpipe.distributed import Rank
-from gpipe.distributed._tied import Twin, TwinState
+from gpipe.distributed._tied import TiedTensor, TiedState
 
 from ..layers import Tied
 from .planted import batch, network
@@ -47,10 +47,10 @@ def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) ->
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     is_half = dtype.itemsize == 2
 
-    def state(factor: float) -> TwinState:
+    def state(factor: float) -> TiedState:
         module = nn.Module()
         module.weight = nn.Parameter((weight * factor).to(dtype))
-        return Twin(0, [0, 1], module, "weight").state()
+        return TiedTensor(0, [0, 1], module, "weight").state()
 
     assert state(1.0).is_like(state(1 - (2e-4 if is_half else 2e-5)))
     assert not state(1.0).is_like(state(1 - (1e-2 if is_half else 3e-4)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe.distributed import LostRankError, Rank, RemoteError
-from gpipe.distributed._tied import Twins
+from gpipe.distributed._tied import TiedTensors
 
 from ..layers import Tied
 from ..worlds import world
@@ -106,7 +106,7 @@ def _share(who: int, sharing: tuple[int, ...], when: str, how: str) -> str:
 
         def begin(what: str) -> None:
             if (dist.get_rank(), what) == (who, when):
-                patch.setattr(Twins, "add_up", lambda *_: planted.act())
+                patch.setattr(TiedTensors, "add_up", lambda *_: planted.act())
 
         with pytest.raises((LostRankError, RemoteError, ArithmeticError)) as caught:
             _make_and_step(layers, begin)

@@ -15,7 +15,7 @@ from ..checkpoint._random import next_seed
 from ..module._arguments import Device, parsed_device
 from ..module._init import Initializer, Loaded
 from ..module._partition import partitions_of, place_partitions
-from ._tied import Twin, twins_of
+from ._tied import TiedTensor, tied_of
 
 TRANSPORTS = ("auto", "host")
 
@@ -29,7 +29,7 @@ class Share(NamedTuple):
         every: the partitions of all stages; those of other ranks are not moved.
         numbers: the numbers of the stages of this rank.
         partitions, devices: the partition and the device of each of these.
-        twins: the tensors of this rank that other ranks have too.
+        tied: the tensors of this rank that other ranks have too.
         ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
     """
 
@@ -37,7 +37,7 @@ class Share(NamedTuple):
     numbers: list[int]
     partitions: nn.ModuleList
     devices: list[torch.device]
-    twins: list[Twin]
+    tied: list[TiedTensor]
     ties: list[tuple[int, int]]
 
     @property
@@ -67,13 +67,13 @@ def own_share(
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
-    twins, ties = twins_of(list(every), ranks, me)
+    tied, ties = tied_of(list(every), ranks, me)
     # What an initializer draws for the layers of one rank, others must not draw too, nor may their generators differ.
     with torch.random.fork_rng(devices=[], enabled=initializer is not None):
         if initializer is not None and not isinstance(initializer, Loaded):
             torch.manual_seed(next_seed() + me)
         place_partitions(module, own, places, initializer, norm_chunks)
-    return Share(list(every), numbers, own, places, twins, ties)
+    return Share(list(every), numbers, own, places, tied, ties)
 
 
 def _places(device: Any, count: int) -> list[torch.device]:

@@ -25,8 +25,8 @@ from ._messages import RemoteLink
 from ._own import Share
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
-from ._tied import Twins, expect_alike
-from ._wires import Route, open_wires, tags
+from ._tied import TiedTensors, expect_alike
+from ._wires import ChannelEnds, open_wires, tags
 
 _BEFORE: Final[When] = (-2.0, -1)
 """The time of a failure before the first step of a run."""
@@ -74,7 +74,7 @@ class Ranks(Processes):
         told: by rank, what :meth:`Share.told` returned there.
 
     Attributes:
-        twins: the tensors that ranks share.
+        tied: the tensors that ranks share.
     """
 
     ranks: tuple[int, ...]
@@ -93,14 +93,14 @@ class Ranks(Processes):
         self._members, self._replicas = groups.members, replicas
         self._rendezvous = Rendezvous(groups, ranks[0])
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
-        routes, devices = routes_between(ranks, layout, share.ties), share.device_of
-        self._wires = open_wires(self._rendezvous, ranks, routes, devices, backends)
+        channels, devices = channels_between(ranks, layout, share.ties), share.device_of
+        self._wires = open_wires(self._rendezvous, ranks, channels, devices, backends)
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         self._end_wires = weakref.finalize(self, self._wires.end)
         self._microbatches = 0
         self._links: dict[int, RemoteLink] = {}  # by channel
-        tied: dict[int, RemoteLink] = {}  # by rank
-        for number, a, b in routes:
+        by_rank: dict[int, RemoteLink] = {}
+        for number, a, b in channels:
             if self.me in (ranks[a], ranks[b]):  # which is at one of the two only
                 (out, into), (here, there) = tags(number), (a, b)
                 # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that
@@ -112,24 +112,24 @@ class Ranks(Processes):
                 found = self._wires.found
                 link = RemoteLink(peer, devices[here], found.get(out), found.get(into), most=most)
                 if number >= len(ranks) + len(layout.routes):
-                    tied[link.member] = link
+                    by_rank[link.member] = link
                 else:
                     self._links[number] = link
-        self.twins = Twins(share.twins, groups.me, tied, self._wires)
+        self.tied = TiedTensors(share.tied, groups.me, by_rank, self._wires)
         self._closed = False
         with self._reaching():
-            self.twins.spread_values()
+            self.tied.spread_values()
 
     def channel(self, number: int, run: RunState) -> Channel | None:
         link = self._links.get(number)
         return None if link is None else RemoteChannel(link, run)
 
     def shared(self, module: nn.Module) -> list[Tensor]:
-        return self.twins.trained(module)
+        return self.tied.trained(module)
 
     def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         with self._reaching():
-            self.twins.add_up(gradients)
+            self.tied.add_up(gradients)
         return gradients
 
     @contextmanager
@@ -154,7 +154,7 @@ class Ranks(Processes):
             self._closed = True
             self._replicas.close()
             self._end_wires()
-            del self._rendezvous, self._links, self.twins, self._wires
+            del self._rendezvous, self._links, self.tied, self._wires
 
     def _expect_all(self) -> None:
         if self._closed:
@@ -224,7 +224,7 @@ class Ranks(Processes):
             self._wires.settle()  # before anything reads values that may not have arrived
             self._wires.check()
             report = _success(run)
-            if copies := self.twins.states():
+            if copies := self.tied.states():
                 report["copies"] = copies
         except BaseException as failed:
             errors, report = [failed], _failure(run, failed)
@@ -289,7 +289,7 @@ class Ranks(Processes):
         raise RemoteError(f"rank {self._members[k]} failed: {reports[k]['what']}") from None
 
 
-def routes_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
+def channels_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[ChannelEnds]:
     """The channels between stages of two ranks, of skips, and of shared tensors, numbered alike on all ranks."""
     ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
     return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]

@@ -147,7 +147,7 @@ class Rank(Stepping):
             self._devices, self._laid_out = share.devices, self._held()
             self._connect(share, groups, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
-            self._sharding = Sharding(share.partitions, share.twins)
+            self._sharding = Sharding(share.partitions, share.tied)
             self._synced, self._members = synced_layers(self), groups.members
         self._end_guards = weakref.finalize(self, _remove, _guarded(share))
         self._last: Choice | None = None
@@ -423,7 +423,7 @@ def gradient_norm(rank: Rank, method: str) -> Tensor:
     """The 2-norm of the gradients of all ranks, which call this in the same ``method``."""
     with rank._processes.opening() as found:
         found.alike = {"the method that is called": method}
-    others = rank._processes.twins.of_others()
+    others = rank._processes.tied.of_others()
     own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
     return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from .._fsdp import fsdp_modules
 from ..engine._losses import Losses
 from ..engine._scale import Scale, scale_in_place
-from ._tied import Twin
+from ._tied import TiedTensor
 
 
 class Sharding:
     """The sharded parameters of a rank, which may change from step to step."""
 
-    def __init__(self, partitions: nn.ModuleList, twins: Sequence[Twin]) -> None:
+    def __init__(self, partitions: nn.ModuleList, tied: Sequence[TiedTensor]) -> None:
         self._partitions = partitions
-        self._twins = twins
+        self._tied = tied
         names: dict[Tensor, list[str]] = {}
         for name, parameter in self._named():
             names.setdefault(parameter, []).append(name)
@@ -39,7 +39,7 @@ class Sharding:
             return
         named = dict(self._named())
         apart = [names for names in self._shared if len({id(named[name]) for name in names}) > 1]
-        far = [twin.tensor for twin in self._twins if hasattr(twin.tensor, "placements")]
+        far = [each.tensor for each in self._tied if hasattr(each.tensor, "placements")]
         apart += [[name] for name, parameter in named.items() if any(parameter is tensor for tensor in far)]
         if apart:
             raise ValueError(

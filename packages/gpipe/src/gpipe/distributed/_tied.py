@@ -22,7 +22,7 @@ from ._messages import RemoteLink
 from ._wires import Wires
 
 
-class TwinState(NamedTuple):
+class TiedState(NamedTuple):
     """What a rank tells the others of its copy of a shared tensor.
 
     Attributes:
@@ -36,7 +36,7 @@ class TwinState(NamedTuple):
     figures: tuple[float, float] | None
     rounding: float = 0.0
 
-    def is_like(self, other: TwinState) -> bool:
+    def is_like(self, other: TiedState) -> bool:
         """Whether the copies are equal up to rounding, which averages over replicas may do in several orders.
 
         Where that changes the last bit of each gradient, copies in float32 are 5e-7 apart after 20,000 steps of AdamW.
@@ -51,7 +51,7 @@ class TwinState(NamedTuple):
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 1e-3
 
 
-class Twin(NamedTuple):
+class TiedTensor(NamedTuple):
     """A tensor of this rank that other ranks have too.
 
     Attributes:
@@ -65,17 +65,17 @@ class Twin(NamedTuple):
     module: nn.Module
     name: str
 
-    def state(self) -> TwinState:
+    def state(self) -> TiedState:
         name, module = f"{type(self.module).__name__}.{self.name}", self.module
         if self.name not in module._parameters and self.name not in module._buffers:
-            return TwinState(name, False, None)
+            return TiedState(name, False, None)
         data: Any = self.tensor.detach()
         data = data.to_local() if hasattr(data, "to_local") else data
         data = torch.view_as_real(data) if data.is_complex() else data.to_dense()
         kind, rounding = wide(data.device), _ROUNDING_OF_HALVES if data.dtype in HALVES else _ROUNDING
         data = data if data.is_floating_point() else data.to(kind)
         total, norm = torch.stack([data.sum(dtype=kind), torch.linalg.vector_norm(data, dtype=kind)]).tolist()
-        return TwinState(name, self.tensor.requires_grad, (total, norm), rounding)
+        return TiedState(name, self.tensor.requires_grad, (total, norm), rounding)
 
     @property
     def tensor(self) -> Tensor:
@@ -84,9 +84,9 @@ class Twin(NamedTuple):
         return found
 
 
-def twins_of(
+def tied_of(
     partitions: Sequence[nn.Module], ranks: Sequence[int], me: int
-) -> tuple[list[Twin], list[tuple[int, int]]]:
+) -> tuple[list[TiedTensor], list[tuple[int, int]]]:
     """The parameters and buffers of rank ``me`` that stages on other ranks have too.
 
     Also for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has one.
@@ -100,43 +100,43 @@ def twins_of(
                 if id(tensor) in shared:
                     holders.setdefault(id(tensor), {}).setdefault(rank, (stage, module, name))
     crossing = [each for each in holders.values() if len(each) > 1]
-    twins = [Twin(number, [*each], *each[me][1:]) for number, each in enumerate(crossing) if me in each]
+    tied = [TiedTensor(number, [*each], *each[me][1:]) for number, each in enumerate(crossing) if me in each]
     ties: dict[frozenset[int], tuple[int, int]] = {}
     for each in crossing:
         owner, *others = each
         for k in others:
             ties.setdefault(frozenset((owner, k)), (each[owner][0], each[k][0]))
-    return twins, [*ties.values()]
+    return tied, [*ties.values()]
 
 
-class Twins:
+class TiedTensors:
     """Keeps the copies of shared tensors equal, by messages over ``links``, and ``wires`` between accelerators."""
 
-    def __init__(self, found: Sequence[Twin], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
-        self._owned = [twin for twin in found if twin.members[0] == me]
-        self._others = [twin for twin in found if twin.members[0] != me]
+    def __init__(self, found: Sequence[TiedTensor], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
+        self._owned = [each for each in found if each.members[0] == me]
+        self._others = [each for each in found if each.members[0] != me]
         self._links = links
         self._wires = wires
 
     def of_others(self) -> set[Tensor]:
         """The tensors of this rank that another one owns."""
-        return {twin.tensor for twin in self._others}
+        return {each.tensor for each in self._others}
 
     def spread_values(self) -> None:
         """Give all tensors the values that their owners have."""
-        values = {twin.tensor: twin.tensor.detach() for twin in self._owned}
+        values = {each.tensor: each.tensor.detach() for each in self._owned}
         self.add_up(values)  # the others add nothing
         with torch.no_grad():
-            for twin in self._others:
-                twin.tensor.copy_(values[twin.tensor])
+            for each in self._others:
+                each.tensor.copy_(values[each.tensor])
 
-    def states(self) -> dict[int, TwinState]:
-        return {twin.number: twin.state() for twin in (*self._owned, *self._others)}
+    def states(self) -> dict[int, TiedState]:
+        return {each.number: each.state() for each in (*self._owned, *self._others)}
 
     def trained(self, module: nn.Module) -> list[Tensor]:
-        twins = [twin.tensor for twin in (*self._owned, *self._others)]
-        below = {*contents_of(module).parameters} if twins else set()
-        return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
+        tied = [each.tensor for each in (*self._owned, *self._others)]
+        below = {*contents_of(module).parameters} if tied else set()
+        return [tensor for tensor in tied if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:
         """Replace what ``sums`` has for shared tensors, such as gradients, by its sums over all ranks.
@@ -144,18 +144,18 @@ class Twins:
         All ranks handle the tensors in the same order, and send their parts before they receive sums: so messages
         between two ranks are read in the order in which they were sent.
         """
-        for twin in self._others:
-            self._put(twin.members[0], [_dense(sums.pop(twin.tensor, None))])
-        for twin in self._owned:
-            parts = [_dense(sums.pop(twin.tensor, None)), *[self._get(k)[0] for k in twin.members[1:]]]
-            there = [part.to(twin.tensor.device) for part in parts if part is not None]
+        for each in self._others:
+            self._put(each.members[0], [_dense(sums.pop(each.tensor, None))])
+        for each in self._owned:
+            parts = [_dense(sums.pop(each.tensor, None)), *[self._get(k)[0] for k in each.members[1:]]]
+            there = [part.to(each.tensor.device) for part in parts if part is not None]
             whole = reduce(added, there) if there else None
-            for k in twin.members[1:]:
+            for k in each.members[1:]:
                 self._put(k, [whole])
-            sums |= {} if whole is None else {twin.tensor: whole}
-        for twin in self._others:
-            (whole,) = self._get(twin.members[0])
-            sums |= {} if whole is None else {twin.tensor: whole.to(twin.tensor.device)}
+            sums |= {} if whole is None else {each.tensor: whole}
+        for each in self._others:
+            (whole,) = self._get(each.members[0])
+            sums |= {} if whole is None else {each.tensor: whole.to(each.tensor.device)}
         self._flush()
 
     def _flush(self) -> None:
@@ -175,9 +175,9 @@ class Twins:
         return found
 
 
-def expect_alike(told: Sequence[Mapping[int, TwinState]], members: Sequence[int]) -> None:
+def expect_alike(told: Sequence[Mapping[int, TiedState]], members: Sequence[int]) -> None:
     """Raise ValueError unless all copies of a tensor are alike, of which each of the ``members`` has ``told``."""
-    first: dict[int, tuple[int, TwinState]] = {}
+    first: dict[int, tuple[int, TiedState]] = {}
     for rank, copies in zip(members, told, strict=True):
         for number, state in copies.items():
             owner, own = first.setdefault(number, (rank, state))

@@ -46,7 +46,7 @@ from ._groups import Groups
 from ._messages import Peer
 from ._rendezvous import Rendezvous
 
-Route = tuple[int, int, int]
+ChannelEnds = tuple[int, int, int]
 """The number of a channel, and its two stages."""
 
 MOST: Final = 28
@@ -174,7 +174,7 @@ class Wire:
 def open_wires(
     meeting: Rendezvous,
     ranks: Sequence[int],
-    routes: Iterable[Route],
+    channels: Iterable[ChannelEnds],
     devices: Mapping[int, torch.device],
     backends: Sequence[str | None],
 ) -> Wires:
@@ -187,7 +187,7 @@ def open_wires(
         ranks: the rank of each stage.
         backends: what sends from the devices of all stages; None where that is by way of hosts.
     """
-    groups, directions = meeting.groups, direct(routes, backends)
+    groups, directions = meeting.groups, direct(channels, backends)
     if not directions:
         return Wires(groups)
     wires = Wires(groups.again("present"))
@@ -218,19 +218,19 @@ def tags(number: int) -> tuple[int, int]:
     return 2 * number, 2 * number + 1
 
 
-def direct(routes: Iterable[Route], backends: Sequence[str | None]) -> list[Route]:
+def direct(channels: Iterable[ChannelEnds], backends: Sequence[str | None]) -> list[ChannelEnds]:
     """The directions in which tensors go from device to device: tag, first and last stage, in the same order on all
     ranks.
     """
     found = []
-    for number, a, b in routes:
+    for number, a, b in channels:
         if backends[a] is not None and backends[a] == backends[b]:
             forth, back = tags(number)
             found += [(forth, a, b), (back, b, a)]
     return found
 
 
-def _expect_few(directions: Iterable[Route], devices: Mapping[int, torch.device]) -> None:
+def _expect_few(directions: Iterable[ChannelEnds], devices: Mapping[int, torch.device]) -> None:
     """Raise ValueError if one of ``devices``, by stage, has more wires than it has streams for."""
     counts = Counter(devices[stage] for _, *ends in directions for stage in ends if stage in devices)
     for device, count in counts.items():

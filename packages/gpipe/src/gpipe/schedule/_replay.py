@@ -19,7 +19,7 @@ Times = MutableSequence[float]
 """For each micro-batch the time at which something arrives; negative until that is known. In an array, since an object
 for each step would be far slower."""
 
-Route = tuple[Times, Times, float, float]
+Arrivals = tuple[Times, Times, float, float]
 """When the inputs of an action arrive, and its outputs where they are sent; the time of that transfer; its duration."""
 
 
@@ -91,8 +91,8 @@ def _run(
     spans: dict[Step, Span] | None,
 ) -> float:
     """Let the workers take turns, each until it has no input."""
-    routes, clocks = _routes(microbatches, seconds, hops), [0.0] * len(lanes)
-    workers = [_worker(lane, routes, spans, clocks, number) for number, lane in enumerate(lanes)]
+    arrivals, clocks = _arrivals(microbatches, seconds, hops), [0.0] * len(lanes)
+    workers = [_worker(lane, arrivals, spans, clocks, number) for number, lane in enumerate(lanes)]
     before: list[tuple[int, tuple[Kind, int]]] = []
     # Any order of turns gives the same times: a step starts at the maximum of two sums, whoever computes them first.
     while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
@@ -104,29 +104,29 @@ def _run(
     return max(clocks, default=0.0)
 
 
-def _routes(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Route]]:
+def _arrivals(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Arrivals]]:
     stages, following = len(hops), [*hops[1:], 0.0]
     unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * stages - 1)]
     # The input of the first stage is there from the beginning, as is the loss, where the backwards begin.
     there, nowhere = array("d", [0.0]) * microbatches, array("d", [0.0]) * microbatches
     values, gradients = [there, *unknown[:stages]], [*unknown[stages:], there]
-    routes = []
+    arrivals = []
     for j, durations in enumerate(seconds):
         backwards = gradients[j], gradients[j - 1] if j else nowhere, hops[j]
         ways = {Kind.FORWARD: (values[j], values[j + 1], following[j])}
         ways |= {Kind.BACKWARD: backwards, Kind.BACKWARD_INPUT: backwards}
         # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
-        routes.append({kind: (*ways.get(kind, (there, nowhere, 0.0)), took) for kind, took in durations.items()})
-    return routes
+        arrivals.append({kind: (*ways.get(kind, (there, nowhere, 0.0)), took) for kind, took in durations.items()})
+    return arrivals
 
 
 def _worker(
-    lane: Lane, routes: list[dict[Kind, Route]], spans: dict[Step, Span] | None, clocks: list[float], number: int
+    lane: Lane, arrivals: list[dict[Kind, Arrivals]], spans: dict[Step, Span] | None, clocks: list[float], number: int
 ) -> Iterator[tuple[int, tuple[Kind, int]]]:
     """Do the steps of a worker. Yields a step whose input has not arrived, again and again until it has."""
     clock = 0.0
     for j, (kind, i) in lane:  # all the time that a replay takes, for millions of steps
-        inbox, outbox, hop, took = routes[j][kind]
+        inbox, outbox, hop, took = arrivals[j][kind]
         while (arrival := inbox[i]) < 0:
             yield j, (kind, i)
         start = arrival if arrival > clock else clock
