@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import gpipe
 from gpipe.distributed import Rank
-from gpipe.distributed._tied import TiedTensor, TiedState
+from gpipe.distributed._tied import TiedState, TiedTensor
 
 from ..layers import Tied
 from .planted import batch, network
