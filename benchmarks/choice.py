@@ -1,9 +1,9 @@
 """What the planner chooses, beside all ways to train: made-up layers on made-up devices, nothing is run.
 
-Every balance, every number of chunks of 1, 2, 4 and 8, every schedule that a plan searches, every mode, and every
-choice of layers to compute again, for at most six layers on two or three stages; our own replay and account of bytes
-are the judge. A row of the table has the same problems with other limits of memory: a little more than the least with
-which anything fits, a tenth more, and none.
+Every balance, every number of chunks of 1, 2, 4 and 8, every schedule that a plan searches, and every mode of every
+stage, for at most six layers on two or three stages; our own replay and account of bytes are the judge. A row of the
+table has the same problems with other limits of memory: a little more than the least with which anything fits, a tenth
+more, and none.
 
 python -m benchmarks choice
 """
@@ -19,7 +19,6 @@ from random import Random
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
-from gpipe.schedule._flags import StageMode, mode_of
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
@@ -75,12 +74,8 @@ def everything(space: Space) -> Iterator[Candidate]:
         costs = space.measured.cut(chunks)
         for cuts in combinations(range(1, layers), stages - 1):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
-            for schedule, modes in product(space.schedules, product(*map(_modes, sizes))):
+            for schedule, modes in product(space.schedules, product(MODES, repeat=stages)):
                 yield candidate_of(costs, schedule, sizes, modes)
-
-
-def _modes(layers: int) -> list[StageMode]:
-    return [*MODES, *(mode_of(flags) for flags in product((False, True), repeat=layers) if any(flags) != all(flags))]
 
 
 def space_of(random: Random) -> Space:

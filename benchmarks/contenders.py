@@ -32,7 +32,7 @@ class Contender:
     Attributes:
         schedule: if there is one, `step` does forward and backward.
         threads: OMP_NUM_THREADS of its process, and `torch.set_num_threads`; None: as torch has it.
-        keep_memory: whether `streams.keep_memory()` tells the allocator not to give memory back to the system.
+        keep_memory: whether the allocator is told not to give memory back to the system.
     """
 
     library: str
@@ -48,7 +48,7 @@ class Contender:
 
     @property
     def allocator(self) -> str:
-        return "keep_memory()" if self.keep_memory else "as it is"
+        return "memory kept" if self.keep_memory else "as it is"
 
     @property
     def name(self) -> str:
@@ -59,12 +59,12 @@ class Contender:
             schedule,
             checkpoint and f"checkpoint {checkpoint}",
             self.threads and f"threads {self.threads}",
-            self.keep_memory and "keep_memory()",
+            self.keep_memory and "memory kept",
         )
         return ", ".join(part for part in parts if part)
 
     def keeping_memory(self) -> Contender:
-        """The same with `streams.keep_memory()`."""
+        """The same, and the allocator keeps freed memory."""
         return replace(self, keep_memory=True)
 
 

@@ -4,7 +4,7 @@
 inline, one after the other, on as many threads as a worker has; the optimizer's step is added. So a prediction knows
 the order of things, and nothing of two threads on one machine: the quotient is divided by half of the machine's
 two-thread scaling, measured in the same rounds. Memory is given back to the system and faulted in again in every step,
-unless `streams.keep_memory()` tells the C library to keep it.
+unless the C library is told to keep it (`mallopt`).
 
 Plans: each model is planned for two CPU stages, with and without the calibration, and also with a loss that is computed
 once, on the outputs of all rows. Then it is built, and `Plan.verify` trains it for a few steps. True bytes are those of
@@ -183,7 +183,7 @@ def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, A
 
 
 def _searches(quick: bool) -> Report:
-    caption = "Seconds of a search: made-up layers, all schedules, any layers may recompute, twelve numbers of chunks"
+    caption = "Seconds of a search: made-up layers, all schedules, any stages may recompute, twelve numbers of chunks"
     table = Table("plan.md", "search", caption, ("layers", "stages", "memory", "seconds", "ways that fit"), left=0)
     figures = {}
     for layers, stages in [(24, 4)] if quick else [(48, 8), (200, 16), (200, 64)]:

@@ -5,6 +5,7 @@ python -m benchmarks.process SOCKET        # the child; or two of them, by torch
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -175,7 +176,7 @@ class Server:
     def prepare(self, task: Task) -> None:
         """Build the model, the pipeline and the optimizer; nothing has run yet."""
         if self.contender.keep_memory:
-            _keep_memory()
+            keep_memory()
         self.program = self.output = None  # end the last one's threads, free its memory
         self.program = build(self.contender, task)
         measure.reset_peak()
@@ -226,11 +227,19 @@ class Server:
         return named_results(self.program, self.output)
 
 
-def _keep_memory() -> None:
-    from streams import keep_memory
+_KEEPING = {
+    -3: 2**25,  # M_MMAP_THRESHOLD, its maximum: larger blocks have a mapping each, which is freed at once
+    -1: 2**30,  # M_TRIM_THRESHOLD: free bytes at the end of a heap that are not returned
+    -2: 2**26,  # M_TOP_PAD: bytes by which a heap grows, and which stay when it shrinks
+}
+"""The numbers are of the GNU C library's malloc.h; its manual has a page on each (mallopt)."""
 
-    if not keep_memory():
-        raise RuntimeError("keep_memory() knows the GNU C library only, which this process does not have")
+
+def keep_memory() -> None:
+    """Have the C library keep freed memory for later allocations, instead of returning it after every step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None or any(mallopt(setting, value) != 1 for setting, value in _KEEPING.items()):
+        raise RuntimeError("only the GNU C library can be told to keep memory; this process has another one")
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

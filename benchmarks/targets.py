@@ -45,7 +45,7 @@ TARGETS = [
         "≥",
     ),
     Target(
-        "zero bubble, D=B=1024, `keep_memory()`: speed-up over the loop / (two-thread scaling / 2)",
+        "zero bubble, D=B=1024, memory kept: speed-up over the loop / (two-thread scaling / 2)",
         r"predicted, W 1024, memory kept, zero_bubble: speed-up / scaling",
         1.85,
         "≥",

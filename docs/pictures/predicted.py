@@ -24,7 +24,6 @@ from gpipe.balance import balance_cost
 from gpipe.schedule import one_forward_one_backward
 from gpipe.simulate import simulate, stage_costs
 from profiler import profile
-from streams import keep_memory
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples"))
@@ -34,7 +33,6 @@ CHUNKS, STAGES, ROUNDS = 8, 2, 40
 def main() -> None:
     from digits import load, network
 
-    keep_memory()  # else pages that come and go decide what a layer takes
     torch.manual_seed(0)
     torch.set_num_threads(STAGES)
     (images, labels), _ = load()

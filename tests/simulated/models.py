@@ -104,7 +104,6 @@ def trained(
 def split(pipe: GPipe) -> Schedule:
     """Zero bubble with all backwards split; by its name only those are that take long."""
     microbatches = min(pipe.chunks, ROWS)
-    # Layers with flags are computed again within a backward, not by an action of the schedule.
     stops = {"never": 0, "except_last": microbatches - 1, "always": microbatches}
     stop = stops[pipe.checkpoint] if isinstance(pipe.checkpoint, str) else 0
     return zero_bubble(microbatches, len(pipe.balance), stop)

@@ -1,14 +1,11 @@
-"""A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model.
-
-So it is with stages of which some layers are checkpointed.
-"""
+"""A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model."""
 
 from itertools import product
 
 import pytest
 
 from . import test_tied
-from .models import HOWS, MODES, OF_ALL, SCHEDULED, assert_trains_like, model, piped, some_of, whole_squares
+from .models import HOWS, MODES, OF_ALL, assert_trains_like, model, piped, some_of, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
 CASES = [
@@ -39,10 +36,3 @@ def test_a_loss_of_all_rows(placement: str, how: str | None, streams: str, mode:
     plain = test_tied.model() if shares else model()
     pipe = piped(plain, placement, mode)
     assert_trains_like(plain, pipe, how, streams, inline=inline, loss_fn=whole_squares)
-
-
-@pytest.mark.parametrize(("placement", "inline", "how"), some_of(PLACEMENTS, [False, True], SCHEDULED, every=2))
-def test_some_layers_are_checkpointed(placement: str, inline: bool, how: str):
-    pipe = piped(model(), placement)
-    pipe.checkpoint = [[k % 2 == 0 for k in range(size)] for size in pipe.balance]
-    assert_trains_like(model(), pipe, how, "own", inline=inline)

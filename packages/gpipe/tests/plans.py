@@ -12,7 +12,6 @@ from torch import nn
 from gpipe._plan._arguments import MODES, SCHEDULES, placed
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
-from gpipe.schedule._flags import StageMode, mode_of
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
@@ -108,9 +107,5 @@ def everything(space: Space) -> Iterator[Candidate]:
         costs = space.measured.cut(chunks)
         for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
-            for ways in product(*map(all_flags, sizes)) if len(space.modes) > 1 else product(space.modes, repeat=k):
-                yield candidate_of(costs, schedule, sizes, ways)
-
-
-def all_flags(size: int) -> tuple[StageMode, ...]:
-    return (*map(mode_of, product([False, True], repeat=size)), "except_last")
+            for modes in product(space.modes, repeat=k):
+                yield candidate_of(costs, schedule, sizes, modes)

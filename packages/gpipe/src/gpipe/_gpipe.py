@@ -25,10 +25,10 @@ from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_places
-from .module._choices import Choices, checked_choices, expect_fitting, laid_out
 from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._init import initializer_of
+from .module._modes import Modes, checked_modes, expect_fitting, laid_out
 from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
@@ -59,9 +59,7 @@ class GPipe(Stepping):
         chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
-            partition, or with flags for its layers, as in ``["never", [True, True, False]]``: then consecutive
-            checkpointed layers are computed again, together, just before their backward. Nothing is checkpointed in
-            evaluation.
+            partition. Nothing is checkpointed in evaluation.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, if its rows are not on dimension 0, or not one for each sample:
@@ -114,7 +112,7 @@ class GPipe(Stepping):
         sample: Any = None,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str | Iterable[str | Iterable[bool]] = "except_last",
+        checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
         in_spec: Any = None,
         out_spec: Any = None,
@@ -128,7 +126,7 @@ class GPipe(Stepping):
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
-        choices = checked_choices(checkpoint)
+        modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         module = as_sequential(module, sample, blocks=blocks, pick=pick)
         if balance is None:
@@ -137,7 +135,7 @@ class GPipe(Stepping):
         places = checked_places(devices, len(sizes))
         verify_skippables(module)
         # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
-        self.__dict__.update(_checkpoint=expect_fitting(choices, sizes), _balance=sizes, _devices=places)
+        self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
         partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)
         self.training = module.training
         has_deferred = deferred or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
@@ -154,15 +152,15 @@ class GPipe(Stepping):
         return list(self._devices)
 
     @property
-    def checkpoint(self) -> Choices:
+    def checkpoint(self) -> Modes:
         """Which micro-batches are checkpointed, as the argument says. May be set; later runs use the new value."""
-        return copy.deepcopy(self._checkpoint)
+        return copy.copy(self._checkpoint)
 
     @checkpoint.setter
-    def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
-        choices = expect_fitting(checked_choices(mode), self._balance)
+    def checkpoint(self, mode: str | Sequence[str]) -> None:
+        modes = expect_fitting(checked_modes(mode), len(self._balance))
         with self._workers.section.entered():
-            self._lay_out(choices)
+            self.__dict__["_checkpoint"] = modes
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -373,16 +371,13 @@ class GPipe(Stepping):
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self.__dict__["_sums"] = SeenSums()
-        self._lay_out(self._checkpoint)
+        stages, layout = laid_out(self._partitions, self._devices)
+        self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
+        self.__dict__["_chooser"] = Chooser(stages)
+        self.__dict__["_laid_out"] = self._held()
         first = self._end(0) if self._balance else None
         # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
-
-    def _lay_out(self, checkpoint: Choices) -> None:
-        """Set what is checkpointed, and make the stages of the engine anew. On any error nothing has changed."""
-        stages, layout = laid_out(self._partitions, self._devices, checkpoint)
-        pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
-        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _laid_out=self._held())
 
     def _whole(self) -> nn.Sequential:
         layers = OrderedDict(self._layers())

@@ -179,11 +179,11 @@ def test_a_plan_that_contradicts_itself(example: Plan, name: str, value: Any) ->
         Plan.from_json(json.dumps(document))
 
 
-def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model() -> None:
-    """Of a plan in which some layers of a stage are recomputed."""
+def test_a_pipe_is_built_with_the_modes_and_trains_like_the_model() -> None:
+    """Of a plan in which a stage is recomputed."""
     free = made(chunks=8, schedule="1f1b")
-    found = made(memory=int(0.95 * max(need.total for need in free.predicted.bytes)), chunks=8, schedule="1f1b")
-    assert any(isinstance(mode, list) for mode in found.checkpoint)
+    found = made(memory=int(0.85 * max(need.total for need in free.predicted.bytes)), chunks=8, schedule="1f1b")
+    assert {*found.checkpoint} > {"never"}
     plain = model().double()
     with closing(found.build(copy.deepcopy(plain))) as pipe:
         assert pipe.checkpoint == found.checkpoint

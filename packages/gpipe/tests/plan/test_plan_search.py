@@ -54,15 +54,14 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
         assert (len(found[0].sizes), found[0].chunks) == min((len(each.sizes), each.chunks) for each in near)
 
 
-def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
+def test_only_the_stages_that_do_not_fit_are_recomputed():
     """Where what is short is a little, little is computed again."""
     free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
     fastest = search([free])[0]
-    for share in (0.9, 0.8, 0.7, 0.6):
-        space = replace(free, memory=(round(share * fastest.fullest),) * 2)
-        pieces, whole = search([space])[0], search([replace(space, modes=("always",))])[0]
-        assert any(not isinstance(mode, str) for mode in pieces.modes)
-        assert fastest.seconds < pieces.seconds < 0.97 * whole.seconds
+    space = replace(free, memory=(round(0.8 * fastest.fullest),) * 2)
+    some, every = search([space])[0], search([replace(space, modes=("always",))])[0]
+    assert {*some.modes} > {"never"}
+    assert fastest.seconds < some.seconds < every.seconds
 
 
 @few
@@ -131,17 +130,15 @@ def test_a_stage_holds_what_its_order_of_actions_says(
     assert mode == "never" or splits or max(each.whole for each in most) <= 1 + (mode == "except_last")
 
 
-@given(measurements(most_stages=1), st.lists(st.booleans(), min_size=6, max_size=6))
-def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(measured: Measured, choices: list[bool]):
+@given(measurements(most_stages=1))
+def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(measured: Measured):
     def with_loss(profile: Profile) -> Profile:
         return replace(profile, loss=profile.layers[0], others=tuple(map(with_loss, profile.others)))
 
     costs = replace(measured, profile=with_loss(measured.profile), action=0.0, crowding=2.0).cut(2)
-    layers, flags = costs.profile.layers, choices[: measured.layers]
+    layers = costs.profile.layers
     work = 2 * (sum(layer.seconds for layer in layers) + costs.profile.loss.seconds)
     forwards = [2 * layer.forward_seconds for layer in layers]
-    never, always, pieces = (costs.stage_cost(0, len(layers), mode) for mode in ("never", "always", tuple(flags)))
+    never, always = (costs.stage_cost(0, len(layers), mode) for mode in ("never", "always"))
     assert never.forward + never.backward == pytest.approx(work)
     assert always.forward + always.recompute + always.backward == pytest.approx(work + sum(forwards))
-    again = sum(seconds for seconds, flag in zip(forwards, flags, strict=True) if flag)
-    assert pieces.forward + pieces.backward == pytest.approx(work + again)

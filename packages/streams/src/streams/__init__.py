@@ -3,7 +3,6 @@
 from ._context import Context
 from ._device import has_streams
 from ._dispatch import DispatchMode
-from ._memory import keep_memory
 from ._notes import add_note
 from ._order import AbstractEvent, record_event, record_stream, wait_event, wait_stream
 from ._spawn import spawn_workers
@@ -43,7 +42,6 @@ __all__ = [
     "has_streams",
     "is_accelerator",
     "is_cuda",
-    "keep_memory",
     "limit_threads",
     "new_stream",
     "pause_helpers",

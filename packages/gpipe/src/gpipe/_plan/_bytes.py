@@ -15,7 +15,6 @@ from typing import NamedTuple
 from profiler import LayerProfile
 
 from ..schedule import Kind, checkpoint_stops
-from ..schedule._flags import runs_of
 from ..schedule._named import lanes
 from ..timeline._costs import freed
 
@@ -126,16 +125,12 @@ class StageBytes(NamedTuple):
         return DeviceBytes(self.parameters, self.gradients, self.optimizer, most, self.transient)
 
 
-def kept_and_peak(layers: Sequence[LayerProfile], flags: Sequence[bool], loss: LayerProfile | None) -> tuple[int, int]:
-    """What a micro-batch keeps after its forward, and the most that it takes; ``flags`` mark recomputed layers."""
+def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> tuple[int, int]:
+    """What a micro-batch keeps after its forward, and the most that it takes."""
     kept = most = 0
-    for again, first, end in runs_of(flags):
-        own, graph = layers[first:end], kept
-        for layer, lost in zip(own, freed(own), strict=True):
-            most = max(most, graph + _peak(layer))
-            graph += layer.saved_bytes - lost
-        # Of layers that are computed again, only the output of the last one is kept.
-        kept = kept + own[-1].output_bytes if again else graph
+    for layer, lost in zip(layers, freed(layers), strict=True):
+        most = max(most, kept + _peak(layer))
+        kept += layer.saved_bytes - lost
     return kept, max(most, kept + (loss.peak_bytes if loss else 0))
 
 

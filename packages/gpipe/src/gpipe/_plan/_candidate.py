@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
-from ..schedule._flags import StageMode, scheduled
 from ..schedule._named import lanes
 from ..schedule._replay import Lane, makespan
 from ._arguments import SCHEDULES
@@ -23,7 +22,7 @@ class Space:
         measured: the costs, and the device of each stage.
         chunks: numbers of micro-batches.
         schedules: names of those that go with these devices of stages.
-        modes: those that a stage may have; if there are several, only some of its layers may be computed again too.
+        modes: the modes of checkpointing that a stage may have.
         memory: the limit of each device, shared equally by its stages; None for no limit.
         scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
     """
@@ -68,7 +67,7 @@ class Candidate:
     Attributes:
         costs: of its micro-batches.
         sizes: layers of each stage.
-        modes: of checkpointing, for each stage, or flags of its layers.
+        modes: of checkpointing, for each stage.
         seconds: of a step.
         split: stages whose backward is split.
         rehearsed: what each device held in a rehearsal; empty before there was one.
@@ -78,7 +77,7 @@ class Candidate:
     costs: Costs
     schedule: str
     sizes: tuple[int, ...]
-    modes: tuple[StageMode, ...]
+    modes: tuple[str, ...]
     seconds: float
     split: tuple[int, ...] = ()
     rehearsed: tuple[DeviceBytes, ...] = ()
@@ -121,7 +120,7 @@ class Candidate:
         return found.with_loss() if measured.whole_loss else found
 
 
-def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
+def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[str]) -> Candidate:
     """The candidate with this balance and these modes, with the seconds of a replay of its schedule."""
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
     each = enumerate(zip(bounds(sizes), stages, strict=True))
@@ -149,6 +148,6 @@ def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda each: each.seconds)
 
 
-def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
+def stops_of(modes: Sequence[str], microbatches: int) -> tuple[int, ...]:
     """For each stage, the number below which micro-batches are checkpointed."""
-    return checkpoint_stops([*map(scheduled, modes)], microbatches, len(modes))
+    return checkpoint_stops(modes, microbatches, len(modes))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from profiler import LayerProfile, Profile
 
 from ..schedule import SPLIT_SECONDS, SPLITTING, Kind
-from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
@@ -90,7 +89,7 @@ class Costs:
     measured: Measured
     chunks: int
     profile: Profile
-    _known: dict[tuple[int, int, StageMode], tuple[StageCost, StageBytes]] = field(
+    _known: dict[tuple[int, int, str], tuple[StageCost, StageBytes]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -131,38 +130,32 @@ class Costs:
             return 0.0
         return self.chunks * self._loss_alone(end) + self.measured.action
 
-    def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
+    def stage_costs(self, sizes: Sequence[int], modes: Sequence[str]) -> list[StageCost]:
         """The cost of each stage, for a replay."""
         return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
 
-    def stage_cost(self, first: int, end: int, mode: StageMode) -> StageCost:
+    def stage_cost(self, first: int, end: int, mode: str) -> StageCost:
         return self._stage(first, end, mode)[0]
 
-    def _stage(self, first: int, end: int, mode: StageMode) -> tuple[StageCost, StageBytes]:
+    def _stage(self, first: int, end: int, mode: str) -> tuple[StageCost, StageBytes]:
         key = first, end, mode
         if key not in self._known:
             size = self._stage_bytes(*key)
             self._known[key] = self._stage_cost(*key, size.kept), size
         return self._known[key]
 
-    def _stage_cost(self, first: int, end: int, mode: StageMode, kept: int) -> StageCost:
-        layers, flags, action = self.profile.layers[first:end], _flags(first, end, mode), self.measured.action
-        pieces = list(runs_of(flags))
-        engine = len(pieces) * action  # a piece is as much to the engine as an action
+    def _stage_cost(self, first: int, end: int, mode: str, kept: int) -> StageCost:
+        layers, action = self.profile.layers[first:end], self.measured.action
         forward, backward, loss = self._forward(layers), self._backward(layers), self._loss(end)
-        again = [layer for layer, flag in zip(layers, flags, strict=True) if flag]
-        more = self._forward(again) + sum(flag for flag, _, _ in pieces) * action
-        # The loss follows the output: that of the recomputation where there is one.
-        early = loss if scheduled(mode) == "never" and not flags[-1] else 0.0
-        more += loss if flags[-1] else 0.0
         part = self._backward_input(layers)
         part = None if part is None else min(backward, part)
         return StageCost(
-            forward=forward + early + engine,
-            backward=backward + more + engine,
+            # The loss follows the output: that of the recomputation where there is one.
+            forward=forward + (loss if mode == "never" else 0.0) + action,
+            backward=backward + action,
             recompute=forward + loss + action,
-            backward_input=None if part is None else part + more + engine + SPLIT_PYTHON / 2,
-            backward_weight=None if part is None else backward - part + engine + SPLIT_PYTHON / 2,
+            backward_input=None if part is None else part + action + SPLIT_PYTHON / 2,
+            backward_weight=None if part is None else backward - part + action + SPLIT_PYTHON / 2,
             loss=self._whole_loss(end),
             activation_bytes=kept,
             boundary_bytes=self.incoming[first],
@@ -185,7 +178,7 @@ class Costs:
         return [link(self.incoming[first]) if first else 0.0 for (first, _), link in links]
 
     def device_bytes(
-        self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
+        self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
         """What each device holds at its fullest moment; with several stages, at most."""
         found = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices
@@ -193,16 +186,16 @@ class Costs:
             found[place] += self.stage_bytes(j, *own, mode, schedule, j in split)
         return tuple(found)
 
-    def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> DeviceBytes:
+    def stage_bytes(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         """The same for stage j alone, however the others are checkpointed."""
-        moments = held(schedule, scheduled(mode), self.chunks, self.measured.placement, j, splits)
+        moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
         return self._stage(first, end, mode)[1].at_peak(moments)
 
-    def _stage_bytes(self, first: int, end: int, mode: StageMode) -> StageBytes:
+    def _stage_bytes(self, first: int, end: int, mode: str) -> StageBytes:
         layers, measured = self.profile.layers[first:end], self.measured
         loss = self.profile.loss if end == measured.layers else None
         whole = measured.whole_loss and end == measured.layers
-        kept, peak = kept_and_peak(layers, _flags(first, end, mode), None if whole else loss)
+        kept, peak = kept_and_peak(layers, None if whole else loss)
         output = layers[-1].output_bytes if whole else 0
         if whole:
             peak = self._peak_of_all(peak, kept, output, loss)
@@ -226,7 +219,3 @@ class Costs:
         # Outputs are joined for the loss, which also takes their gradient. That stays until all backwards are done.
         at_loss = kept + self.chunks * (output + max(output, loss.peak_bytes if loss else 0))
         return max(at_loss, peak + self.chunks * output)
-
-
-def _flags(first: int, end: int, mode: StageMode) -> tuple[bool, ...]:
-    return (False,) * (end - first) if isinstance(mode, str) else mode

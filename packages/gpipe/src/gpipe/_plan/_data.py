@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from .._gpipe import GPipe
-from ..schedule._flags import StageMode
 from ._bytes import DeviceBytes
 from ._loss import StepLoss
 
@@ -78,7 +77,7 @@ class Alternative:
     chunks: int
     schedule: str
     balance: tuple[int, ...]
-    checkpoint: tuple[StageMode, ...]
+    checkpoint: tuple[str, ...]
     seconds: float
     bytes: int
     reason: str

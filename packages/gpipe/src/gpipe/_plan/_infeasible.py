@@ -13,7 +13,6 @@ from ._arguments import MODES, SCHEDULES, placed, read_chunks
 from ._candidate import Candidate, Space
 from ._loss import waiting
 from ._search import nearest
-from ._table import shown
 
 
 class Infeasible(ValueError):  # noqa: N818 — a finding about the model and the devices rather than a mistake in the call
@@ -47,7 +46,7 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
         f"the plan that comes nearest (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
-        f"checkpoint={[*map(shown, best.modes)]}); what would fit: {'; or '.join(changes)}",
+        f"checkpoint={[*best.modes]}); what would fit: {'; or '.join(changes)}",
         j,
         short[j],
         changes,

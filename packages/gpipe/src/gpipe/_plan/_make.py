@@ -57,7 +57,7 @@ def plan(
     bandwidth: float | str | None = None,
     latency: float | None = None,
 ) -> Plan:
-    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
+    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, to fit.
 
     Layers are profiled at a few sizes of micro-batches. For each number of chunks and each schedule, balance and modes
     that fit are chosen together. One step of the best is run by the engine on tensors without data, which tells its

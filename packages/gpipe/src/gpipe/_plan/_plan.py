@@ -15,10 +15,9 @@ from profiler import documents
 from .._gpipe import GPipe
 from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
-from ..module._choices import checked_choices, expect_fitting
+from ..module._modes import checked_modes
 from ..module._partition import as_sequential
 from ..schedule import SCHEDULES, named
-from ..schedule._flags import StageMode
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
 from ._arguments import rows_of
@@ -57,7 +56,7 @@ class Plan:
         placement: the number of the device of each stage.
         sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
             split.
-        stages: the cost of each stage; that of flags in ``modes`` is in the backward.
+        stages: the cost of each stage.
         hops: for each stage the seconds of a transfer from the stage before.
         whole_loss: whether the loss is computed once, on the outputs of all rows.
     """
@@ -70,7 +69,7 @@ class Plan:
     sizes: tuple[int, ...]
     chunks: int
     schedule: str
-    modes: tuple[StageMode, ...]
+    modes: tuple[str, ...]
     split: tuple[int, ...]
     predicted: Prediction
     stages: tuple[StageCost, ...]
@@ -86,9 +85,9 @@ class Plan:
         return list(self.sizes)
 
     @property
-    def checkpoint(self) -> list[str | list[bool]]:
-        """For each stage its checkpoint mode, or a list with a flag for each of its layers."""
-        return [mode if isinstance(mode, str) else list(mode) for mode in self.modes]
+    def checkpoint(self) -> list[str]:
+        """The checkpoint mode of each stage."""
+        return list(self.modes)
 
     @property
     def is_estimate(self) -> bool:
@@ -252,7 +251,7 @@ class Plan:
                 f"numbers {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
                 f"rows={plan.rows} and chunks={plan.chunks}"
             )
-        expect_fitting(checked_choices([*plan.modes]), plan.sizes)
+        checked_modes(plan.modes)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -57,9 +57,9 @@ def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candid
 def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candidate, few: int) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
-    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the larger
-    peak of two steps counts, in which the first stages, and the last ones, are as early as they can be. An error means
-    that a layer needs the values of tensors.
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the
+    largest peak of several steps counts, in which the first stages, or the last ones, are as early as they can be. An
+    error means that a layer needs the values of tensors.
     """
     sizes, chunks = way.sizes, way.chunks
     mode = fake_mode()
@@ -73,8 +73,9 @@ def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candida
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
         pipe.step(inputs, targets, **arguments, schedule=program)
-        # Inline, the last stage that can do something does it.
-        steps = in_turns(program, placement, [4.0**j for j in range(len(sizes))]), program
+        # Inline, the last stage that can do something does it. Else the first stages are ahead, or the last devices.
+        paces = [4.0**j for j in range(len(sizes))], [4.0**-place for place in placement]
+        steps = program, *[in_turns(program, placement, pace) for pace in paces]
         found = [peak_bytes(pipe, inputs, targets, arguments, step, placement) for step in steps]
     return [max(peaks) for peaks in zip(*found, strict=True)]
 

@@ -5,10 +5,8 @@ programming finds. From there a layer goes to another stage nearby, or a stage t
 is faster.
 
 Not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal parts of
-its memory (unless that alone is searched, and nothing fits), more than one device for a stage, devices in another order
-and, of stages with many layers, patterns of recomputed layers other than runs of one length. Dynamic programming tries
-only a few of these for a stage of more than five layers, so where memory is barely enough it may find nothing although
-something fits.
+its memory (unless that alone is searched, and nothing fits), more than one device for a stage, and devices in another
+order.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ class _Way:
     def of(cls, options: Options, sizes: Sizes) -> _Way:
         """With the option of each stage that has the least work; a stage that fits with none is left out."""
         return cls(
-            options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.fastest(j, *each)[:1]]
+            options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.fitting(j, *each)[:1]]
         )
 
     @cached_property
@@ -136,7 +134,7 @@ class _Way:
         for sizes in shifted(self._sizes):
             yield _Way.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
-            for option in self._options.fastest(j, *own):
+            for option in self._options.fitting(j, *own):
                 if option is not self._chosen[j]:
                     yield _Way(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
 
@@ -168,7 +166,7 @@ def _placed(options: Options) -> Sizes | None:
     """The balance with the least slowest stage that fits; None if none does."""
 
     def busy(j: int, first: int, end: int) -> float:
-        found = options.fastest(j, first, end, few=True)
+        found = options.fitting(j, first, end)
         return found[0].busy if found else math.inf
 
     stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
-from ..schedule._flags import StageMode, runs_of
 from ._costs import bounds
 from ._data import Alternative
 
@@ -32,7 +31,7 @@ def _heading(plan: Plan) -> str:
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     marked = ", an estimate that was not measured" if plan.is_estimate else ""
     return (
-        f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={[*map(shown, plan.modes)]}, "
+        f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, "
         f"schedule={plan.schedule!r}\n"
         f"a step of {plan.rows} rows{marked}: {format_seconds(seconds.mid)} ({between}), "
         f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}"
@@ -48,7 +47,7 @@ def _stages(plan: Plan) -> Iterable[list[str]]:
             str(j),
             plan.devices[place] if len(plan.devices) == len(plan.sizes) else f"{place}, {plan.devices[place]}",
             first if first == last else f"{first} … {last}",
-            mode if isinstance(mode, str) else f"{shown(mode)} recomputed",
+            mode,
             format_seconds(stage.forward),
             format_seconds(stage.backward) + (" (split)" if j in plan.split else ""),
             format_bytes(need.activations + need.transient),
@@ -57,21 +56,8 @@ def _stages(plan: Plan) -> Iterable[list[str]]:
         ]
 
 
-def shown(mode: StageMode) -> str:
-    """Text for readers; layers are counted from 1.
-
-    >>> shown("never"), shown((False, False, True, True, False, True))
-    ('never', 'layers 3-4, 6 of 6')
-    """
-    if isinstance(mode, str):
-        return mode
-    runs = [(first + 1, end) for flag, first, end in runs_of(mode) if flag]
-    numbers = ", ".join(str(end) if first == end else f"{first}-{end}" for first, end in runs)
-    return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
-
-
 def _alternative(other: Alternative) -> list[str]:
-    modes = [*map(shown, other.checkpoint)]
+    modes = other.checkpoint
     return [
         other.schedule,
         str(other.chunks),

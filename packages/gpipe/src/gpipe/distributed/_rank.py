@@ -30,11 +30,11 @@ from ..engine._settings import settings
 from ..engine._whole_loss import WholeLoss
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
-from ..module._choices import Choices, checked_choices, expect_fitting, laid_out
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._init import initializer_of
 from ..module._keywords import NOTHING, Call, called_with, given_to
+from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import as_sequential, checked_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
 from ..module._step import Asked, Prepared, Stepping
@@ -70,7 +70,7 @@ class Rank(Stepping):
         balance: the number of layers of each stage.
         sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches that a mini-batch is cut into.
-        checkpoint: which micro-batches are recomputed: a mode, or for each stage one, or a flag for each of its layers.
+        checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
         ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
             has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
         group: the processes that take part, as a process group or a mesh of one dimension such as ``mesh["pp"]``; all
@@ -109,7 +109,7 @@ class Rank(Stepping):
         *,
         sample: Any = None,
         chunks: int = 1,
-        checkpoint: str | Iterable[str | Iterable[bool]] = "except_last",
+        checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
         ranks: Iterable[int] | None = None,
         group: Group | None = None,
@@ -134,7 +134,7 @@ class Rank(Stepping):
                 initializer, layers = initializer_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
-                self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
+                self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(layers, transport)
             with agreement(rendezvous) as placed:
@@ -158,7 +158,7 @@ class Rank(Stepping):
         """Make the stages of the engine, and connect them to those of other ranks."""
         devices = share.device_of
         cpu = torch.device("cpu")
-        every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))], self._checkpoint)
+        every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))])
         stages = [every[j] for j in share.numbers]
         self._trained = sorted(j for each in told for j in each["trained"])
         self._processes = Ranks(share, layout, groups, self._ranks, self._replicas, told)
@@ -188,9 +188,9 @@ class Rank(Stepping):
         return list(self._ranks)
 
     @property
-    def checkpoint(self) -> Choices:
+    def checkpoint(self) -> Modes:
         """Which micro-batches are checkpointed, as the argument says."""
-        return copy.deepcopy(self._checkpoint)
+        return copy.copy(self._checkpoint)
 
     @checkpoint.setter
     def checkpoint(self, mode: object) -> None:

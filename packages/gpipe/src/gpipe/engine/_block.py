@@ -45,8 +45,8 @@ class Block:
     def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
         if stage.module._compiled_call_impl is not None:
             raise RuntimeError(
-                f"partition {stage.index} is compiled as a whole, but some of its layers are checkpointed and others "
-                "are not; compile its layers, or give it one mode, as in checkpoint='always'"
+                f"partition {stage.index} is compiled as a whole, but some of its layers are recomputed on their own; "
+                "compile its layers"
             )
         self.numbers = numbers
         self.recomputation = stage.blocks[numbers]
@@ -138,9 +138,8 @@ class _Forward:
     def _save(self, tensor: Tensor) -> _Saved:
         if get_ident() != self._thread:
             raise RuntimeError(
-                "a layer that is checkpointed by a flag of its own computes on other threads, as a pipe inside of it "
-                "does, whose order may differ in the recomputation; give its partition one mode, as in "
-                "checkpoint='always', or leave the layer out"
+                "a layer that is recomputed on its own computes on other threads, as a pipe inside of it does, whose "
+                "order may differ in the recomputation; use checkpoint='always' or 'never' for its partition"
             )
         saved = _Saved(self, tensor)
         self._saved.append(ref(saved))

@@ -17,7 +17,7 @@ from .._flatten._standins import let_go
 from ..engine._pipeline import Pipeline
 from ..engine._walks import Size
 from ..schedule import checkpoint_stops
-from ._choices import Choices, modes_of
+from ._modes import Modes
 
 Pipe = TypeVar("Pipe", bound="Divided")
 _PLAIN = (nn.Module.train.__module__, "transformers.modeling_utils")
@@ -28,7 +28,7 @@ class Divided(nn.Module):
     """The part of a pipe that holds its layers."""
 
     _balance: list[int]
-    _checkpoint: Choices
+    _checkpoint: Modes
     _partitions: nn.ModuleList
     _pipeline: Pipeline
     _model: nn.Module | None = None
@@ -155,7 +155,7 @@ class Divided(nn.Module):
 
     def _size(self, microbatches: int, *, trains: bool) -> Size:
         """The size of a run; nothing is checkpointed in evaluation mode, nor where no backward follows."""
-        modes = modes_of(self._checkpoint) if self.training and trains else "never"
+        modes = self._checkpoint if self.training and trains else "never"
         return self._pipeline.size(microbatches, checkpoint_stops(modes, microbatches, len(self._balance)))
 
 

@@ -1,9 +1,10 @@
-"""Partitions of which some layers are checkpointed train as any other, and hold what those hold."""
+"""Stages of which some layers are recomputed on their own train as any other, and hold what those hold."""
 
 import copy
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import Any
 
 import pytest
@@ -14,21 +15,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe import GPipe, record
+from gpipe import GPipe, _gpipe, record
+from gpipe.engine._stage import stages_of
 from gpipe.schedule import SCHEDULES
+from gpipe.skip import inspect_skip_layout
 
 from ..layers import DOUBLE, Call, Layer, assert_same, linears, piped, rows, running
 from ..models import Recipe, assert_close, recipes
+from ..module.test_step import SLOW, Way, lived, ways
 from ..schedules import V_SHAPED
-from .test_step import SLOW, Way, lived, ways
 
 each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 
 
-def flags(balance: list[int], choices: list[bool]) -> list[list[bool]]:
-    """A flag for each layer of each partition."""
+Flags = Sequence[Sequence[bool]]
+"""For each stage, which of its layers are recomputed."""
+
+
+def flags(balance: list[int], choices: list[bool]) -> Flags:
     every = iter(choices * sum(balance))
     return [[next(every) for _ in range(size)] for size in balance]
+
+
+def blocks_of(flags: Sequence[bool]) -> Iterator[range]:
+    end = 0
+    for flag, run in groupby(flags):
+        first, end = end, end + len(list(run))
+        if flag:
+            yield range(first, end)
+
+
+@contextmanager
+def in_blocks(flags: Flags) -> Iterator[list[str]]:
+    """Inside, pipes are made with these blocks. Its value are the modes of their stages."""
+    blocks = {j: [*blocks_of(own)] for j, own in enumerate(flags) if not all(own)}
+
+    def laid_out(partitions: Any, devices: Any) -> Any:
+        layout = inspect_skip_layout([*partitions])
+        return stages_of([*partitions], devices, layout, blocks), layout
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_gpipe, "laid_out", laid_out)
+        yield ["always" if all(own) else "never" for own in flags]
+
+
+def made(make: Callable[[list[str]], GPipe], flags: Flags) -> GPipe:
+    """What ``make`` makes with these blocks, and with the modes that it is called with."""
+    with in_blocks(flags) as modes:
+        return make(modes)
 
 
 @settings(SLOW, max_examples=SLOW.max_examples // 2)
@@ -37,10 +71,12 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
     """Masks, buffers and gradients are those without checkpointing; to the last bit where no stage is a block."""
     recipe = replace(recipe, training=True, input_needs_grad=True)
     balance = recipe.balance(len(recipe.model()))
-    checkpoint = flags(balance, choices)
-    found, plain = (lived(recipe, way, each) for each in (checkpoint, "never"))
+    own = flags(balance, choices)
+    with in_blocks(own) as modes:
+        found = lived(recipe, way, modes)
+    plain = lived(recipe, way, "never")
     assert_close(found, plain, recipe)
-    if not any(map(all, checkpoint)):
+    if not any(map(all, own)):
         torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
 
 
@@ -48,9 +84,9 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
 def test_what_is_held_falls_by_what_blocks_save(activation: type[nn.Module], saved: int):
     """Also if an operation saves its output; until the last backward, with what recomputations save."""
 
-    def held(choice: Any) -> int:
-        blocks = [nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 64)) for _ in range(4)]
-        with closing(GPipe(nn.Sequential(*blocks), [3, 1], devices=["cpu"] * 2, chunks=4, checkpoint=choice)) as pipe:
+    def held(own: Flags) -> int:
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 64)) for _ in range(4)])
+        with closing(made(lambda modes: piped(layers, [3, 1], chunks=4, checkpoint=modes), own)) as pipe:
             x, y = torch.zeros(64, 64), torch.zeros(64, 64)
             with gpipe.inline():
                 pipe.step(x, y, loss_fn=F.mse_loss, schedule="fill_drain")
@@ -58,7 +94,7 @@ def test_what_is_held_falls_by_what_blocks_save(activation: type[nn.Module], sav
                     pipe.step(x, y, loss_fn=F.mse_loss, schedule="fill_drain")
         return timeline.peak_bytes[0]
 
-    counts = [held([[True] * k + [False] * (3 - k), "never"]) for k in range(3)]
+    counts = [held([[True] * k + [False] * (3 - k), [False]]) for k in range(3)]
     layer = saved * 16 * 256 * 4  # activations of 16 rows and 256 columns
     inner = 16 * 64 * 4  # what is between two layers of a block
     assert [a - b for a, b in pairwise(counts)] == pytest.approx([4 * layer, 4 * (layer + inner)], rel=0.02)
@@ -82,8 +118,8 @@ def test_what_blocks_share_is_as_in_a_whole_partition(
     linear, norm = linears(1), nn.BatchNorm1d(3, dtype=DOUBLE)
     make = {"own": lambda: linears(1), "linear": lambda: uses(linear), "norm": lambda: uses(norm)}
     plain = nn.Sequential(linears(1), *(make[kind]() for kind in kinds), uses(linear), linears(1))
-    options: Any = {"chunks": 2, "checkpoint": [[True, *choice], "never"]}
-    with closing(piped(plain, [6, 2], **options)) as pipe, running(inline):
+    own: Flags = [[True, *choice], [False, False]]
+    with closing(made(lambda modes: piped(plain, [6, 2], chunks=2, checkpoint=modes), own)) as pipe, running(inline):
         for _ in range(2):
             pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
             for x in rows(8).chunk(2):
@@ -108,7 +144,8 @@ def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator
         return Call(act)
 
     model = nn.Sequential(*[noisy(k, torch.Generator().manual_seed(k)) for k in range(3)])
-    with closing(piped(model, [3], chunks=1, checkpoint=[[*choice]])) as pipe, running(inline):
+    pipe = made(lambda modes: piped(model, [3], chunks=1, checkpoint=modes), [choice])
+    with closing(pipe), running(inline):
         pipe(rows(grad=True)).sum().backward()
     for flag, calls in zip(choice, seen, strict=True):
         assert [call[:2] for call in calls] == ([(True, False), (False, True)] if flag else [(False, False)])
@@ -116,34 +153,34 @@ def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator
 
 
 def test_errors_and_timelines_speak_of_partitions():
-    bad = Call(lambda x: x)
-    layers = [*linears(5), bad]
-    with closing(
-        GPipe(nn.Sequential(*layers), [4, 2], devices=["cpu"] * 2, checkpoint=[[True, False] * 2, "never"])
-    ) as pipe:
+    layers, own = linears(6), [[True, False] * 2, [True, False]]
+    with closing(made(lambda modes: piped(layers, [4, 2], checkpoint=modes), own)) as pipe:
         with record(memory=True) as timeline:
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
         assert {event.stage: event.layers for event in timeline.events} == {0: "'0' to '3'", 1: "'4' to '5'"}
-        bad.register_forward_pre_hook(lambda *_: 1 / 0)
-        for flags in ("never", [True, False]):
-            pipe.checkpoint = ["never", flags]
-            with pytest.raises(ZeroDivisionError) as caught:
-                pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-            assert "in partition 1 (layers '4' to '5')" in caught.value.__notes__[0]
+        pipe[5].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert "in partition 1 (layers '4' to '5')" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind", "says"),
-    [
-        ([[True], "never"], ValueError, r"checkpoint\[0\].*each of the 2 layers of partition 0; got 1"),
-        ([[True, 1], "never"], TypeError, r"checkpoint\[0\]\[1\] must be True or False"),
-        ([True, "never"], ValueError, r"checkpoint\[0\]"),
-        ([[True, False]], ValueError, "each of the 2 partitions"),
-    ],
-)
-def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
-    with pytest.raises(kind, match=says):
-        piped(linears(3), [2, 1], checkpoint=choice)
+@pytest.mark.parametrize("call", [1, 2])
+@each_way
+def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(call: int, inline: bool):
+    seen, calls = list[tuple[bool, bool]](), iter(range(1, 9))
+
+    def act(x: Tensor) -> Tensor:
+        assert next(calls) != call
+        seen.append((gpipe.is_checkpointing(), gpipe.is_recomputing()))
+        return x.sin()
+
+    model = nn.Sequential(Call(act), *linears(1))
+    with closing(made(lambda modes: piped(model, [2], chunks=1, checkpoint=modes), [[True, False]])) as pipe:
+        with running(inline), pytest.raises(AssertionError):
+            pipe(rows(grad=True)).sum().backward()
+        with running(inline), torch.no_grad():
+            pipe(rows())
+    assert seen[-1] == (False, False)
 
 
 def counts(s: Layer, x: Tensor) -> Tensor:
@@ -170,14 +207,15 @@ def saves_more(s: Layer, x: Tensor) -> Tensor:
 )
 def test_what_cannot_be_repeated_is_refused(layers: list[nn.Module], choice: list[bool], says: str, inline: bool):
     model = nn.Sequential(*copy.deepcopy(layers), nn.Linear(3, 3, dtype=DOUBLE))
-    pipe = GPipe(model, [len(model)], devices=["cpu"], checkpoint=[choice])
+    pipe = made(lambda modes: piped(model, [len(model)], checkpoint=modes), [choice])
     with closing(pipe), running(inline), pytest.raises(RuntimeError, match=says):
         pipe.step(rows(4, grad=True), rows(4), loss_fn=F.mse_loss)
 
 
 def test_a_pipe_inside_of_a_checkpointed_layer_is_refused():
     inner = piped(linears(2), [1, 1], checkpoint="never")
-    pipe = GPipe(nn.Sequential(inner, *linears(2)), [2, 1], devices=["cpu"] * 2, checkpoint=[[True, False], "never"])
+    model = nn.Sequential(inner, *linears(2))
+    pipe = made(lambda modes: piped(model, [2, 1], checkpoint=modes), [[True, False], [False]])
     with closing(inner), closing(pipe), pytest.raises(RuntimeError, match="computes on other threads"):
         pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
 
@@ -185,15 +223,16 @@ def test_a_pipe_inside_of_a_checkpointed_layer_is_refused():
 def test_derivatives_inside_of_a_checkpointed_layer_are_refused():
     """torch.func cannot save tensors by hooks."""
     slope = Call(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum())))
-    with closing(piped(nn.Sequential(slope, *linears(2)), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        pipe.checkpoint = ["always", "never"]
+    model = nn.Sequential(slope, *linears(2))
+    pipe = made(lambda modes: piped(model, [2, 1], checkpoint=modes), [[True, False], [False]])
+    with closing(pipe), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+    with closing(piped(model, [2, 1], checkpoint="always")) as pipe:
         pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
 
 
 def test_a_compiled_partition_is_refused():
-    with closing(piped(linears(3), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
+    with closing(made(lambda modes: piped(linears(3), [2, 1], checkpoint=modes), [[True, False], [False]])) as pipe:
         pipe.partitions[0].compile(backend="eager")
         with pytest.raises(RuntimeError, match="partition 0 is compiled as a whole"):
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
@@ -205,7 +244,7 @@ def test_a_block_in_place_on_memory_that_two_of_its_inputs_share():
     twice = Layer(lambda s, x: (y := s.m[0](x), y.view_as(y)), linears(1))
     changes = Layer(lambda s, pair: s.m[0](pair[0].mul_(2) * pair[1].tanh()), last)
     model = nn.Sequential(twice, changes)
-    with closing(piped(model, [2], chunks=2, checkpoint=[[False, True]])) as pipe:
+    with closing(made(lambda modes: piped(model, [2], chunks=2, checkpoint=modes), [[False, True]])) as pipe:
         pipe(rows()).sum().backward()
         model(rows()).sum().backward()
         assert_same(pipe, model)

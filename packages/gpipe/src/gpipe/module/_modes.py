@@ -1,0 +1,43 @@
+"""The argument ``checkpoint`` of a pipe: one mode, or one for each partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine._stage import Stage, stages_of
+from ..skip import SkipLayout, inspect_skip_layout
+from ._arguments import checked_mode
+
+Modes = str | list[str]
+
+
+def checked_modes(checkpoint: Any) -> Modes:
+    if not isinstance(checkpoint, (list, tuple)):
+        return checked_mode(checkpoint, "checkpoint")
+    for j, mode in enumerate(checkpoint):
+        if isinstance(mode, (list, tuple, bool)):
+            raise TypeError(
+                f"checkpoint[{j}] must be the mode of partition {j}, such as 'always'; got {mode!r}. To recompute only "
+                "some of its layers, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in their forward"
+            )
+    return [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
+
+
+def expect_fitting(modes: Modes, partitions: int) -> Modes:
+    if not isinstance(modes, str) and len(modes) != partitions:
+        raise ValueError(
+            f"checkpoint must be one mode, or a list of one for each of the {partitions} partitions; got "
+            f"{len(modes)}: {modes!r}"
+        )
+    return modes
+
+
+def laid_out(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -> tuple[list[Stage], SkipLayout]:
+    """A stage for each partition, and the skips between them."""
+    modules = list(partitions)
+    layout = inspect_skip_layout(modules)
+    return stages_of(modules, devices, layout), layout
