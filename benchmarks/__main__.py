@@ -27,7 +27,6 @@ PARTS = {
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
     "losses": ("whole_loss.run", "a loss computed once on all rows, beside a call and 1F1B"),
     "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
-    "calls": ("calls.run", "how many calls a cell makes, and where the engine's microseconds go"),
     "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),
     "profiling": ("profiling.run", "how repeatable balances by time are"),
     "generate": ("generate.run", "tokens per second of `pipe.generate` beside the plain model's; how busy stages are"),

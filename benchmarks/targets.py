@@ -83,13 +83,7 @@ TARGETS = [
     Target("`Rank` on an uneven model: time / that of even cuts", r"ranks, Uneven.*: time / even cuts", 1, "<"),
     Target("forward only: time / any peer's", r".*forward only.*: time / .*", 1, "<"),
     Target("engine, empty stages, n=4, m=64: time of a cell / the plain loop's", r"engine 4x64: workers / loop", 2),
-    Target("frames of our packages above a layer on a worker", r"calls: frames above a layer", 8),
-    Target("modules that a forward and backward enters, inline", r"calls: modules entered", 20),
-    Target("Python calls a cell, inline", r"calls: calls a cell", 40),
-    Target("switches from module to module a cell, inline", r"calls: switches a cell", 30),
-    Target("objects that each thread has its own of", r"calls: thread-local objects", 2),
     Target("import of `gpipe` over `import torch`", r"import: gpipe, ms", 40, unit=" ms"),
-    Target("import cycles", r"calls: import cycles", 0),
     Target(
         "1F1B, saved activations of the worst stage / fill-drain's, m=32, n=4",
         r"saved activations, m=32, n=4: 1f1b / fill_drain",

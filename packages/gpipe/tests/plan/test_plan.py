@@ -193,7 +193,7 @@ def test_a_pipe_is_built_with_the_modes_and_trains_like_the_model() -> None:
         assert_same(pipe, plain)
         with inline():
             shown = found.verify(rows(ROWS), rows(ROWS), **given, pipe=pipe)
-        assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
+        assert len(shown.timeline.events) == len(found.timeline.events) == (2 * 2 + 1) * found.chunks
     assert Plan.from_json(found.to_json()) == found
 
 
