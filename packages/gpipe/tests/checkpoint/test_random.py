@@ -1,7 +1,9 @@
 """Random numbers depend on the seed alone, and a recomputation draws what its forward drew."""
 
 import gc
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe import GPipe
-from gpipe.checkpoint._random import CellRNG, RunRNG, state_of
+from gpipe import GPipe, inline
+from gpipe.checkpoint._random import PROCESS, CellRNG, RunRNG, state_of
 
-from ..layers import MODES, Call, Layer, each_mode, running, squares, trained
+from ..layers import MODES, Call, Layer, each_mode, linears, piped, rows, running, squares, trained
 from ..models import Recipe, assert_close, recipes
 from ..module.test_step import SLOW, Way, lived, ways
 
@@ -197,28 +200,49 @@ def test_a_pipe_inside_of_a_layer_draws_the_numbers_of_that_layer(mode: str):
     assert {*y.flatten().tolist()} == {0.0, 2.0}
 
 
-@pytest.mark.parametrize("is_collecting", [True, False])
-def test_no_garbage_is_collected_while_a_state_is_read(is_collecting: bool):
-    """Torch holds the lock of the generator then, for which other threads may wait."""
-    seen: list[str] = []
+def test_no_lock_of_a_generator_is_held_while_garbage_is_collected() -> None:
+    """Other threads may wait for it, and would never let the collection go on."""
+    assert in_child(_states_in_collections) == "True"
 
-    class Generator:
-        def get_state(self) -> str:
-            gc.callbacks.append(note)
-            assert len([[] for _ in range(10_000)]) > 0
-            gc.callbacks.remove(note)
-            return "state"
+
+def _states_in_collections() -> bool:
+    """Whether garbage was collected while states were read, and their lock was free then."""
+    during, reads, held = [], [False], []
 
     def note(*_: Any) -> None:
-        seen.append("collected")
+        if reads[0]:
+            during.append(PROCESS.get_state())  # waits for ever for a lock that this thread holds
 
+    gc.set_threshold(10)
+    gc.callbacks.append(note)
+    for k in range(500):
+        for _ in range(1 + (k % 7 == 0)):  # so that collections begin at any allocation
+            held.append([])
+        reads[0] = True
+        held.append(state_of(PROCESS))
+        reads[0] = False
+    return bool(during) or sys.version_info >= (3, 12)
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+@pytest.mark.parametrize("way", [nullcontext, inline])
+def test_the_collector_stays_as_the_caller_has_set_it(
+    monkeypatch: pytest.MonkeyPatch, is_collecting: bool, way: Callable[[], Any]
+) -> None:
+    """Whoever switches it in one thread changes it for all others."""
+    switched: list[str] = []
     (gc.enable if is_collecting else gc.disable)()
     try:
-        assert state_of(Generator()) == "state"
+        with monkeypatch.context() as patch, way():
+            for name in ("enable", "disable"):
+                patch.setattr(gc, name, lambda name=name: switched.append(name))
+            pipe = piped(nn.Sequential(nn.Dropout(), *linears(1), nn.Dropout()), [1, 2], chunks=2)
+            pipe.step(rows(), loss_fn=lambda output: output.square().mean(), reduction="mean")
+            pipe(rows()).sum().backward()
         assert gc.isenabled() == is_collecting
     finally:
         gc.enable()
-    assert not seen
+    assert not switched
 
 
 RACING = {

@@ -12,7 +12,6 @@ backward, as in ``torch.utils.checkpoint``, are refused when they draw.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,19 +45,13 @@ _IN_BACKWARD = (
 
 
 def state_of(generator: torch.Generator) -> Tensor:
-    """Its state, read without a collection of garbage meanwhile.
+    """Its state, read from a copy.
 
-    Torch holds the generator's lock, and Python before 3.12 may collect as the result is made. Freeing a tensor then
-    lets another thread run, which may wait for that lock and never let this one go on.
+    Torch holds the lock of a generator while it makes the result, and Python before 3.12 may collect garbage then.
+    Freeing a tensor lets another thread run, which may wait for that lock and never let this one go on. Nobody waits
+    for the lock of a copy, and no garbage is collected while one is made.
     """
-    # Without a lock, which a fork or an interrupt would have to respect. Whoever finds it off leaves it to its owner.
-    if not gc.isenabled():
-        return generator.get_state()
-    try:
-        gc.disable()
-        return generator.get_state()
-    finally:
-        gc.enable()
+    return generator.clone_state().get_state()
 
 
 class RunRNG:
@@ -120,7 +113,7 @@ class RunRNG:
             return _number(self._around.draw())
         with process_lock:
             # By a copy: a layer of another thread may put back the state of before at any time, see settle().
-            copy = torch.Generator().set_state(state_of(PROCESS))
+            copy = PROCESS.clone_state()
             seed = _number(copy)
             self._states.append(copy.get_state())
             PROCESS.set_state(self._states[-1])
@@ -288,7 +281,7 @@ def _number(generator: torch.Generator) -> int:
 
 def next_seed() -> int:
     """The seed that a run would take now; the generator does not change."""
-    return _number(torch.Generator().set_state(state_of(PROCESS)))
+    return _number(PROCESS.clone_state())
 
 
 def take_seed() -> None:
