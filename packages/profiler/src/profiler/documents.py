@@ -78,7 +78,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None or of text and a tuple, or plain."""
+    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None, or plain."""
     if is_dataclass(kind):
         return _read_fields(kind, value, where)
     origin, of = typing.get_origin(kind), typing.get_args(kind)
@@ -87,8 +87,6 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: expected a list, got {shortened(value)}")
         return tuple(_read(of[0], each, f"{where}[{k}]") for k, each in enumerate(value))
     if origin is types.UnionType:
-        if type(None) not in of:
-            return _read(of[isinstance(value, list)], value, where)
         return None if value is None else _read(of[0], value, where)
     expected, fits = _PLAIN[kind]
     if not fits(value):

@@ -120,6 +120,7 @@ class StageRun:
             cell.inputs, cell.outputs = leaves, outputs
         else:
             cell.inputs = cell.repeat.inputs
+        del outputs, leaves  # the graph of a cell that does not keep it is freed before its outputs are copied
         self._end_forward(i)
         if i >= self._late_losses:
             self._send(i, sent)
