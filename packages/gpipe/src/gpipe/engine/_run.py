@@ -227,16 +227,16 @@ class Run:
         # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread.
         before, intercepted, graph_task = current.work, is_intercepting(), backward_id()
         try:
-            current.work = Work(before.skips, step, graph_task)
+            current.work = base = Work(before.skips, step, graph_task, recompute_under=recompute_under)
             set_intercepting(True)
             # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
             with context, serving(sections), torch.autograd.set_multithreading_enabled(False):
                 variables = copy_context()
                 for step in steps:
-                    j, (kind, i) = step
-                    current.work = Work(before.skips, step, graph_task, i, recompute_under=recompute_under)
                     if failures.earliest is not None and failures.forestall(step):
                         return
+                    j, (kind, i) = step
+                    current.work = stages[j].work(base, step)
                     if around is None:
                         getattr(stages[j], kind)(i)
                     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -90,8 +89,12 @@ class Stage:
         if self.pops:
             value, *skips = value
             store.update(zip(self.pops, skips, strict=True))
-        with nullcontext() if self.is_direct else doing(skips=store):
-            output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        args, kwargs = (value.args, value.kwargs) if isinstance(value, Arguments) else ((value,), {})
+        if self.is_direct:
+            output = self.module(*args, **kwargs)
+        else:
+            with doing(skips=store):
+                output = self.module(*args, **kwargs)
         if not isinstance(output, Tensor):
             expect_plain(output, self.index)
         if not self.stashes:

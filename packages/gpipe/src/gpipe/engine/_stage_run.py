@@ -13,8 +13,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from .._batchnorm import MiniBatchStatistics, commit
-from .._current import current, doing
+from .._current import Work, current, doing
 from ..checkpoint._random import CellRNG
+from ..schedule import Kind, Step
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
@@ -96,23 +97,36 @@ class StageRun:
         repeats = current.work.microbatch is not None and current.work.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
+    def work(self, base: Work, step: Step) -> Work:
+        """What a thread is doing while it takes ``step``: as ``base``, and what layers draw from, count in, and ask."""
+        skips, _, graph_task, *_ = base
+        kind, i = step.action
+        if kind == Kind.FORWARD:
+            self._random.microbatch = i
+            random, statistics, blocks = self._random, self._statistics, self._blocks
+            if i >= self._checkpoint_stop:
+                return Work(skips, step, graph_task, i, "", random, statistics, blocks)
+            # Random numbers that can be drawn again when those of the stage have gone on.
+            random = random.again(self.stage.device)
+            return Work(skips, step, graph_task, i, "checkpointing", random, statistics, blocks)
+        if kind == Kind.RECOMPUTE and (repeat := self._cells[i].repeat) is not None:
+            return Work(skips, step, graph_task, i, "recomputing", repeat.random, None, (), base.recompute_under)
+        return Work(skips, step, graph_task, None if kind == Kind.LOSS else i)
+
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.marks and self.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
         self._cells[i] = cell = Cell(inputs)
-        self._random.microbatch = i
-        leaves, random, phase, before = inputs, self._random, "", None
+        leaves, before = inputs, None
         if i < self._checkpoint_stop:
-            # Leaves of their own, since layers may put hooks and flags on their inputs, and will do so again; and
-            # random numbers that can be drawn again when those of the stage have gone on.
-            leaves, random, phase = detach_leaves(inputs), random.again(self.stage.device), "checkpointing"
+            # Leaves of their own, since layers may put hooks and flags on their inputs, and will do so again.
+            leaves = detach_leaves(inputs)
             before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
-        with doing(phase=phase, rng=random, statistics=self._statistics, blocks=self._blocks):
-            outputs = self.compute(leaves)
+        outputs = self.compute(leaves)
         guard(self.stage, leaves.tensors, i)  # after the layers, which may look at the hooks of their input
         if before is not None:
-            cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, random)
+            cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, current.work.rng)
         # A later stage that works in place must not change what the recomputation needs.
         kept = [] if cell.repeat is None else [(tensor, PRESERVED) for tensor in cell.repeat.inputs.tensors]
         sent = self._sent(inputs, outputs, kept)
@@ -129,7 +143,7 @@ class StageRun:
         """Rebuild the graph of a cell that has freed it."""
         cell, repeat = self._cells[i], self._cells[i].repeat
         if repeat is not None:
-            with current.work.recompute_under(), repeat.restored(), doing(phase="recomputing", rng=repeat.random):
+            with current.work.recompute_under(), repeat.restored():
                 outputs = self.compute(repeat.inputs)
                 self.stage.recomputation.expect_same(repeat, outputs.tensors)
             guard(self.stage, repeat.inputs.tensors, i)
@@ -157,8 +171,7 @@ class StageRun:
     def loss(self, i: int) -> None:
         """Compute the loss of the whole mini-batch."""
         assert self._loss is not None
-        with doing(microbatch=None):  # it is outside of all layers
-            self._loss.compute_whole()
+        self._loss.compute_whole()
 
     def inputs_of(self, microbatch: int) -> Activation | None:
         """The inputs of a cell, for messages; None if it has none yet, or is done."""
@@ -228,7 +241,8 @@ class StageRun:
             assert self._departure is not None
             self._departure.put_values(i, outputs)
         else:
-            with doing(microbatch=None):  # the loss is outside of all layers
+            # The loss is outside of all layers.
+            with doing(microbatch=None, phase="", rng=None, statistics=None, blocks=()):
                 self._loss.take(i, outputs)
 
     def _seeds(self, i: int) -> list[Tensor | None]:
