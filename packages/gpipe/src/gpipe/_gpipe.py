@@ -27,6 +27,7 @@ from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_places
 from .module._cut import checked
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
+from .module._frequencies import expect_sums
 from .module._init import initializer_of
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
 from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
@@ -85,9 +86,9 @@ class GPipe(Stepping):
         TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order; an argument
             has a wrong type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` is invalid, a layer occurs twice, partitions share modules that cannot
-            be copied, a device is missing or cannot hold its partition, or ``init`` does not fit the model, or does not
-            set all of its tensors.
+        ValueError: ``chunks`` or ``checkpoint`` is invalid or does not go with a layer, a layer occurs twice,
+            partitions share modules that cannot be copied, a device is missing or cannot hold its partition, or
+            ``init`` does not fit the model, or does not set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
     On any error no layer has moved; values that ``init`` has given to tensors with data remain.
@@ -134,6 +135,7 @@ class GPipe(Stepping):
         sizes = checked_balance(balance, len(module))
         places = checked_places(devices, len(sizes))
         verify_skippables(module)
+        expect_sums(module, self.chunks)
         # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
         self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
         partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)

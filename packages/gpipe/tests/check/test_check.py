@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe import GPipe, LossSum, Report, check, flatten
 
@@ -233,3 +233,28 @@ def test_bad_input_is_refused_by_name(changes: dict[str, Any], error: type[Excep
     given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
     with pytest.raises(error, match=message):
         check(given.pop("model"), given.pop("sample"), **given)
+
+
+class AddsLoss(torch.autograd.Function):
+    """The identity, whose backward trains a loss beside that of the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Experts(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return AddsLoss.apply(y, y.square().mean())
+
+
+def test_a_gradient_that_a_backward_makes_is_named() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Experts(3, 3), nn.Linear(3, 3))
+    found = check(layers, torch.rand(8, 3), chunks=4, target=torch.rand(8, 3), loss_fn=F.mse_loss)
+    assert [(each.code, each.layer) for each in found.findings] == [("gradient", "1")]

@@ -202,3 +202,76 @@ def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | N
         trained(pipe, rows(6, WIDTH), way)
     assert "in partition 1 (layers '1' to '2')" in "".join(caught.value.__notes__)
     assert "is_recomputing" in str(caught.value)
+
+
+def assigned(key: Tensor, query: Tensor) -> None:
+    key.data = key.data * 0.5 + query.data[: len(key)] * 0.5
+
+
+def in_place(key: Tensor, query: Tensor) -> None:
+    key.data.mul_(0.5).add_(query.data[: len(key)], alpha=0.5)
+
+
+def copied(key: Tensor, query: Tensor) -> None:
+    key.data.copy_(key.data * 0.5 + query.data[: len(key)] * 0.5)
+
+
+def turned(key: Tensor, query: Tensor) -> None:
+    """The same values in another order, as in a queue."""
+    key.data.copy_(key.data.roll(1, 0))
+
+
+def by_numpy(key: Tensor, query: Tensor) -> None:
+    key.detach().numpy()[:] *= 0.5
+
+
+def counted(key: Tensor, query: Tensor) -> None:
+    with torch.no_grad():
+        key.mul_(0.5)
+
+
+MOVES = (assigned, in_place, copied, turned, by_numpy, counted)
+
+
+class Follows(nn.Module):
+    """Has a parameter or buffer that follows another weight, as the key encoder of MoCo does."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], None], size: int, is_parameter: bool) -> None:
+        super().__init__()
+        self.query, self.move = nn.Linear(3, size, dtype=DOUBLE), move
+        key = torch.linspace(-1, 1, size * 3, dtype=DOUBLE).view(size, 3)
+        if is_parameter:
+            self.key = nn.Parameter(key, requires_grad=False)
+        else:
+            self.register_buffer("key", key)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.move(self.key, self.query.weight)
+        return self.query(x)[:, :3] + F.linear(x, self.key)[:, :3]
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.sampled_from(MOVES),
+    st.sampled_from([4, 2000]),
+    st.booleans(),
+    st.sampled_from(MODES),
+    st.sampled_from(WAYS),
+    st.booleans(),
+)
+def test_state_that_a_forward_moves_moves_once_for_a_micro_batch(
+    move: Callable[[Tensor, Tensor], None], size: int, is_parameter: bool, mode: str, way: str | None, inline: bool
+) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Follows(move, size, is_parameter), nn.Linear(3, 3, dtype=DOUBLE))
+
+    pipe, plain = GPipe(layers(), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode), layers()
+    with running(inline):
+        for _ in range(2):
+            trained(pipe, rows(6), way)
+            for part in rows(6).chunk(3):
+                F.mse_loss(plain(part), torch.zeros_like(part), reduction="sum")
+    torch.testing.assert_close(pipe[0].key, plain[0].key, rtol=1e-12, atol=1e-12)
+    pipe.close()

@@ -16,7 +16,7 @@ import gpipe
 from gpipe import GPipe, LossSum
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, MODES, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, Call, assert_same, gradients, linears, piped, rows
 from ..schedules import ALONE, each_schedule
 
 
@@ -313,3 +313,28 @@ def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(schedul
     """Where the last stage is checkpointed the loss is computed when it is recomputed."""
     grown = peak(few + more, schedule, "always") - peak(few, schedule, "always")
     assert grown < 4096 * more
+
+
+@each_schedule
+def test_hooks_inside_layers_see_the_gradient_of_the_sum(schedule: str) -> None:
+    """With a count; those of parameters see the gradient of the mean."""
+    inside, own = list[Tensor](), list[Tensor]()
+
+    def act(x: Tensor) -> Tensor:
+        y = x.tanh()
+        y.register_hook(inside.append)
+        return y
+
+    def mean(output: Tensor) -> LossSum:
+        return LossSum(output.sum(), output.numel())
+
+    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), Call(act))
+    with closing(piped(model, [1, 1], chunks=2)) as pipe:
+        pipe[0].weight.register_hook(own.append)
+        x = rows(4)
+        pipe.step(x, loss_fn=mean, schedule=schedule)
+        assert len(inside) == 2
+        assert all(torch.equal(gradient, torch.ones(2, 3, dtype=DOUBLE)) for gradient in inside)
+        y = model[0](x).tanh().mean()
+        expected = torch.autograd.grad(y, model[0].weight)[0]
+        torch.testing.assert_close(own, [expected])

@@ -224,3 +224,32 @@ def _copied(layer: nn.Module) -> nn.Module:
     own = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
     own.load_state_dict(layer.state_dict())
     return own
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has it since 2.13")
+@given(
+    st.lists(st.sampled_from([PAD, 0, 1, 2]), min_size=1, max_size=8),
+    st.sampled_from([{}, {"reduction": "sum"}, {"weight": torch.tensor([1.0, 2, 3], dtype=DOUBLE)}, {"bias": True}]),
+    st.integers(1, 4),
+    st.sampled_from(MODES),
+)
+def test_a_loss_with_its_own_linear_layer_is_over_labels_too(
+    labels: list[int], options: dict[str, Any], chunks: int, mode: str
+) -> None:
+    target, x = torch.tensor(labels), rows(len(labels))
+    torch.manual_seed(0)
+    loss_fn = nn.LinearCrossEntropyLoss(3, 3, dtype=DOUBLE, **options)
+    assert torch_loss(loss_fn, target) is not None
+    plain, own = linears(2), list(loss_fn.parameters())
+    with closing(piped(plain, [1, 1], chunks=chunks, checkpoint=mode)) as pipe:
+        found = pipe.step(x, target, loss_fn=loss_fn, schedule="1f1b")
+        gradients = [parameter.grad for parameter in own]
+        loss_fn.zero_grad()
+        expected = loss_fn(plain(x), target)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach(), equal_nan=True)
+        torch.testing.assert_close(gradients, [parameter.grad for parameter in own], equal_nan=True)
+        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, equal_nan=True)
+    loss_fn.linear.register_forward_hook(lambda *_: None)
+    assert torch_loss(loss_fn, target) is None

@@ -76,7 +76,7 @@ def _described(kinds: Sequence[_Kind]) -> str:
 def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
     """The values to compare, in memory of their own; None if there are none."""
     # Subclasses decide themselves what clone and take do.
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in _COMPARABLE
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in COMPARABLE
     if not is_plain or tensor.is_meta:
         return None
     if whole:
@@ -86,7 +86,7 @@ def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
     return torch.take(tensor.detach(), _spread(tensor.numel())) if tensor.device.type == "cpu" else None
 
 
-_COMPARABLE = (
+COMPARABLE = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )

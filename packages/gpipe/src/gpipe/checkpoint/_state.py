@@ -3,8 +3,9 @@
 State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
 and its recomputation computes with the copies. A forward that changes anything else cannot be repeated, and keeps its
 graph. Changes are found by identity and by torch's count of changes in place; of a list or dict by the tensor at its
-end. What leaves no trace there (numbers in a list, a closure, ``.numpy()`` of a large buffer) shows only in the outputs
-(:mod:`gpipe.checkpoint._compare`).
+end. What leaves no trace there (numbers in a list, a closure) shows only in the outputs
+(:mod:`gpipe.checkpoint._compare`); changes through ``.data`` or ``.numpy()``, in sums of what tensors hold, which are
+compared once for a pipe.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from .._fsdp import fsdp_modules
 from ..values._leaves import version
+from ._compare import COMPARABLE
 
 SMALL = 4096
 """Elements up to which a buffer is copied: kernels and NumPy may change it without counting, as batch norm does."""
@@ -121,6 +123,17 @@ class Snapshot:
         pairs = enumerate(zip(before, now, strict=True))
         return self._state.names([at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)])
 
+    def sums(self) -> dict[int, list[float]]:
+        """Sums of what is in tensors that cannot be restored, by number. The host waits for them."""
+        left = ((at, value) for at, value in enumerate(self._values) if at not in self._copies)
+        return {at: _sums(value) for at, value in left if isinstance(value, Tensor) and _is_readable(value)}
+
+    def moved(self, sums: dict[int, list[float]]) -> str:
+        """The names of what holds other values than it did at these :meth:`sums`."""
+        now = self.sums()
+        moved = [at for at, before in sums.items() if at in now and not _are_same(now[at], before)]
+        return self._state.names(moved) if moved else ""
+
     def restored(self) -> AbstractContextManager[None]:
         """A context for a recomputation, with the buffers as they were."""
         return self._restored() if self._copies else nullcontext()
@@ -141,6 +154,28 @@ class Snapshot:
                 f"a layer changes the buffer {names} through a list or another attribute that refers to it too, where "
                 "its recomputation changes it once more; use the buffer itself, or checkpoint='never'"
             )
+
+
+_PARTS = 16
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    is_plain = type(tensor.detach()) is Tensor and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_meta or tensor.numel() == 0) and tensor.dtype in COMPARABLE
+
+
+def _sums(tensor: Tensor) -> list[float]:
+    """Of several parts, since a change of order leaves the sum of all as it is."""
+    data = tensor.detach()
+    flat = (torch.view_as_real(data.resolve_conj()) if data.is_complex() else data).flatten()
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    found: list[float] = torch.stack([part.sum(dtype=wide) for part in flat.chunk(_PARTS)]).tolist()
+    return found
+
+
+def _are_same(a: list[float], b: list[float]) -> bool:
+    # Not ==, by which a nan differs from itself.
+    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
 def last_entry(value: Any) -> Any:

@@ -32,6 +32,7 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
 from ..module._cut import checked
 from ..module._devices import expect_same_device
+from ..module._frequencies import expect_sums
 from ..module._init import initializer_of
 from ..module._keywords import NOTHING, Call, called_with, given_to
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
@@ -133,6 +134,7 @@ class Rank(Stepping):
                 self.__dict__["_least_rows"] = 2 if self._deferred else 1
                 initializer, layers = initializer_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
+                expect_sums(layers, self._chunks)
                 self._balance = checked_balance(balance, len(layers))
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))

@@ -26,12 +26,14 @@ class Before(NamedTuple):
 
     Attributes:
         spare: a copy of the inputs, if the layers may change them in place.
+        sums: of what tensors of the layers hold, if a change of that would leave no other trace.
     """
 
     inputs: Activation
     versions: list[int]
     spare: Activation | None
     snapshot: Snapshot
+    sums: dict[int, list[float]] | None
 
 
 class Repeat(NamedTuple):
@@ -78,7 +80,7 @@ class Recomputation:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._state: State | None = None
-        self._has_been_same = self._has_logged = False
+        self._has_been_same = self._has_logged = self._moves = False
         self._compares_all = self._compares_next = True
 
     def begin(self) -> None:
@@ -93,7 +95,9 @@ class Recomputation:
         if self._state is None or not self._state.is_complete:
             self._state = State(self.module)
         spare = clone_leaves(inputs) if may_change else None
-        return Before(inputs, versions(inputs), spare, Snapshot(self._state))
+        snapshot = Snapshot(self._state)
+        sums = snapshot.sums() if self._compares_next and not self._moves else None
+        return Before(inputs, versions(inputs), spare, snapshot, sums)
 
     def repeat(self, before: Before, outputs: Sequence[Tensor], random: CellRNG) -> Repeat | None:
         """After the forward: what its recomputation needs; None if its graph has to be kept."""
@@ -103,7 +107,7 @@ class Recomputation:
         inputs = before.inputs if is_same else before.spare  # layers that work in place have overwritten their input
         # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs)
-        if self._changes_state(before.snapshot) or inputs is None or is_nested:
+        if self._changes_state(before) or inputs is None or is_nested:
             return None
         whole, self._compares_next = self._compares_next or self._compares_all, False
         counts = before.versions if is_same else versions(inputs)
@@ -115,10 +119,16 @@ class Recomputation:
         repeat.sample.expect(outputs)
         self._has_been_same = True
 
-    def _changes_state(self, snapshot: Snapshot) -> bool:
-        """Whether a forward has changed what cannot be restored. This is logged once."""
-        changed = snapshot.changed()
+    def _changes_state(self, before: Before) -> bool:
+        """Whether a forward changes what cannot be restored. This is logged once.
+
+        What it changes through ``.data`` is looked for once, until a recomputation has given what its forward did.
+        """
+        changed = before.snapshot.changed()
+        if not changed and before.sums is not None:
+            changed = before.snapshot.moved(before.sums)
+            self._moves = bool(changed)
         if changed and not self._has_logged:
             self._has_logged = True
             _log.warning("a checkpointed forward changes %s: its graph is kept instead of recomputed", changed)
-        return bool(changed)
+        return self._moves or bool(changed)

@@ -31,6 +31,7 @@ from ..values._sharing import gathered, gathered_activation
 from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
+from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
 from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
@@ -93,7 +94,10 @@ class Stepping(Divided):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self.__dict__["_chunks"] = checked_chunks(chunks)
+        number = checked_chunks(chunks)
+        if "_partitions" in self.__dict__:
+            expect_sums(self._partitions, number)
+        self.__dict__["_chunks"] = number
 
     @not_compiled
     def step(

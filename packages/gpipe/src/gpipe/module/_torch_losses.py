@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from microbatch import Split
 
-_LABELS = (F.cross_entropy, F.nll_loss)
+_WITH_LINEAR: Any = getattr(nn, "LinearCrossEntropyLoss", None)  # since torch 2.13
+_LABELS = (F.cross_entropy, F.nll_loss, *([F.linear_cross_entropy] if _WITH_LINEAR else []))
 _ELEMENTS = (
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
@@ -32,6 +33,7 @@ _FUNCTIONS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.MSELoss: F.mse_loss,
     nn.NLLLoss: F.nll_loss,
     nn.SmoothL1Loss: F.smooth_l1_loss,
+    **({_WITH_LINEAR: F.linear_cross_entropy} if _WITH_LINEAR else {}),
 }
 """What a module of exactly that class calls with its attributes."""
 
@@ -104,7 +106,8 @@ class TorchLoss(NamedTuple):
 
     @property
     def _ignored(self) -> int:
-        return int(self.options.get("ignore_index", -100))
+        index = self.options.get("ignore_index")
+        return -100 if index is None else int(index)
 
 
 def torch_loss(loss_fn: Any, target: Any) -> tuple[TorchLoss, Tensor] | None:
@@ -161,8 +164,16 @@ _OPTIONS = ("ignore_index", "label_smoothing", "log_target", "reduction")
 
 def _is_changed(module: nn.Module) -> bool:
     """Whether it does more than its class says."""
-    own = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parameters", "_modules")
-    return "forward" in vars(module) or any(vars(module).get(name) for name in own)
+    if type(module) is _WITH_LINEAR and type(module.linear) is nn.Linear:
+        return _has_own(module, *_HOOKS) or _has_own(module.linear, *_HOOKS)
+    return _has_own(module, *_HOOKS, "_parameters", "_modules")
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_own(module: nn.Module, *names: str) -> bool:
+    return "forward" in vars(module) or any(vars(module).get(name) for name in names)
 
 
 def _is_of_classes(loss: TorchLoss, name: str, value: Any, target: Tensor) -> bool:
