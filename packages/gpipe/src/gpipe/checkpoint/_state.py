@@ -123,13 +123,13 @@ class Snapshot:
         pairs = enumerate(zip(before, now, strict=True))
         return self._state.names([at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)])
 
-    def sums(self) -> dict[int, list[float]]:
-        """Sums of what is in tensors that cannot be restored, by number. The host waits for them."""
+    def sums(self) -> dict[int, Tensor]:
+        """Sums of what is in tensors that cannot be restored, by number."""
         left = ((at, value) for at, value in enumerate(self._values) if at not in self._copies)
         return {at: _sums(value) for at, value in left if isinstance(value, Tensor) and _is_readable(value)}
 
-    def moved(self, sums: dict[int, list[float]]) -> str:
-        """The names of what holds other values than it did at these :meth:`sums`."""
+    def moved(self, sums: dict[int, Tensor]) -> str:
+        """The names of what holds other values than it did at these :meth:`sums`. The host waits for devices."""
         now = self.sums()
         moved = [at for at, before in sums.items() if at in now and not _are_same(now[at], before)]
         return self._state.names(moved) if moved else ""
@@ -160,22 +160,22 @@ _PARTS = 16
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    is_plain = type(tensor.detach()) is Tensor and tensor.layout is torch.strided
-    return is_plain and not (tensor.is_meta or tensor.numel() == 0) and tensor.dtype in COMPARABLE
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.dtype not in COMPARABLE:
+        return False
+    return type(tensor.detach()) is Tensor and tensor.numel() > 0  # a subclass decides itself what it does
 
 
-def _sums(tensor: Tensor) -> list[float]:
+def _sums(tensor: Tensor) -> Tensor:
     """Of several parts, since a change of order leaves the sum of all as it is."""
     data = tensor.detach()
     flat = (torch.view_as_real(data.resolve_conj()) if data.is_complex() else data).flatten()
     wide = torch.float32 if flat.device.type == "mps" else torch.float64
-    found: list[float] = torch.stack([part.sum(dtype=wide) for part in flat.chunk(_PARTS)]).tolist()
-    return found
+    return torch.stack([part.sum(dtype=wide) for part in flat.chunk(_PARTS)])
 
 
-def _are_same(a: list[float], b: list[float]) -> bool:
-    # Not ==, by which a nan differs from itself.
-    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    # Not torch.equal, by which a nan differs from itself.
+    return a.shape == b.shape and a.device == b.device and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def last_entry(value: Any) -> Any:

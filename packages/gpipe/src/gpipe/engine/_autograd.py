@@ -82,6 +82,7 @@ class PipelineBackward(torch.autograd.Function):
                 "torch.autograd.grad() and backward(inputs=...) cannot go through it; call backward() and read .grad"
             )
         if ctx.run is None:
+            ctx.seeds.clear()
             raise RuntimeError(
                 "backward through the same run of a pipeline a second time; what it kept is gone after the first, also "
                 "with retain_graph=True; run the pipeline again"

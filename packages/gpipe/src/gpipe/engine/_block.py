@@ -1,5 +1,7 @@
 """Blocks: consecutive layers of a stage that keep only their input, while its other layers keep what they save.
 
+No pipe has blocks yet. They are for stages that are computed block by block.
+
 The graph of a block is a part of the graph of its cell. The tensors that its operations save are dropped when the block
 is done. When a backward first needs one of them, the layers are computed again, and what they save takes its place::
 

@@ -71,12 +71,15 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
     halves = None if stage.hooked else backward_inputs(outputs, flowing, leaves)
     if halves is None:
         stage.run_whole()
-        return backward(cell, seeds, sums)
+        found = backward(cell, seeds, sums)
+        cell.outputs = cell.repeat = None
+        return found
     gradients, weights = halves
+    cell.outputs = cell.repeat = None  # the second half needs only what is behind its edges
     cell.weights = weights[::-1]
     # Also with the strides that they would have in .grad: kernels of the stage before may round by them.
-    found = map(accumulated, gradients, leaves)
-    return [next(found) if leaf.requires_grad else None for leaf in inputs]
+    flowing_back = map(accumulated, gradients, leaves)
+    return [next(flowing_back) if leaf.requires_grad else None for leaf in inputs]
 
 
 def backward_weight(cell: Cell, sums: GradientSums | None) -> None:

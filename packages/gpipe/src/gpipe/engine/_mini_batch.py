@@ -96,7 +96,7 @@ def _attached(
         flowing = iter(seeds)
         with pipeline.section.entered():
             pipeline.section.claim(run.parameters)
-            if left and len(pipeline.trainers) > 1:
+            if left and sum(thread.is_alive() for thread in pipeline.trainers) > 1:
                 raise RuntimeError(_SEVERAL_THREADS)
             try:
                 found, own = run.backward([[*islice(flowing, count)] for count in counts], left)

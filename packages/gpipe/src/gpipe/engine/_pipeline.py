@@ -18,7 +18,7 @@ from ._exclusive import Section
 from ._losses import Losses
 from ._processes import ALONE, Processes
 from ._settings import Observer, settings
-from ._spec import RunSpec, walks_of
+from ._spec import RunSpec, split_in, walks_of
 from ._stage import Stage
 from ._walks import Size
 from ._workers import Workers
@@ -102,4 +102,5 @@ class Pipeline:
         walk, later = walks_of(size, schedule, has_loss=whole, goes_back=trains and loss is None)
         inline = self.processes.ranks is not None or settings().inline
         seen_by = settings().observer or observer
-        return RunSpec(size, inline, walk, later, trains, loss, Context.capture(), seed, seen_by)
+        splits = frozenset[int]() if schedule is None else split_in(walk)
+        return RunSpec(size, inline, walk, later, trains, loss, Context.capture(), seed, seen_by, splits)

@@ -26,7 +26,7 @@ class RunState(NamedTuple):
     Attributes:
         trains: whether there are backwards.
         failures: those of this process, and the earliest that others have told of.
-        rng: whether layers have drawn random numbers.
+        rng: its random numbers, and whether layers have drawn any.
         loss: computes the loss, if the run has any.
         observer: has recorded the actions of this process.
     """

@@ -33,7 +33,7 @@ class Before(NamedTuple):
     versions: list[int]
     spare: Activation | None
     snapshot: Snapshot
-    sums: dict[int, list[float]] | None
+    sums: dict[int, Tensor] | None
 
 
 class Repeat(NamedTuple):

@@ -25,6 +25,9 @@ class RunSpec(NamedTuple):
         context: the settings of the calling thread, for workers and recomputations.
         seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
         observer: is told of the run.
+        splits: the stages whose backward is split.
+
+    A spec with a loss is for one run: the loss collects what that run computes.
     """
 
     size: Size
@@ -36,11 +39,12 @@ class RunSpec(NamedTuple):
     context: Context
     seed: int | None = None
     observer: Observer | None = None
+    splits: frozenset[int] = frozenset()
 
-    @property
-    def splits(self) -> set[int]:
-        """The stages whose backward is split."""
-        return {stage for steps in self.walk for stage, action in steps if action.kind == Kind.BACKWARD_INPUT}
+
+def split_in(walk: Walk) -> frozenset[int]:
+    """The stages whose backward is split."""
+    return frozenset(stage for steps in walk for stage, action in steps if action.kind == Kind.BACKWARD_INPUT)
 
 
 def walks_of(size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, goes_back: bool) -> tuple[Walk, Walk]:

@@ -118,14 +118,15 @@ class Tied:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         before = [entries.get(name) for entries, name, _ in self._swaps]
-        for entries, name, copy in self._swaps:
-            entries[name] = copy
         try:
-            yield
+            for entries, name, copy in self._swaps:
+                entries[name] = copy
+            try:
+                yield
+            except RuntimeError as error:
+                self._expect_unchanged(error)  # the change may be the cause of the error
+                raise
             self._expect_unchanged(None)
-        except RuntimeError as error:
-            self._expect_unchanged(error)  # the change may be the cause of the error
-            raise
         finally:
             self._looked = True
             for (entries, name, copy), own in zip(self._swaps, before, strict=True):

@@ -151,4 +151,8 @@ def _result(answer: Any) -> Any:
         return payload[1]
     if payload is None:
         raise RuntimeError("a worker of the pipe has ended while the pipe was running")
-    raise payload[1]
+    error = payload[1]
+    try:
+        raise error
+    finally:
+        del error, payload, answer  # the error's traceback refers to this frame
