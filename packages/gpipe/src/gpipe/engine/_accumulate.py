@@ -1,11 +1,11 @@
-"""Accumulate gradients outside ``.grad`` over micro-batches, and add them once per run.
+"""Accumulate gradients over micro-batches outside ``.grad``, and add them once per run.
 
-So the hooks of a parameter fire once a run, with the sum over all micro-batches, as in the plain model; and a gradient
-that is scaled at the end of a run is not mixed with one that was in ``.grad`` before.
+The hooks of a parameter then fire once per run with the sum over all micro-batches, as in the plain model. A gradient
+that is scaled at the end of a run is not mixed with an earlier ``.grad``.
 
-The ``AccumulateGrad`` node of a parameter may have hooks too, which Python can neither list nor remove; it lives as
-long as a graph with the parameter, or a reference such as that of ``DistributedDataParallel``. But it need not run
-before the gradient is complete: :class:`GradientSums` has autograd return it instead.
+The ``AccumulateGrad`` node of a parameter may also have hooks, which Python can neither list nor remove. The node lives
+as long as a graph of the parameter, or as long as e.g. ``DistributedDataParallel`` holds it. It need not run before the
+gradient is complete: with :class:`GradientSums`, autograd returns the gradient instead.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ._scale import Scale, scale_in_place, scaled
 
 
 class Below(NamedTuple):
-    """What is below some tensors in their graph."""
+    """Properties of the graph below some tensors."""
 
     leaves: list[Tensor]
     is_custom: bool
-    """Whether there are nodes written in Python, other than those through which tensors enter a stage."""
+    """True if there are nodes written in Python, except the nodes through which tensors enter a stage."""
     hides: bool
-    """Whether there may be other leaves, inside a reentrant checkpoint or a pipe, which have backwards of their own."""
+    """True if a reentrant checkpoint or a pipe, with a backward of its own, may hide more leaves."""
 
 
 def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
-    """The leaves below ``tensors``, without ``inputs``, in an order that depends only on the graph."""
-    # A layer may return a leaf, such as a parameter: its node is the one that accumulates its gradient.
+    """Return the leaves below ``tensors`` except ``inputs``, in an order that depends only on the graph."""
+    # A layer may return a leaf, such as a parameter. Its gradient edge is its AccumulateGrad node.
     roots = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
     nodes = dict.fromkeys(roots)
     stack, ends = list(nodes), []
@@ -62,7 +62,7 @@ _HIDING = ("CheckpointFunctionBackward", "PipelineBackwardBackward")
 
 
 class GradientSums:
-    """The sums of the gradients of some leaves, outside ``.grad``. Used by one thread at a time."""
+    """Gradient sums of some leaves, outside ``.grad``. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
@@ -70,18 +70,18 @@ class GradientSums:
     def backward(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: Below, inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Add the gradients that flow from ``roots`` to the leaves of ``graph``; return those of ``inputs``.
+        """Add the gradients that flow from ``roots`` to the leaves of ``graph``; return the gradients of ``inputs``.
 
-        The leaves must have no hooks but those that may be called for a part of the gradient.
+        Hooks on the leaves must be safe to call with a part of the gradient.
         """
         flowing = [tensor for tensor in inputs if tensor.requires_grad]
-        # A custom Function may overwrite a gradient later, after it has returned it for a leaf.
+        # A custom Function may overwrite a gradient after returning it for a leaf.
         with on_arrival(graph.leaves if graph.is_custom else (), _copy):
             found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
         own = found[len(flowing) :]
         add_to(self._sums, zip(graph.leaves, own, strict=True))
-        # Both terms of a sum have one gradient: the stage before may overwrite what it gets, but not the sum of a
-        # parameter.
+        # Both terms of a sum receive one gradient. The previous stage may overwrite its input's gradient, but must not
+        # change the sum of a parameter.
         sent = map(accumulated, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
@@ -93,29 +93,29 @@ class GradientSums:
         return set(map(storage_id, self._sums.values()))
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-        # Before the first one is used: after an interrupt nothing is left that a later run would add again.
+        # Reset before the first one is used, so that a later run adds nothing again after an interrupt.
         sums, self._sums = self._sums, {}
         for leaf, gradient in sums.items():
             yield leaf, scaled(gradient, scale)
 
 
 def add_to(sums: dict[Tensor, Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
-    """``sums``, to which these ``gradients`` of leaves have been added."""
+    """Add ``gradients`` of leaves to ``sums``, and return it."""
     for leaf, gradient in gradients:
         if gradient is not None:
-            # Not in place: the first gradient may be shared, since both terms of a sum have one gradient.
+            # Out of place, because the first gradient may be shared: both terms of a sum receive the same tensor.
             sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
     return sums
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
-    # Torch refuses to add a dense tensor to a sparse one.
+    # Torch cannot add a dense tensor to a sparse one.
     return a + b if b.is_sparse else b + a
 
 
 @contextmanager
 def on_arrival(leaves: Sequence[Tensor], change: Callable[..., Tensor | None]) -> Iterator[None]:
-    """A context in which ``change(gradient, leaf)`` replaces a gradient that arrives at one of ``leaves``."""
+    """Replace each gradient that arrives at one of ``leaves`` by ``change(gradient, leaf)``."""
     handles = [leaf.register_hook(partial(change, leaf=leaf)) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -125,22 +125,22 @@ def on_arrival(leaves: Sequence[Tensor], change: Callable[..., Tensor | None]) -
 
 
 def _copy(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` is None if a custom Function returns None."""
+    """Clone ``gradient``, which is None if a custom Function returns None."""
     return None if gradient is None else gradient.clone()
 
 
 Hooks = dict[int, Any]
-"""The hooks that are called when a gradient arrives at a leaf, or has been accumulated."""
+"""Hooks that are called when a gradient arrives at a leaf, or after its accumulation."""
 
 
 class HeldLeaf(NamedTuple):
     """A leaf whose ``.grad`` and hooks are removed.
 
     Attributes:
-        grad: that of before.
-        hooks: its dicts of hooks, each with what was in it.
-        ends: whether the leaf ends with the gradient of this run in ``.grad``, since nothing has to be added to it, or
-            be called with it.
+        grad: its ``.grad`` before the run.
+        hooks: its dicts of hooks, each with its original content.
+        ends: whether the gradient of this run simply stays in ``.grad``, as there are no hooks to call and no other
+            gradients to add.
     """
 
     leaf: Tensor
@@ -150,9 +150,9 @@ class HeldLeaf(NamedTuple):
 
 
 class DeferredGradients:
-    """Removes ``.grad`` and the hooks of leaves for one run, while their gradients accumulate over micro-batches.
+    """Remove ``.grad`` and hooks of leaves for one run, while their gradients accumulate over micro-batches.
 
-    :meth:`hold` a leaf before the first of the stages that use it adds to its gradient.
+    :meth:`hold` a leaf before any stage adds to its gradient.
     """
 
     def __init__(self) -> None:
@@ -160,11 +160,11 @@ class DeferredGradients:
         self._held: dict[int, HeldLeaf] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False, tied: bool = False) -> None:
-        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks; with ``every`` or ``tied``, of all.
+        """Remove ``.grad`` and hooks of the ``leaves`` that have hooks; of all leaves with ``every`` or ``tied``.
 
-        To the gradients of those that are ``tied`` others are added.
+        Other stages also contribute to the gradients of ``tied`` leaves.
         """
-        # Stages on several workers, and the loss, may use one leaf.
+        # Several stages, on different workers, and the loss may use the same leaf.
         with self._lock:
             for leaf in leaves:
                 if (every or tied or any(_HOOKS(leaf))) and id(leaf) not in self._held:
@@ -174,17 +174,18 @@ class DeferredGradients:
                         leaf, leaf.grad, hooks, not (tied or hooks or leaf.grad is not None)
                     )
                     leaf.grad = None
-                    # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
+                    # Autograd reads these dicts each time it calls hooks, so emptying them is enough.
                     for own, _ in hooks:
                         own.clear()
 
     def give_back(self, scale: Scale = 1.0, *, failed: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Put ``.grad`` and the hooks back; return the leaves that have a gradient, with ``scale`` times that.
+        """Restore ``.grad`` and hooks; return the leaves that have a gradient, with ``scale`` times the gradient.
 
-        Where it is all of ``.grad`` it is there already, and not returned, unless the run has ``failed``.
+        If it is the only contribution to ``.grad``, it stays there and is not returned. If the run has ``failed``,
+        gradients are dropped.
         """
         gradients = []
-        while self._held:  # one at a time, since an interrupt may come between, after which this is called again
+        while self._held:  # # one at a time: after an interrupt, this is called again
             key, (leaf, before, hooks, ends) = next(iter(self._held.items()))
             found = None if leaf.grad is None or failed else scale_in_place(leaf.grad, scale)
             if found is not None and not ends:
@@ -206,17 +207,17 @@ def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
 
 
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of ``parameters`` whose ``AccumulateGrad`` node outlives a run: a hook or another graph refers to it."""
-    # A node refers to its parameter, so a parameter with one reference has none. That sorts out most of them.
-    several = dict.fromkeys(used_by_graphs(parameters))  # each once, though stages may share it
+    """Return the ``parameters`` whose ``AccumulateGrad`` node outlives a run, because a hook or graph refers to it."""
+    # A node refers to its parameter, so a parameter with only one reference has no node. This excludes most of them.
+    several = dict.fromkeys(used_by_graphs(parameters))  # # no duplicates, although stages may share parameters
     return [p for p in several if p.requires_grad and _is_kept(p)]
 
 
 def _is_kept(parameter: Tensor) -> bool:
-    """Whether the node survives when we drop our reference to it."""
+    """Return whether the node survives if this function drops its reference."""
     if _MARK not in _metadata(parameter):
-        # If nothing else refers to the node, it and its metadata end with this expression, and the next one makes a new
-        # node.
+        # If nothing else refers to the node, it and its metadata are freed after this expression, and the next one
+        # creates a new node.
         _metadata(parameter)[_MARK] = True
         return _MARK in _metadata(parameter)
     return True

@@ -1,4 +1,4 @@
-"""One run of a pipeline: all cells of one mini-batch, computed by the workers in the order of a schedule."""
+"""One run of a pipeline: workers compute all cells of a mini-batch in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from ._stage_run import StageRun, Trained
 from ._tied import Tied, contents_of
 
 Around = Callable[[Stage, Action], AbstractContextManager[None]]
-"""Makes the context in which a stage takes an action."""
+"""Return the context in which a stage takes an action."""
 
 
 class Run:
-    """One mini-batch on its way through the stages and back, as ``spec`` says.
+    """One mini-batch on its way through the stages and back, according to ``spec``.
 
     Attributes:
-        state: what other processes learn of it.
-        parameters: those of all stages in this process, if a backward follows.
-        kept_nodes: parameters whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
-            gradient.
+        state: the part of the run that other processes can read.
+        parameters: the parameters of all stages in this process, if the run has backwards.
+        kept_nodes: parameters with an ``AccumulateGrad`` node that other code holds; it must run once, with the
+            complete gradient.
         deferred, sums: hold ``.grad`` and hooks of leaves, and gradients outside ``.grad``.
     """
 
@@ -61,13 +61,13 @@ class Run:
         own = [part.parameters for part in found] if spec.trains else [[]] * len(found)
         self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
-        # One for stages and loss: a leaf that both use is held once, and given back once.
+        # Stages and loss share this object, so that a leaf used by both is held and restored once.
         self.deferred = DeferredGradients()
         self.sums: list[GradientSums] = []
         self._tied = Tied(pipeline.stages, found)
         if spec.loss is not None:
             self.sums.append(GradientSums())
-            # The loss draws as a layer behind the last one would.
+            # The loss draws random numbers like a layer after the last one.
             random = partial(CellRNG, self.state.rng, first=pipeline.stages[-1].numbers.stop)
             spec.loss.begin(random, self._tied, self.deferred, self.sums[0], trains=spec.trains)
         self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
@@ -89,7 +89,7 @@ class Run:
         )
 
     def _stage_run(self, at: int, stage: Stage, parameters: Sequence[nn.Parameter]) -> StageRun:
-        """The ``stage``, at that place among those of this process, in this run."""
+        """Return the run of ``stage``, which has index ``at`` among the stages of this process."""
         j, sums = stage.index, None
         if not {*map(id, self.kept_nodes)}.isdisjoint(map(id, parameters)):
             sums = GradientSums()
@@ -105,7 +105,7 @@ class Run:
         return [current_stream(device) for device in self._pipeline.devices]
 
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
-        """The outputs of all micro-batches, as leaves; none if the last stage is in another process."""
+        """Return the outputs of all micro-batches as leaves; none if the last stage is in a different process."""
         self.evaluate(inputs)
         if self._spec.trains and not any(tensor.requires_grad for each in inputs for tensor in each.tensors):
             watch_attributes(self._pipeline.stages[0])
@@ -113,25 +113,26 @@ class Run:
         return [self._transport.exit.get_values(i) for i in range(microbatches)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
-        """Compute all forwards, and the loss if there is one."""
+        """Compute all forwards, and the loss if the run has one."""
         self._transport.entrance.values.update(enumerate(inputs))
         self._walk(self._spec.walk)
         if self._recomputed:
-            with self._tied.applied():  # no stage computes now
+            with self._tied.applied():  # # no stage is computing now
                 self._then = [*map(LayersThen, self._recomputed)]
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Compute the backwards, and add to ``.grad`` of all parameters; those that are ``left`` are returned instead.
+        """Run all backwards, and accumulate into ``.grad``; the gradients of parameters in ``left`` are returned
+        instead.
 
-        The other result, and ``gradients``, those of the outputs, are by micro-batch and tensor.
+        ``gradients`` of the outputs, and the returned gradients of the inputs, are listed by micro-batch and tensor.
         """
         if self._recomputed:
             with self._tied.applied():
                 for then in self._then:
                     then.expect_same()
-        # The caller may be on other streams than in the forward, and its gradients are computed there.
+        # The caller may now use different streams than in the forward, and computes its gradients on them.
         now = self._current_streams() if self._pipeline.on_accelerator else self._streams
         _all_wait(self._streams, now)
         self._transport.exit.gradients.update(enumerate(gradients))
@@ -139,9 +140,9 @@ class Run:
         context = Context.capture()
         try:
             self._walk(self._spec.later, context, self._spec.context.over(context))
-        finally:  # also of a failure the caller may see .grad, and zero it
+        finally:  # # even after a failure, the caller may read or zero .grad
             _all_wait(now, self._streams)
-        # By now the streams of this thread wait for those of the stages, where the gradients were computed.
+        # The streams of this thread now wait for the stages' streams, which computed the gradients.
         whole = self.whole()
         own = [whole.pop(parameter, None) for parameter in left]
         if whole:
@@ -151,14 +152,14 @@ class Run:
     def train(self, inputs: Sequence[Activation]) -> list[list[Tensor | None]]:
         """Compute forwards, losses and backwards; return the gradients of the inputs.
 
-        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
+        Gradients accumulated outside ``.grad`` are then complete: see :meth:`whole`.
         """
         self._transport.entrance.values.update(enumerate(inputs))
         self._walk(self._spec.walk)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> dict[Tensor, Tensor]:
-        """End the accumulation outside ``.grad``: put that and hooks back; return the scaled gradient of each leaf.
+        """Restore ``.grad`` and hooks; return the scaled gradient of each leaf that was accumulated outside ``.grad``.
 
         Gradients of a leaf that several stages share are added in the order of the stages.
         """
@@ -169,7 +170,7 @@ class Run:
 
     @property
     def adds(self) -> bool:
-        """Whether backwards may have added to gradients that were in ``.grad`` before."""
+        """True if a backward may have accumulated into an existing ``.grad``."""
         return any(stage.adds for stage in self._stages.values())
 
     def _walk(
@@ -178,21 +179,21 @@ class Run:
         context: Context | None = None,
         recompute_under: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Have every worker take its steps in ``walk``; raise the earliest failure if there is one.
+        """Have every worker take its steps in ``walk``; raise the earliest failure, if any.
 
-        Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
+        The caller restores ``.grad`` and hooks, because an interrupt may arrive even after this method.
 
         Args:
-            context: for workers; that of the forward if not given.
-            recompute_under: makes the context of a recomputation.
+            context: the settings for workers; by default those captured for the forward.
+            recompute_under: returns the context of a recomputation.
         """
         failures = self.state.failures
         failures.walk = walk
         sections = sections_of_thread()
         try:
-            # Workers leave autocast one after the other, and cells that recompute enter it anew.
+            # Workers leave autocast at different times, and recomputations enter it again.
             with self._tied.applied(), self._spec.context.casts_kept():
-                if self._spec.inline:  # this thread, which has its settings
+                if self._spec.inline:  # # this thread already has its settings
                     own = walk[self._pipeline.processes.me or 0]
                     self._take(own, nullcontext(), sections, recompute_under)
                 else:
@@ -221,15 +222,15 @@ class Run:
         sections: Sections,
         recompute_under: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
+        """Take the steps of one worker until one fails, or until a failure elsewhere precedes all remaining steps."""
         failures, stages, around = self.state.failures, self._stages, self._around()
         step = steps[0]
-        # Those of an outer run are restored: with inline(), a layer may run a pipeline in the same thread.
+        # These values of an outer run are restored: inside inline(), a layer may run a pipeline in the same thread.
         before, intercepted, graph_task = current.work, is_intercepting(), backward_id()
         try:
             current.work = base = Work(before.skips, step, graph_task, recompute_under=recompute_under)
             set_intercepting(True)
-            # Backwards inside a layer or cell stay on their worker: on a thread of autograd they might wait for it.
+            # Backwards inside a layer or cell stay on this thread, since one of autograd's threads might wait for it.
             with context, serving(sections), torch.autograd.set_multithreading_enabled(False):
                 variables = copy_context()
                 for step in steps:
@@ -244,10 +245,10 @@ class Run:
                             getattr(stages[j], kind)(i)
                 if not self._spec.inline:
                     expect_no_variables(variables)
-        except Cancelled:  # by a failure elsewhere, which is recorded already
+        except Cancelled:  # # the failure is elsewhere, and already recorded
             return
         except BaseException as error:
-            # First the failure, then the wake-up: a reader that wakes looks whether its step comes after a failure.
+            # Add the failure before waking readers, because they check whether their step follows a failure.
             failures.add(step, self._explained(error, step))
             self._transport.cancel()
         finally:
@@ -277,9 +278,8 @@ class Run:
 def _on_stream(
     streams: dict[int, AbstractStream], observing: Around | None, stage: Stage, action: Action
 ) -> Iterator[None]:
-    # Worker threads stay on the stream of their stage; the caller's thread may start the backward on another stream
-    # than the forward. A recomputation would then be queued there, and later work on the stage's stream would not
-    # wait for it.
+    # Worker threads stay on their stage's stream, but the caller may begin the backward on a different stream than the
+    # forward. Recomputations would be queued on it, and later work on the stage's stream would not wait for them.
     with use_stream(streams[stage.index]), nullcontext() if observing is None else observing(stage, action):
         yield
 
@@ -290,13 +290,13 @@ def _labelling(stage: Stage, action: Action) -> Any:
 
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        if source is not target:  # as on the CPU
+        if source is not target:  # # always the same on the CPU
             wait_stream(source, target)
 
 
 def expect_no_capture(devices: Iterable[torch.device]) -> None:
     for device in devices:
-        # Torch answers for the current device, and a capture may be on any of those that take part.
+        # Torch reports a capture on the current device only, but any participating device may have one.
         with use_device(device):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(

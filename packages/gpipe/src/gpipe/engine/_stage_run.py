@@ -1,7 +1,7 @@
-"""One stage in one run: it receives values, has the layers compute them, and sends the results on.
+"""One stage in one run: receive values, compute the layers, and send the results.
 
-Layers may change between runs. So each run observes in its first micro-batch whether they work in place, and whether
-what they return is memory of their parameters.
+Layers may change between runs. So each run checks in its first micro-batch whether they modify their input in place,
+and whether they return memory of their parameters or buffers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ._tensor_hooks import TensorHooks
 
 
 class Trained(NamedTuple):
-    """The leaves of a stage, and where their gradients go.
+    """The leaves of a stage, and the places where their gradients accumulate.
 
     Attributes:
-        parameters: those of the stage, if a backward follows.
-        tied: leaves that other stages use too.
-        deferred: holds ``.grad`` and hooks of leaves of all stages.
+        parameters: the parameters of the stage, if the run has backwards.
+        tied: leaves that other stages also use.
+        deferred: holds ``.grad`` and hooks of the leaves of all stages.
         sums: holds gradients outside ``.grad`` if a parameter's ``AccumulateGrad`` node has hooks, or may have; else
             None.
     """
@@ -52,13 +52,13 @@ class StageRun:
 
     Args:
         random: the random numbers of its layers.
-        arrival: the channel from the stage before, or the caller.
-        departure: the channel to the stage after, or the caller; or what computes the loss.
+        arrival: the channel from the previous stage, or from the caller.
+        departure: the channel to the next stage or to the caller, or the losses.
 
     Attributes:
-        may_change_input: whether the layers change their input in place; True until the first forward has shown it.
-        given: parameters and buffers whose memory the outputs of the first forward share, with their mark.
-        adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
+        may_change_input: whether the layers modify their input in place; True until the first forward.
+        given: parameters and buffers that share memory with the outputs of the first forward, with their mark.
+        adds: whether a backward may have accumulated into an existing ``.grad``.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StageRun:
         self._loss = departure if isinstance(departure, Losses) else None
         self._left = spec.size.microbatches
         self._checkpoint_stop = stop = spec.size.checkpoint_stops[stage.index]
-        # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
+        # A loss in the forward would hold its gradient until the backward. So it is computed after the recomputation.
         self._late_losses = stop if self._loss is not None and not self._loss.is_whole else 0
         if stop:
             stage.recomputation.begin()
-        # Nothing is checkpointed in evaluation.
+        # Evaluation checkpoints nothing.
         has_blocks = stage.blocks and spec.trains and stage.module.training
         self._blocks = [Block(stage, numbers, spec.context) for numbers in stage.blocks] if has_blocks else []
         self.recomputes = bool(stop or has_blocks)
@@ -93,12 +93,12 @@ class StageRun:
         # A split backward would call some hooks twice.
         self._looks_for_hooks = stage.index in spec.splits and not stage.hooked
         self._cells: dict[int, Cell] = {}
-        # A run inside a recomputed layer repeats a run whose statistics have been counted.
+        # A run inside a recomputed layer repeats a run whose statistics were counted already.
         repeats = current.work.microbatch is not None and current.work.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def work(self, base: Work, step: Step) -> Work:
-        """What a thread is doing while it takes ``step``: as ``base``, and what layers draw from, count in, and ask."""
+        """Return the record for ``step``: ``base`` with the random numbers, statistics and blocks of the cell."""
         skips, _, graph_task, *_ = base
         kind, i = step.action
         if kind == Kind.FORWARD:
@@ -106,7 +106,7 @@ class StageRun:
             random, statistics, blocks = self._random, self._statistics, self._blocks
             if i >= self._checkpoint_stop:
                 return Work(skips, step, graph_task, i, "", random, statistics, blocks)
-            # Random numbers that can be drawn again when those of the stage have gone on.
+            # The recomputation repeats these random numbers, although the stage draws more before it.
             random = random.again(self.stage.device)
             return Work(skips, step, graph_task, i, "checkpointing", random, statistics, blocks)
         if kind == Kind.RECOMPUTE and (repeat := self._cells[i].repeat) is not None:
@@ -116,31 +116,32 @@ class StageRun:
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.marks and self.may_change_input:
-            inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
+            inputs = owned(inputs)  # # the caller and recomputations need the original tensors
         self._cells[i] = cell = Cell(inputs)
         leaves, before = inputs, None
         if i < self._checkpoint_stop:
-            # Leaves of their own, since layers may put hooks and flags on their inputs, and will do so again.
+            # Separate leaves, because layers may put hooks and flags on their inputs, and the recomputation repeats
+            # that.
             leaves = detach_leaves(inputs)
             before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
         outputs = self.compute(leaves)
-        guard(self.stage, leaves.tensors, i)  # after the layers, which may look at the hooks of their input
+        guard(self.stage, leaves.tensors, i)  # # after the layers, which may read the hooks of their input
         if before is not None:
             cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, current.work.rng)
-        # A later stage that works in place must not change what the recomputation needs.
+        # A later stage must not modify the inputs of the recomputation in place.
         kept = [] if cell.repeat is None else [(tensor, PRESERVED) for tensor in cell.repeat.inputs.tensors]
         sent = self._sent(inputs, outputs, kept)
         if cell.repeat is None:
             cell.inputs, cell.outputs = leaves, outputs
         else:
             cell.inputs = cell.repeat.inputs
-        del outputs, leaves  # the graph of a cell that does not keep it is freed before its outputs are copied
+        del outputs, leaves  # # a graph that is not kept is freed before its outputs are copied
         self._end_forward(i)
         if i >= self._late_losses:
             self._send(i, sent)
 
     def recompute(self, i: int) -> None:
-        """Rebuild the graph of a cell that has freed it."""
+        """Rebuild the graph of a checkpointed cell, and compute a loss that was deferred to here."""
         cell, repeat = self._cells[i], self._cells[i].repeat
         if repeat is not None:
             with current.work.recompute_under(), repeat.restored():
@@ -169,29 +170,29 @@ class StageRun:
         backward_weight(self._cells.pop(i), self._sums)
 
     def loss(self, i: int) -> None:
-        """Compute the loss of the whole mini-batch."""
+        """Compute the loss of the full mini-batch."""
         assert self._loss is not None
         self._loss.compute_whole()
 
     def inputs_of(self, microbatch: int) -> Activation | None:
-        """The inputs of a cell, for messages; None if it has none yet, or is done."""
+        """Return the inputs of a cell for messages; None before its forward and after its backward."""
         cell = self._cells.get(microbatch)
         return None if cell is None else cell.inputs
 
     def compute(self, inputs: Activation) -> Activation:
-        """The output of the layers for ``inputs``, which are leaves that the layers may still change in place."""
+        """Return the output of the layers for ``inputs``, which are leaves that the layers may modify in place."""
         if self._looks_for_hooks:
             return self._compute_watched(inputs)
         if self.may_change_input:
             return self._compute_first(inputs)
-        before = versions(inputs) if inputs.marks else []  # tensors without marks are used by this stage alone
+        before = versions(inputs) if inputs.marks else []  # # only this stage uses tensors without marks
         try:
             output = self.stage.call(inputs.value)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise RuntimeError(_LATE_CHANGE) from error
             raise
-        # Other stages or the caller use tensors with a mark too.
+        # Tensors with a mark are also used by other stages or by the caller.
         if before and versions(inputs) != before:
             raise RuntimeError(_LATE_CHANGE)
         return Activation(output)
@@ -205,7 +206,7 @@ class StageRun:
         return outputs
 
     def _compute_first(self, inputs: Activation) -> Activation:
-        """Like :meth:`compute`, for the first micro-batch of a run, or if the layers change their input in place."""
+        """Do the same as :meth:`compute` in the first micro-batch, or if the layers modify their input in place."""
         stage, before = self.stage, versions(inputs)
         uncounted = uncounted_of(inputs) if inputs.marks else []
         hooked = counts_of_hooks(self._trained.parameters)
@@ -218,14 +219,14 @@ class StageRun:
         if not self._has_observed:
             self._has_observed = True
             self.given = given_state(stage.module, outputs.tensors)
-            # The version counter of an inference tensor does not count.
+            # Inference tensors have no version counter.
             self.may_change_input = changed or any(map(Tensor.is_inference, inputs.tensors))
         return outputs
 
     def _sent(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
-        """The outputs as the next stage gets them: it begins a graph of its own, with these as leaves."""
+        """Return the outputs for the next stage, as leaves at which its graph begins."""
         sent = detach_leaves(outputs)
-        # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
+        # A single tensor needs no mark if it shares no memory with the inputs or with tensors of the layers.
         is_apart = not kept and not inputs.marks and not self.given and len(sent.tensors) == 1
         return sent if is_apart else flag_aliases(sent, inputs, [*kept, *self.given])
 
@@ -241,19 +242,19 @@ class StageRun:
             assert self._departure is not None
             self._departure.put_values(i, outputs)
         else:
-            # The loss is outside of all layers.
+            # The loss is computed outside all layers.
             with doing(microbatch=None, phase="", rng=None, statistics=None, blocks=()):
                 self._loss.take(i, outputs)
 
     def _seeds(self, i: int) -> list[Tensor | None]:
-        """The gradients of the outputs."""
+        """Return the gradients of the outputs."""
         if self._loss is not None:
             return self._loss.gradients_of(i)
         assert self._departure is not None
         return self._departure.get_gradients(i)
 
     def _hold(self, i: int) -> None:
-        """Before a backward: remove hooks from its leaves, and ``.grad`` where gradients have to be scaled."""
+        """Remove the hooks of the cell's leaves before its backward, and ``.grad`` if gradients have to be scaled."""
         parameters, tied, deferred, _ = self._trained
         every = self._spec.loss is not None and self._spec.loss.scales
         if not self._has_held:
@@ -261,7 +262,7 @@ class StageRun:
             if tied:
                 deferred.hold(tied, tied=True)
             deferred.hold(parameters, every=every)
-        if every or self._sums is not None:  # layers may also use leaves that are not their parameters
+        if every or self._sums is not None:  # # layers may also use leaves that are not their parameters
             cell = self._cells[i]
             assert cell.outputs is not None
             graph = below(cell.outputs.tensors, cell.inputs.tensors)
@@ -269,7 +270,7 @@ class StageRun:
             if self._sums is not None and graph.hides:
                 if may_be_data_parallel():
                     raise RuntimeError(_HIDES)
-                self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
+                self._sums = None  # # the nodes are held by a graph of an earlier run, not by a hook
         self.adds = not every and self._sums is None
 
 

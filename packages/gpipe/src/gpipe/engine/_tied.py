@@ -1,12 +1,13 @@
 """Parameters and buffers that several partitions share: all partitions but the first compute with copies.
 
-Two workers must not add to the same ``.grad`` in an order that depends on timing; and a partition needs its tensors on
-its own device. So during a run only the first partition with such a tensor, its **owner**, computes with the tensor
-itself. The modules of the others hold a copy: a leaf in the same memory or, on another device, in memory that is filled
-when the run begins. At the end the gradients of the copies are added to the owner's, in the order of partitions.
+Two workers must not add to the same ``.grad`` in an order that depends on timing, and a partition needs its tensors on
+its own device. So during a run, only the first partition with a shared tensor, its **owner**, computes with the tensor
+itself. The modules of the other partitions hold a copy: a leaf in the same memory or, on a different device, in memory
+that is filled when the run begins. At the end, the gradients of the copies are added to the owner's gradient, in the
+order of partitions.
 
-A module that several partitions share is copied too, shallowly. A layer must not change it. Source: the tied layers of
-DeepSpeed.
+A module that several partitions share is also copied, but shallowly. A layer must not change it. Source: the tied
+layers of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ._stage import Stage
 
 
 class Contents(NamedTuple):
-    """A module and all modules below it, with what they hold.
+    """A module and all its submodules, with their contents.
 
     Attributes:
-        modules: each once, in order.
-        parameters: each once.
-        tensors: the identities of parameters and buffers.
+        modules: without duplicates, in order.
+        parameters: without duplicates.
+        tensors: the ids of parameters and buffers.
     """
 
     modules: dict[nn.Module, None]
@@ -61,7 +62,7 @@ LeafGradient = tuple[Tensor, Tensor]
 
 
 def shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
-    """By the identities of what each part has: of tensors that several parts have, the number of the first part."""
+    """Map the id of each tensor that several parts contain to the index of the first such part."""
     if sum(map(len, found)) == len(set[int]().union(*found)):
         return {}
     first: dict[int, int] = {}
@@ -77,11 +78,12 @@ def holds_tensors(module: nn.Module) -> bool:
 
 
 class Tied:
-    """The tensors that several partitions of ``stages`` share, for one run, which begins here.
+    """The tensors that several partitions of ``stages`` share. One object serves one run, and is created when it
+    begins.
 
     Attributes:
-        shares: whether there are any; if not, nothing has to be applied or joined.
-        leaves: for each stage the leaves, owners and copies, whose gradients have to be summed.
+        shares: whether any tensor is shared.
+        leaves: per stage, the owners and copies whose gradients have to be summed.
     """
 
     def __init__(self, stages: Sequence[Stage], parts: Sequence[Contents]) -> None:
@@ -89,13 +91,13 @@ class Tied:
         shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
         self.shares = bool(shared)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
-        # The dicts of modules and the names in them that refer to copies during a run, and these copies.
+        # Entries in the dicts of modules that refer to copies during a run, with these copies.
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
         self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
         for number, (modules, _, _) in enumerate(parts):
-            # Without tensors there is nothing to copy, but attributes that a layer may change.
+            # A module without tensors is not copied, but a layer may change its attributes.
             self._modules |= {each: each for each in modules.keys() & earlier if not holds_tensors(each)}
             if shared:
                 copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
@@ -105,13 +107,13 @@ class Tied:
                 self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
         self._looked = False
-        # Layers may only read what is shared: this is compared with what is there after the forwards.
+        # Layers may only read shared state, so it is compared with this record after the forwards.
         self._then = self._seen() if shared or self._modules else {}
 
     def applied(self) -> AbstractContextManager[None]:
-        """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
+        """Let the modules of each stage hold its copies. No other run of the stages may be active.
 
-        The first use, which includes all forwards, raises RuntimeError if a forward has changed what is shared.
+        The first use, which includes all forwards, raises RuntimeError if a forward has changed shared state.
         """
         return self._swapped() if self._then else nullcontext()
 
@@ -130,11 +132,11 @@ class Tied:
         finally:
             self._looked = True
             for (entries, name, copy), own in zip(self._swaps, before, strict=True):
-                if entries.get(name) is copy:  # a layer may have set something else
+                if entries.get(name) is copy:  # # a layer may have assigned something else
                     entries[name] = own
 
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
-        """Raise RuntimeError if a loss uses several of ``leaves`` that are copies of one: a loop has found them all."""
+        """Raise RuntimeError if ``leaves`` of a loss include several copies of one tensor, e.g. found by a loop."""
         owners = [self._owners[leaf][1] for leaf in leaves if leaf in self._owners]
         if len(owners) > len({*owners}):
             raise RuntimeError(
@@ -144,15 +146,15 @@ class Tied:
             )
 
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
-        """``gradients`` with owners in place of copies, on the owners' devices, in the order of the stages."""
+        """Return ``gradients`` with copies replaced by owners, on the owners' devices, in the order of the stages."""
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
-        # By stage, since sums of floats depend on their order, and threads arrive in any.
+        # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.
         found.sort(key=lambda each: each[0])
-        # An owner may have been frozen since the forward: then autograd drops its gradient too.
+        # If an owner was frozen since the forward, its gradient is dropped, as in autograd.
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
-        """What layers may only read, by a tensor or module and a name in it."""
+        """Record the state that layers may only read, with (tensor or module, name) as keys."""
         tensors = (tensor for copy, (_, own) in self._owners.items() for tensor in (copy, own))
         seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
         for module in self._modules:
@@ -183,23 +185,23 @@ class Tied:
 
 
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
-    """``gradient`` on ``device``, when the current streams have waited for those on which it was computed."""
-    # Its memory belongs to the stream of a stage, which would use it again while this one still copies.
+    """Return ``gradient`` on ``device``; the current streams must have waited for the streams that computed it."""
+    # Its memory belongs to the stream of a stage, which must not reuse it before the copy is complete.
     record_stream(gradient, current_stream(gradient.device))
     return gradient.to(device)
 
 
 class _Copies:
-    """The tensors and modules with which a partition computes.
+    """The tensors and modules that a partition computes with.
 
     Args:
-        number: the number of the partition among those in this process.
-        shared: by identity of a tensor, the number of the first partition that has it.
-        earlier: the modules of the partitions before.
+        number: the index of the partition in this process.
+        shared: maps the id of a tensor to the index of the first partition that has it.
+        earlier: the modules of the previous partitions.
 
     Attributes:
-        tensors: for each shared tensor that of this partition: a copy, or the tensor itself.
-        modules: copies of the modules that an earlier partition has too.
+        tensors: maps each shared tensor to a copy, or to itself if this partition owns it.
+        modules: copies of the modules that an earlier partition also has.
     """
 
     def __init__(
@@ -226,8 +228,8 @@ class _Copies:
     def _own_module(self, module: nn.Module) -> nn.Module:
         if module not in self.modules:
             self.modules[module] = copy = object.__new__(type(module))
-            # Neither __init__ nor __setattr__ of the class is called: their arguments and effects are unknown.
-            vars(copy).update(vars(module), _compiled_call_impl=None)  # that call is bound to ``module``
+            # Bypass __init__ and __setattr__ of the class, whose arguments and effects are unknown.
+            vars(copy).update(vars(module), _compiled_call_impl=None)  # # the compiled call is bound to ``module``
             for kind in _KINDS:
                 vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
         return self.modules[module]
@@ -241,25 +243,27 @@ def _entries(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _state(value: Any) -> Any:
-    """The memory of a tensor, and its version; None for anything else."""
+    """Return the storage and version of a tensor; None for anything else."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return None
     return storage_id(value), version(value)
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """A leaf like ``tensor`` on ``device``: in the same memory if it is there; ``tensor`` itself if not trained."""
-    # A leaf of its own, in the same memory where it can be: its gradient is apart from that of the owner.
+    """Return a leaf like ``tensor`` on ``device``, in the same memory if possible; ``tensor`` itself if untrained and
+    there.
+    """
+    # A separate leaf, so that its gradient is separate from the owner's gradient.
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:
         return tensor
     if issubclass(type(tensor), nn.Parameter):
         own = there.as_subclass(type(tensor))
-    elif isinstance(tensor, nn.Parameter):  # a tensor of another class that was made a parameter
+    elif isinstance(tensor, nn.Parameter):  # # a custom tensor that was made a parameter
         own = nn.Parameter(there, tensor.requires_grad)
     else:
         own = there
-    # Layers may read attributes. Those that it has already may hold its data, as of wrappers of tensors.
+    # Layers may read attributes. Existing attributes are kept, since those of a wrapper subclass may hold its data.
     vars(own).update({**vars(tensor), **vars(own)})
     return own.requires_grad_() if _is_trained(tensor) else own
 
