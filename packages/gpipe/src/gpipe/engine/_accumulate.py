@@ -32,7 +32,7 @@ class Below(NamedTuple):
 
     leaves: list[Tensor]
     is_custom: bool
-    """True if there are nodes written in Python, except the nodes through which tensors enter a stage."""
+    """True if there are nodes written in Python, except the nodes that pass tensors into a stage."""
     hides: bool
     """True if a reentrant checkpoint or a pipe, with a backward of its own, may hide more leaves."""
 

@@ -1,12 +1,12 @@
-"""Blocks: consecutive layers of a stage that keep only their input, while its other layers keep what they save.
+"""Selective checkpointing: a block of consecutive layers saves only its input, and is recomputed.
 
 No pipe has blocks yet. They are for stages that are computed block by block.
 
 The graph of a block is a part of the graph of its cell. The tensors that its operations save are dropped when the block
 is done. When a backward first needs one of them, the layers are computed again, and what they save takes its place::
 
-    forward     layer 0   [layer 1, layer 2]   layer 3          what [ ] saves is dropped
-    backward    layer 3   [ ] again, layer 2, layer 1   layer 0
+    forward     layer 0   [layer 1, layer 2]   layer 3          tensors saved in [ ] are dropped
+    backward    layer 3   recompute [ ], layer 2, layer 1   layer 0
 
 Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buffers nor the random numbers of a pipe.
 """
@@ -40,8 +40,8 @@ class Block:
     """A block of a stage in one run.
 
     Args:
-        numbers: the numbers of the layers among those of the stage.
-        context: the settings of the caller of the forward.
+        numbers: the indices of its layers in the stage.
+        context: the settings of the thread that called the forward.
     """
 
     def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
@@ -58,18 +58,18 @@ class Block:
         layers = [*skippables(self.recomputation.module)]
         self._pops = [key for layer in layers for key in layer.poppable()]
         self._stashes = [key for layer in layers for key in layer.stashable()]
-        # Until a forward has shown that it does not change its input in place.
+        # False once a forward has left its input unchanged.
         self._clones = True
 
     def compute(self, compute: Compute, value: Any) -> Any:
-        """The output of ``compute`` for ``value``; computed again in the backward."""
-        # Layers of the block may pop skips that were stashed before it. Those that it stashes itself are not there yet.
+        """Return the output of ``compute`` for ``value``, which the backward recomputes."""
+        # Layers of the block may pop skips stashed before it. Skips that the block stashes are not in the store yet.
         store: Any = current.work.skips
         skips = {key: store[key] for key in self._pops if key in store}
         inputs = Activation((value, *skips.values()))
         expect_plain(inputs.value, self.stage.index)
         before = versions(inputs)
-        # Separate copies of tensors that share memory would not see each other's changes.
+        # Clones of tensors that share memory would not receive each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
         forward = _Forward(self, compute, current.work.rng, [*skips])
         output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
@@ -82,38 +82,38 @@ class Block:
 
 
 class _Forward:
-    """One forward of a block, and its recomputation. What the graph has saved refers to it."""
+    """One forward of a block, and its recomputation. The saved tensors of the graph refer to it."""
 
     def __init__(self, block: Block, compute: Compute, random: CellRNG, skips: Sequence[Any]) -> None:
         self._block = block
         self._compute = compute
         self._skips = skips
-        # Generators of its own: its recomputation begins them anew, while those of the cell have gone on.
+        # Separate generators: the recomputation restarts them, while the cell's generators have advanced.
         self._random = random.again(block.stage.device)
         self._repeat: Repeat | None = None
         self._thread = get_ident()
-        # Weak, so that a tensor is freed as soon as the backward is done with the operation that saved it.
+        # Weak references, so that a tensor is freed as soon as the operation that saved it has run its backward.
         self._saved: list[ref[_Saved]] = []
 
     def first(self, value: Any, inputs: Activation, *, may_change: bool) -> Any:
-        """The output for ``value``. What its operations save is dropped, unless the forward cannot be repeated."""
+        """Return the output for ``value``; drop the saved tensors unless the forward cannot be repeated."""
         recomputation = self._block.recomputation
         before = recomputation.before(inputs, may_change=may_change)
         with doing(phase="checkpointing", rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
             outputs = self._block.outputs(self._compute(value))
         self._repeat = recomputation.repeat(before, outputs.tensors, self._random)
         if self._repeat is not None:
-            # Not earlier: a layer may use what it saves in a backward of its own, within its forward.
+            # Not during the forward, because a layer may run a backward inside it and use its saved tensors.
             for saved in filter(None, (reference() for reference in self._saved)):
                 saved.tensor = None
         return outputs.value[0]
 
     def again(self) -> None:
-        """Compute the layers again, and replace what was dropped by what their operations save."""
+        """Recompute the layers, and replace the dropped tensors by the newly saved ones."""
         found: list[_Saved] = []
 
         def save(tensor: Tensor) -> _Saved:
-            # Not the tensor: an operation that saves its output would refer to itself, and keep the whole graph.
+            # A tensor would not do: an operation that saves its output would refer to itself, and keep the graph alive.
             found.append(_Saved(self, tensor))
             return found[-1]
 
@@ -122,14 +122,14 @@ class _Forward:
         with block.context.applied(), repeat.restored():
             value, *skips = as_nonleaf(repeat.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
-            # This is inside of a backward, where layers must not draw: but here they may.
+            # Layers must not draw random numbers in a backward, except in this recomputation.
             work = doing(phase="recomputing", rng=repeat.random, graph_task=backward_id(), skips=own)
-            # A layer may have a small backward of its own, within its forward.
+            # A layer may run a small backward inside its forward.
             with work, saved_tensors_hooks(save, _Saved.load):
                 outputs = block.outputs(self._compute(value))
-            # Autocast decides how far values may differ.
+            # The tolerance depends on autocast, so this is compared inside the context.
             block.recomputation.expect_same(repeat, outputs.tensors)
-        # The same operations save the same tensors in the same order, so that the number says which is which.
+        # The same operations save the same tensors in the same order, so that tensors match by index.
         if len(found) != len(self._saved):
             raise _saved_others()
         for reference, fresh in zip(self._saved, found, strict=True):
@@ -164,7 +164,7 @@ class _Saved:
         if self.tensor is None:
             self._forward.again()
         assert self.tensor is not None
-        if self.tensor._version != self._version:  # torch does not check what hooks return
+        if self.tensor._version != self._version:  # # torch does not check tensors returned by hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self._kind[0])}, which a checkpointed layer needs for its backward; change a "
@@ -173,7 +173,7 @@ class _Saved:
         return self.tensor
 
     def take(self, fresh: _Saved) -> None:
-        """Hold what the recomputation has saved in the same place."""
+        """Store the tensor that the recomputation saved at the same position."""
         if fresh._kind != self._kind:
             raise _saved_others()
         self.tensor, self._version = fresh.tensor, fresh._version

@@ -1,8 +1,7 @@
-"""Refuse gradients that enter the graph of a cell other than through the outputs of its stage.
+"""Reject gradients that enter a cell's graph other than through its stage's outputs.
 
-A layer may leave a tensor with its graph in an attribute, a list or a global, for others to use. The graph of a cell
-begins at its inputs, so the stages before would miss that gradient; and such a place holds one of several
-micro-batches.
+A layer may store a tensor with its graph in an attribute, a list or a global. The graph of a cell begins at its inputs,
+so the previous stages would not receive that gradient. Such a place also holds only one of several micro-batches.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from ..checkpoint._state import last_entry
 from ._stage import Stage
 
 _KEY: Final = -1
-"""The key of a guard among the hooks of a tensor: those of others are numbered from 0."""
+"""The key of a guard among the hooks of a tensor. Torch numbers its hooks from 0."""
 
 
 def guard(stage: Stage, tensors: Iterable[Tensor], microbatch: int | None = None, attribute: str = "") -> None:
-    """Let a gradient that arrives at ``tensors`` raise RuntimeError, unless a cell of ``stage`` computes it.
+    """Make a gradient that arrives at ``tensors`` raise RuntimeError, unless a cell of ``stage`` computes it.
 
-    That is the cell of ``microbatch``, which begins at these tensors; or any cell, and an ``attribute`` holds them.
-    Call this after the forward: layers may look at the hooks of their inputs.
+    Only the cell of ``microbatch``, which begins at these tensors, may compute it, or any cell if an ``attribute``
+    holds them. Call this after the forward, because layers may read the hooks of their inputs.
     """
     check = partial(_check, stage, microbatch, attribute)
     for tensor in tensors:
         if tensor.requires_grad:
             if tensor.is_leaf and tensor._backward_hooks is None:
-                # As register_hook does, without a handle to remove it, which takes as long as a small layer.
+                # Equivalent to register_hook, but without creating a handle, which takes as long as a small layer.
                 tensor._backward_hooks = OrderedDict([(_KEY, check)])
             else:
                 tensor.register_hook(check)  # type: ignore[no-untyped-call]
@@ -42,7 +41,7 @@ def guard(stage: Stage, tensors: Iterable[Tensor], microbatch: int | None = None
 
 def _check(stage: Stage, microbatch: int | None, attribute: str, _: Tensor | None = None) -> None:
     step, now = current.work.step, current.work.microbatch
-    # A loss is computed in steps of the last stage, but belongs to no micro-batch there.
+    # A loss is computed in steps of the last stage, but belongs to none of its micro-batches.
     if step is not None and step.stage == stage.index and now is not None and microbatch in (None, now):
         return
     what = f"'{attribute}' holds a tensor" if attribute else "a layer has left a tensor"
@@ -54,7 +53,7 @@ def _check(stage: Stage, microbatch: int | None, attribute: str, _: Tensor | Non
 
 
 def refuse_in_runs(leaf: Tensor, why: str) -> RemovableHandle:
-    """Let a gradient that arrives at ``leaf`` in a run raise RuntimeError; the handle ends that."""
+    """Make a gradient that arrives at ``leaf`` in a run raise RuntimeError, until the handle is removed."""
     return leaf.register_hook(partial(_refuse, why))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -64,15 +63,15 @@ def _refuse(why: str, _: Tensor | None = None) -> None:
 
 
 def watch_attributes(stage: Stage) -> None:
-    """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
+    """Guard tensors with a graph in attributes of layers, for a ``stage`` whose inputs need no gradient or guard."""
     for name, module in stage.module.named_modules():
         for attribute, tensor in _with_graph(vars(module).items()):
             guard(stage, [tensor], attribute=f"{name}.{attribute}")
 
 
 def expect_unguarded(leaf: Tensor) -> None:
-    """Raise RuntimeError if ``leaf`` is guarded by another stage. Call this before its hooks are removed."""
-    # Whoever accumulates outside .grad removes the hooks of leaves first, and with them this guard.
+    """Raise RuntimeError if a different stage guards ``leaf``. Call this before its hooks are removed."""
+    # Accumulation outside .grad removes the hooks of leaves first, including this guard.
     for hook in (leaf._backward_hooks or {}).values():
         if getattr(hook, "func", None) in (_check, _refuse):
             hook(leaf)
@@ -80,7 +79,7 @@ def expect_unguarded(leaf: Tensor) -> None:
 
 def expect_no_variables(before: Context) -> None:
     """Raise RuntimeError if layers have set a context variable of this thread to a tensor with its graph."""
-    # The loss, the other stages and the caller read another value, and there is no guard where nobody looks.
+    # The loss, the other stages and the caller read a different value, so that no guard would detect the error.
     changed = ((each.name, value) for each, value in copy_context().items() if before.get(each) is not value)
     for name, _ in _with_graph(changed):
         raise RuntimeError(
@@ -91,7 +90,7 @@ def expect_no_variables(before: Context) -> None:
 
 def _with_graph(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in items:
-        # One entry only, so that a look costs the same for a list of any length.
+        # Only the last entry, so that the cost does not depend on the length of a list.
         last = last_entry(value)
         if isinstance(last, Tensor) and last.grad_fn is not None:
             yield name, last

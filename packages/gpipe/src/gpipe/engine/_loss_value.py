@@ -1,4 +1,4 @@
-"""What a loss function returns: checked, and the metrics of all micro-batches combined."""
+"""Validate what a loss function returns, and combine the metrics of all micro-batches."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from microbatch import Batch, Mean, gather
 from ..values._describe import shapes
 
 LossFunction = Callable[..., Any]
-"""A function of an output, and of a target if there is one, that returns what :func:`loss_value` takes."""
+"""A function of an output, and of a target if any. It returns a value accepted by :func:`loss_value`."""
 
 _FORMS = "expected a scalar tensor, or LossSum(total, count), either perhaps with a dict of metrics: (loss, metrics)"
 
 
 class LossSum(NamedTuple):
-    """The loss of a micro-batch as a sum, and what the sum is to be divided by.
+    """The loss of a micro-batch as a sum and its divisor.
 
-    The loss of the mini-batch is the sum of all totals, divided by the sum of all counts. A loss function that returns
-    this for each micro-batch lets a step begin backwards before all forwards are done.
+    The loss of the mini-batch is the sum of all totals, divided by the sum of all counts. With a loss function that
+    returns this for every micro-batch, a step can begin backwards before all forwards have finished.
 
     Attributes:
         total: the sum, a scalar tensor.
-        count: a number, or a tensor of one, that does not require grad: of rows, of labels, or a sum of weights.
+        count: a number, or a tensor with one element, that does not require grad: a count of rows or labels, or a sum
+            of weights.
 
     >>> import torch
     >>> LossSum(torch.tensor(6.0), 3)
@@ -39,11 +40,11 @@ class LossSum(NamedTuple):
 
 
 class LossValue(NamedTuple):
-    """What a loss function has returned.
+    """The validated result of a loss function.
 
     Attributes:
         total: the scalar tensor at which the backward begins.
-        count: divides the sum of all totals, together with the other counts; None if the loss is no :class:`LossSum`.
+        count: the sum of all totals is divided by the sum of all counts; None if the loss is not a :class:`LossSum`.
         metrics: further values that the loss function returned, or None.
     """
 
@@ -53,7 +54,7 @@ class LossValue(NamedTuple):
 
 
 def loss_value(found: object) -> LossValue:
-    """The :class:`LossValue` of ``found``, which a loss function returned."""
+    """Return the :class:`LossValue` for the result ``found`` of a loss function."""
     metrics = None
     if isinstance(found, tuple) and not isinstance(found, LossSum):
         if len(found) != 2 or not isinstance(found[1], Mapping):
@@ -90,7 +91,7 @@ def has_own_loss(output: Any) -> bool:
 
 
 def _entry(output: Any) -> Any:
-    """The loss in an output: itself, what is called so, or the only scalar in a tuple that can be trained."""
+    """Return the loss in an output: itself, its entry ``loss``, or the only trainable scalar of a tuple."""
     if isinstance(output, Tensor | LossSum):
         return output.total if isinstance(output, LossSum) else output
     if isinstance(output, Mapping):
@@ -138,22 +139,22 @@ def _checked(loss: object) -> Tensor:
 
 
 def whole_metrics(found: Mapping[Any, Any]) -> dict[str, Any]:
-    """The metrics of a whole mini-batch as they were returned, without their graph."""
+    """Return the metrics of a full mini-batch unchanged, but detached."""
     for name, value in found.items():
         _expect_metric(name, value)
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def plain_metrics(found: Mapping[Any, Any]) -> dict[str, Any]:
-    """The metrics of a micro-batch without their graph; numbers and whole scalars as floats, which can be averaged."""
+    """Return the detached metrics of a micro-batch; numbers and integer scalars become floats, for averaging."""
     return {name: _plain(name, value) for name, value in found.items()}
 
 
 def metrics_of_all(found: Sequence[dict[str, Any]], rows: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """The metrics of the mini-batch.
+    """Combine the metrics of all micro-batches.
 
-    Scalars are averaged, weighted by rows. Other tensors must have k entries for each row, with the same k everywhere,
-    and are concatenated.
+    Scalars are averaged, weighted by rows. Other tensors must have k entries per row, with the same k everywhere, and
+    are concatenated.
     """
     spec = {name: None if isinstance(value, Tensor) and value.dim() else Mean() for name, value in found[0].items()}
     try:
@@ -170,7 +171,7 @@ def _plain(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return float(value)
     value = value.detach()
-    # An average of whole numbers, such as counts of hits, is not whole.
+    # The average of integers, such as numbers of hits, is not an integer.
     whole = not value.dim() and not (value.is_floating_point() or value.is_complex())
     return value.to(torch.get_default_dtype()) if whole else value
 

@@ -1,4 +1,4 @@
-"""What computes the loss of a mini-batch from the outputs of the last stage: here, for each micro-batch."""
+"""Compute the loss of a mini-batch from the outputs of the last stage; here, one loss per micro-batch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ._tied import Tied
 
 
 class Losses:
-    """Takes the outputs of the last stage, and gives their gradients.
+    """Receives the outputs of the last stage, and returns their gradients.
 
     Args:
         loss_fn: the loss function.
-        keep_outputs: whether the detached outputs are kept.
+        keep_outputs: whether to keep the detached outputs.
 
     Attributes:
         is_whole: whether the loss is computed once, on the outputs of all micro-batches.
-        is_sum: whether it was a :class:`LossSum` then; known when it is computed.
-        trains: whether gradients are computed too.
+        is_sum: whether that loss is a :class:`LossSum`; known once it is computed.
+        trains: whether to compute gradients as well.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
         loss: the loss of the mini-batch, detached.
-        metrics: what ``loss_fn`` returned beside it, or None.
+        metrics: the metrics that ``loss_fn`` returned with the loss, or None.
         scales: whether gradients must be multiplied by ``scale`` at the end; known once the first loss is computed.
-        scale: that factor, known once the last one is.
+        scale: the factor of all gradients, known once the last loss is computed.
     """
 
     is_whole: Any = False
@@ -66,9 +66,9 @@ class Losses:
         """Begin the only run.
 
         Args:
-            random: makes the random numbers of a micro-batch: those of a layer behind all layers of the model.
+            random: returns the random numbers of a micro-batch, as for a layer after the last one.
             tied: the tensors that stages share.
-            deferred: holds ``.grad`` and hooks of leaves, of all stages too.
+            deferred: holds ``.grad`` and hooks of leaves of the stages and the loss.
             sums: holds the gradients of leaves of the loss until the run ends.
         """
         self._random, self._tied, self._deferred, self._sums, self.trains = random, tied, deferred, sums, trains
@@ -78,18 +78,18 @@ class Losses:
         raise NotImplementedError
 
     def gradients_of(self, i: int) -> list[Tensor | None]:
-        """The gradients of the outputs of a micro-batch, once."""
-        # Freed with the backward of the cell, not with the run.
+        """Return the gradients of the outputs of a micro-batch, once."""
+        # Removed here, so that they are freed with the backward of the cell rather than with the run.
         return self._gradients.pop(i)
 
     def compute_whole(self) -> None:
-        """The action of the schedule that computes the loss of the whole mini-batch."""
+        """Compute the loss of the full mini-batch; this is an action of the schedule."""
         raise NotImplementedError
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
-        """What ``loss_fn`` returns for ``outputs``, which are leaves."""
+        """Call ``loss_fn`` on ``outputs``, which are leaves."""
         before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
-        # Numbers of its own, so that a loss that draws changes nothing in the layers.
+        # Separate random numbers, so that a loss that draws them does not affect the layers.
         with doing(rng=self._random(i)):
             value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *arguments))
         if outputs.marks:
@@ -99,8 +99,8 @@ class Losses:
         return value
 
     def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of ``leaves``. Those of other leaves, such as parameters of the loss, are kept until the run
-        ends.
+        """Return the gradients of ``leaves``; keep the gradients of other leaves, such as loss parameters, until the
+        run ends.
         """
         graph = below([loss], leaves)
         if graph.hides:
@@ -109,8 +109,8 @@ class Losses:
                 ".grad by itself, before the run is complete; use use_reentrant=False, or pipe(input) and backward()"
             )
         self._tied.expect_once(graph.leaves)
-        # Workers may be adding to .grad of the same leaves at this moment, and hooks wait for whole gradients: so the
-        # sums are kept apart, and added at the end of the run.
+        # Workers may be adding to .grad of the same leaves now, and hooks wait for complete gradients. So the sums are
+        # kept separately, and added at the end of the run.
         self._deferred.hold(graph.leaves)
         try:
             return self._sums.backward((loss,), (seed,), graph, leaves)
@@ -125,14 +125,14 @@ class Losses:
 
 
 class MicrobatchLosses(Losses):
-    """The loss of each micro-batch, where it is known how they add up. Frees each output when its loss is computed.
+    """One loss per micro-batch, if the losses can be combined. Frees each output once its loss is computed.
 
     Args:
-        arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
-        weights: the weight of each loss in that of the mini-batch, a number or a tensor; None if ``loss_fn`` returns a
-            :class:`LossSum`: then the sum of all totals is divided by the sum of all counts.
-        rows: the number of rows of each micro-batch, by which metrics are averaged.
-        unlike: makes the error for a loss that is not what ``weights`` say.
+        arguments: the further arguments of ``loss_fn`` per micro-batch: its target, or nothing.
+        weights: the weights of the losses in the loss of the mini-batch, numbers or tensors. None if ``loss_fn``
+            returns a :class:`LossSum`: then the sum of all totals is divided by the sum of all counts.
+        rows: the number of rows of each micro-batch, used to average metrics.
+        unlike: returns the error for a loss that does not match ``weights``.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class MicrobatchLosses(Losses):
         self._metrics: dict[int, dict[str, Any]] = {}
 
     def take(self, i: int, activation: Activation) -> None:
-        # loss_fn may work in place on it, and the caller or a recomputation may need the memory as it is.
+        # loss_fn may modify it in place, although the caller or a recomputation needs the original.
         outputs = clone_leaves(activation) if self._keep_outputs else owned(activation)
         self._keep(i, activation)
         value = self._value(i, outputs, self._arguments[i])
@@ -162,14 +162,14 @@ class MicrobatchLosses(Losses):
             self._gradients[i] = self._backward(value.total, seed_of(value.total, weight), outputs.tensors)
 
     def _take(self, i: int, value: LossValue) -> Any:
-        """Keep the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
+        """Store the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
         if (value.count is None) != (self._weights is not None):
             raise self._unlike(value)
         if self._losses and (value.metrics is None) == bool(self._metrics):
             raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
         if value.metrics is not None:
             self._metrics[i] = plain_metrics(value.metrics)
-            if len(self._metrics) == len(self._rows):  # here, so that an error is one of this cell
+            if len(self._metrics) == len(self._rows):  # # here, so that an error belongs to this cell
                 self.metrics = metrics_of_all([self._metrics[i] for i in sorted(self._metrics)], self._rows)
         if value.count is not None:
             self._counts[i] = value.count
@@ -179,7 +179,7 @@ class MicrobatchLosses(Losses):
 
     @cached_property
     def _count(self) -> float | Tensor:
-        # By micro-batch, and not in the order of arrival: a sum of floats depends on its order.
+        # By micro-batch instead of arrival, because a sum of floats depends on its order.
         return sum_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
 
     @cached_property
@@ -189,11 +189,11 @@ class MicrobatchLosses(Losses):
     @property
     def loss(self) -> Tensor:
         losses = concatenate([self._losses[i].reshape(1) for i in sorted(self._losses)])
-        # In half precision the sum of all micro-batches may overflow although the mean does not.
+        # In half precision, the sum over all micro-batches may overflow even if the mean does not.
         whole = losses.sum(dtype=torch.float32 if losses.dtype in HALVES else None)
         return (whole / self._count).to(losses.dtype)
 
 
 def seed_of(total: Tensor, factor: Any) -> Tensor:
-    """The gradient of ``total`` at which the backward begins, if ``factor`` times ``total`` is to be trained."""
+    """Return the initial gradient of ``total`` for training on ``factor`` times ``total``."""
     return factor.to(total.dtype).expand_as(total) if isinstance(factor, Tensor) else torch.full_like(total, factor)

@@ -224,7 +224,7 @@ class StageRun:
         return outputs
 
     def _sent(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
-        """Return the outputs for the next stage, as leaves at which its graph begins."""
+        """Return the outputs for the next stage, as leaves of a new graph."""
         sent = detach_leaves(outputs)
         # A single tensor needs no mark if it shares no memory with the inputs or with tensors of the layers.
         is_apart = not kept and not inputs.marks and not self.given and len(sent.tensors) == 1

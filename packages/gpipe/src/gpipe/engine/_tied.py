@@ -263,7 +263,7 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
         own = nn.Parameter(there, tensor.requires_grad)
     else:
         own = there
-    # Layers may read attributes. Existing attributes are kept, since those of a wrapper subclass may hold its data.
+    # Layers may read attributes. Existing ones are kept, since the attributes of a wrapper subclass may hold its data.
     vars(own).update({**vars(tensor), **vars(own)})
     return own.requires_grad_() if _is_trained(tensor) else own
 
