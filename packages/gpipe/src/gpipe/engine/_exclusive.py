@@ -1,7 +1,7 @@
-"""The critical section of a pipe: only one thread at a time may run it.
+"""Serialize access to a pipe: only one thread at a time may run it.
 
 All runs of a pipe share its parameters and their gradients, so a second thread waits until the first has left. A thread
-that works for a run of the pipe, in a layer or a loss, would wait forever, and gets an error instead.
+that works for a run of the pipe, in a layer or a loss, would deadlock, and gets an error instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Sections = tuple["Section", ...]
 
 
 class _Inside(threading.local):
-    """Where this thread is.
+    """The sections that concern this thread.
 
     Attributes:
         serves: the sections of the runs that wait for this thread.
-        holds: the sections that it is inside of, the outermost first.
+        holds: the sections that it has entered, outermost first.
     """
 
     serves: Sections = ()
@@ -37,13 +37,13 @@ _inside = _Inside()
 
 
 def sections_of_thread() -> Sections:
-    """The sections that cannot be left before this thread is done."""
+    """Return the sections that cannot be left before this thread has finished."""
     return _inside.serves + _inside.holds
 
 
 @contextmanager
 def serving(sections: Sections) -> Iterator[None]:
-    """A context for a thread that works for a run: entering one of ``sections`` would be to wait for itself."""
+    """Mark this thread as working for a run: entering one of ``sections`` would be a deadlock."""
     before = _inside.serves, _inside.holds
     try:
         _inside.serves, _inside.holds = sections, ()
@@ -53,50 +53,52 @@ def serving(sections: Sections) -> Iterator[None]:
 
 
 class Section:
-    """A lock that its owner may take again, and that raises an error where a plain lock would deadlock."""
+    """A reentrant lock that raises an error instead of a deadlock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._process: int | None = None  # that of the thread inside
+        self._process: int | None = None  # # the process of the thread inside
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Wait until no other thread is inside, then enter.
 
         Raises:
-            RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside.
+            RuntimeError: waiting would be a deadlock, or this process was forked while another thread was inside.
         """
-        # A hook that this thread calls between two walks of the run may use the pipe: no cell computes meanwhile.
+        # A hook that this thread calls between the forwards and backwards of the run may use the pipe, as no cell is
+        # computing.
         if self in _inside.holds:
             yield
             return
         self._expect_an_end()
-        # Reentrant: an interrupt may have left the section to this thread without a trace in ``_inside``.
+        # Reentrant, because after an interrupt this thread may hold the lock although ``_inside`` does not record it.
         with self._lock:
             self._process = os.getpid()
             work, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
-            # An interrupt may come between any two lines, also of those that put back what is current.
+            # An interrupt may arrive between any two lines, including the lines that restore the previous state.
             try:
                 _inside.holds = (*_inside.holds, self)
                 yield
             finally:
                 current.work, (_inside.serves, _inside.holds) = work, before
-                torch.set_grad_enabled(grad)  # torch.no_grad() leaves it off if it is interrupted
+                torch.set_grad_enabled(grad)  # # torch.no_grad() does not restore it if interrupted
                 self._process = None
                 _claimed.pop(self, None)
 
     def claim(self, parameters: Sequence[Tensor]) -> None:
-        """Inside: say whose gradients this thread is going to accumulate.
+        """Claim the gradients that this thread will accumulate inside the section.
 
         Raises:
-            RuntimeError: another thread is accumulating those of one of ``parameters``, in another pipe.
+            RuntimeError: another thread is accumulating gradients of one of ``parameters`` in another pipe.
         """
         with _claims:
-            # A pipe around this one waits for this thread, and accumulates nothing meanwhile.
+            # Pipes around this one wait for this thread, and accumulate nothing until then.
             known = (self, *sections_of_thread())
-            # Copied, which is one operation: others leave without the lock, since a wait there may be interrupted.
+            # copy() is atomic. Other threads leave without this lock, because an interrupt could hit them while they
+            # wait.
             others = [theirs for other, theirs in _claimed.copy().items() if other not in known] if _claimed else []
-            # There is rarely another pipe in training, and without one this costs nothing.
+            # Usually no other pipe is training, and then this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
                 raise RuntimeError(
                     "another thread is training another pipe with some of the same parameters, and gradients of both "
@@ -121,4 +123,4 @@ class Section:
 
 _claims = fork_lock()
 _claimed: dict[Section, Sequence[Tensor]] = {}
-"""Of sections that some thread is inside of: the parameters whose gradients it accumulates."""
+"""The parameters whose gradients are being accumulated, by the section of the accumulating thread."""

@@ -1,6 +1,6 @@
-"""What a pipe does with one mini-batch: the outputs for the caller's graph, a step of training, or an evaluation.
+"""Run one mini-batch: compute outputs for the caller's graph, train, or evaluate.
 
-The caller is inside the section of the pipe.
+The caller holds the section of the pipe.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ def compute_outputs(
 ) -> list[Activation]:
     """Compute the outputs of all micro-batches, connected to the caller's graph.
 
-    Of several errors the earliest in the schedule is raised, with a note that says where it happened.
+    Raises the earliest error in the schedule, with a note on its location.
 
     Args:
-        versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
+        versions: syncs in-place changes between the micro-batches and the tensors they were split from.
     """
     if spec.trains:
         pipeline.trainers.add(current_thread())
     run = Run(pipeline, spec)
     with pipeline.processes.together(run.state):
         outputs = run.forward(_entering(pipeline, batches))
-    # Layers may have changed micro-batches in place, which share the memory of the caller's tensors.
+    # Layers may have modified micro-batches in place, which share memory with the caller's tensors.
     versions.sync()
-    # The only micro-batch may be returned as it is: the caller may change it, and a recomputation may need it.
-    if len(outputs) == 1:  # several are copied when they are concatenated
+    # A single micro-batch may be returned as the output itself. The caller may modify it, while a recomputation may
+    # need the original.
+    if len(outputs) == 1:  # # several outputs are copied when they are concatenated
         outputs = [owned(outputs[0])]
     return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs
 
@@ -51,13 +52,13 @@ def compute_outputs(
 def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     """Compute forwards, losses and backwards of all micro-batches; add gradients to ``.grad``.
 
-    After an error, the ``.grad`` of a parameter that had none is None again; to others, gradients of some
-    micro-batches may have been added, and a note on the error says so.
+    After an error, each ``.grad`` that was None is None again. Other parameters may have accumulated the gradients of
+    some micro-batches, and a note on the error says so.
     """
     pipeline.trainers.add(current_thread())
     run = Run(pipeline, spec)
     pipeline.section.claim(run.parameters)
-    # A failure leaves no parts of gradients where there were none.
+    # A failure must not leave partial gradients where there were none.
     empty = [parameter for parameter in run.parameters if parameter.grad is None]
     adds = False
     try:
@@ -65,10 +66,10 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
             refuse_data_parallel(run.kept_nodes)
             gradients = run.train(_entering(pipeline, batches))
         whole = pipeline.processes.summed(run.whole())
-        # From here on gradients may be added to those that were there, also if a hook fails.
+        # From here on, gradients may be added to existing ones, even if a hook fails.
         adds = True
         scale = 1.0 if spec.loss is None else spec.loss.scale
-        # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for several
+        # One backward, since a leaf may be used both before the pipe and in the loss, and hooks may wait for several
         # gradients.
         accumulate_whole([*_flowing(batches[: len(gradients)], gradients, scale), *whole.items()])
     except BaseException as error:
@@ -87,11 +88,11 @@ def evaluate(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> Non
 def _attached(
     pipeline: Pipeline, run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Activation]
 ) -> list[Activation]:
-    """``outputs`` as results of a node in the caller's graph, whose backward is that of ``run``."""
+    """Return ``outputs`` attached to the caller's graph by a node that runs the backward of ``run``."""
     counts = [len(output.tensors) for output in outputs]
 
     def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        # And the caller may have changed those since: what autograd has saved of them is then refused.
+        # The caller may have modified its tensors since the forward. Autograd then rejects its saved tensors.
         versions.sync()
         flowing = iter(seeds)
         with pipeline.section.entered():
@@ -101,13 +102,13 @@ def _attached(
             try:
                 found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
             except BaseException:
-                run.deferred.give_back(failed=True)  # an interrupt may come after the workers are done
+                run.deferred.give_back(failed=True)  # # an interrupt may arrive after the workers have finished
                 raise
         return [*chain.from_iterable(found), *own]
 
-    # DistributedDataParallel has hooks on the nodes of these parameters, which have to see one gradient, with that
-    # from other parts of the caller's graph. But autograd adds it after this section, when another thread that
-    # trains the pipe may accumulate outside .grad.
+    # DistributedDataParallel has hooks on the nodes of these parameters, which must receive one gradient that includes
+    # other parts of the caller's graph. But autograd adds it after this section is left, when a different thread that
+    # trains the pipe may be accumulating outside .grad.
     left = run.kept_nodes if run.kept_nodes and may_be_data_parallel() else []
     tensors = [tensor for output in outputs for tensor in output.tensors]
     attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], tensors))
@@ -121,10 +122,10 @@ _SEVERAL_THREADS = (
 
 
 def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
-    """After a failure: set ``.grad`` of ``empty`` back to None, and note whether ``run`` added to that of others."""
+    """Reset ``.grad`` of ``empty`` to None after a failure; note whether ``run`` added to the other gradients."""
     for parameter in empty:
         parameter.grad = None
-    others = len({*run.parameters}) - len({*empty})  # stages may share parameters
+    others = len({*run.parameters}) - len({*empty})  # # stages may share parameters
     if others and adds:
         add_note(
             error,
@@ -134,7 +135,7 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
 
 
 def _entering(pipeline: Pipeline, batches: Sequence[Batch]) -> list[Activation]:
-    """The micro-batches as leaves, in the process with the first stage."""
+    """Return the micro-batches as leaves; none if the first stage is in a different process."""
     return [*map(_leaves, batches)] if pipeline.begins else []
 
 
@@ -152,5 +153,5 @@ def _flowing(
     return [
         (tensor, scaled(gradient, scale))
         for tensor, gradient in chain.from_iterable(pairs)
-        if gradient is not None and tensor.requires_grad  # a layer may have made its own leaf require grad
+        if gradient is not None and tensor.requires_grad  # # a layer may have called requires_grad_() on its own leaf
     ]

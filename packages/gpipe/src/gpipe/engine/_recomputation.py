@@ -1,7 +1,7 @@
-"""What computing a forward again needs: that of a whole stage, or of a block (:mod:`gpipe.engine._block`).
+"""Recompute the forward of a stage, or of a block (:mod:`gpipe.engine._block`).
 
-A recomputation must find everything as its forward did: buffers, random numbers, autocast. A forward that changes what
-cannot be restored keeps its graph instead.
+A recomputation must find buffers, random numbers and autocast as its forward did. If a forward changes state that
+cannot be restored, its graph is kept instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _log = logging.getLogger("gpipe")
 
 
 class Before(NamedTuple):
-    """What is there before a forward.
+    """The state before a forward.
 
     Attributes:
-        spare: a copy of the inputs, if the layers may change them in place.
-        sums: of what tensors of the layers hold, if a change of that would leave no other trace.
+        spare: a copy of the inputs, if the layers may modify them in place.
+        sums: sums over tensors of the layers, to detect changes that leave no other trace; None if not checked.
     """
 
     inputs: Activation
@@ -37,12 +37,12 @@ class Before(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """What one forward needs to be computed again.
+    """A forward that can be recomputed.
 
     Attributes:
-        inputs: as they were before the forward.
+        inputs: the inputs, with their values before the forward.
         random: the random numbers of the forward.
-        sample: what is compared of its outputs.
+        sample: the part of its outputs that the recomputation is compared with.
     """
 
     inputs: Activation
@@ -53,10 +53,10 @@ class Repeat(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context for the recomputation, with buffers and random numbers as the forward found them.
+        """Restore buffers and random numbers for the recomputation.
 
         Raises:
-            RuntimeError: the inputs, or what cannot be restored, have changed since.
+            RuntimeError: the inputs, or state that cannot be restored, have changed since the forward.
         """
         if versions(self.inputs) != self.versions:
             raise RuntimeError(
@@ -75,7 +75,7 @@ class Repeat(NamedTuple):
 
 
 class Recomputation:
-    """The layers of a stage or block as far as they are recomputed, for the life of a pipe."""
+    """Recomputes the layers of a stage or block, for the lifetime of a pipe."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -84,14 +84,14 @@ class Recomputation:
         self._compares_all = self._compares_next = True
 
     def begin(self) -> None:
-        """Begin a run, before which layers and their state may have been replaced."""
+        """Begin a run. Layers and their state may have been replaced before it."""
         self._state = None
         self._compares_all = checks_all()
         self._compares_next = not self._has_been_same
 
     def before(self, inputs: Activation, *, may_change: bool) -> Before:
-        """Look at the state before a forward with ``inputs``, which it may change in place."""
-        # Layers may add attributes and buffers in a forward. Then their places are looked up again.
+        """Record the state before a forward on ``inputs``, which it may modify in place."""
+        # A forward may add attributes and buffers. The places of the state are then looked up again.
         if self._state is None or not self._state.is_complete:
             self._state = State(self.module)
         spare = clone_leaves(inputs) if may_change else None
@@ -100,12 +100,12 @@ class Recomputation:
         return Before(inputs, versions(inputs), spare, snapshot, sums)
 
     def repeat(self, before: Before, outputs: Sequence[Tensor], random: CellRNG) -> Repeat | None:
-        """After the forward: what its recomputation needs; None if its graph has to be kept."""
-        # A generator takes 5 kB for each layer and micro-batch; the recomputation makes the same ones again.
+        """Return the record for recomputing a finished forward; None if its graph must be kept."""
+        # A generator takes 5 kB per layer and micro-batch. The recomputation creates the same ones again.
         random.forget()
         is_same = versions(before.inputs) == before.versions
-        inputs = before.inputs if is_same else before.spare  # layers that work in place have overwritten their input
-        # Torch takes the lengths of a nested tensor in the recomputation for others than those of its gradient.
+        inputs = before.inputs if is_same else before.spare  # # in-place layers have overwritten their input
+        # Torch treats the ragged sizes of a recomputed nested tensor as different from the ones in its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs)
         if self._changes_state(before) or inputs is None or is_nested:
             return None
@@ -114,15 +114,15 @@ class Recomputation:
         return Repeat(inputs, counts, before.snapshot, random, Sample(outputs, whole=whole))
 
     def expect_same(self, repeat: Repeat, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
-        self._has_been_same = False  # unless this returns
+        """Raise RuntimeError if the ``outputs`` of a recomputation differ from its forward."""
+        self._has_been_same = False  # # stays False if the next line raises
         repeat.sample.expect(outputs)
         self._has_been_same = True
 
     def _changes_state(self, before: Before) -> bool:
-        """Whether a forward changes what cannot be restored. This is logged once.
+        """Return whether a forward changes state that cannot be restored, and log this once.
 
-        What it changes through ``.data`` is looked for once, until a recomputation has given what its forward did.
+        Changes through ``.data`` are checked only until a recomputation has matched its forward.
         """
         changed = before.snapshot.changed()
         if not changed and before.sums is not None:

@@ -1,4 +1,4 @@
-"""A stage: the layers of a partition on their device, for the life of a pipe, and what runs have shown about them."""
+"""A stage: the layers of a partition on their device, and facts about them learned from earlier runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def stages_of(
     layout: SkipLayout,
     blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> list[Stage]:
-    """A stage for each of ``modules``; ``blocks`` are the numbers of those of its layers that are recomputed apart."""
+    """Return one stage per module; ``blocks`` maps a stage to the indices of its layers that are recomputed separately.
+    """
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
         first = stages[-1].numbers.stop if stages else 0
@@ -40,21 +41,22 @@ def stages_of(
 
 
 class Stage:
-    """A partition on its device. What runs have shown is kept from run to run; runs of a pipe take turns.
+    """A partition on its device. Facts learned from a run are kept for later runs, and only one run is active at a
+    time.
 
     Args:
         first: the number of layers of the model before this stage.
-        blocks: the numbers, among the layers of the stage, of those that are recomputed apart from others.
+        blocks: the indices, within the stage, of layers that are recomputed separately.
 
     Attributes:
-        index: the number of the stage among all stages.
-        numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
-        pops, stashes: the skips that come from other stages, and that go to others.
-        is_direct: whether no layer uses skips, so that they can be called directly.
-        recomputation: what recomputing the stage as a whole needs.
-        hooked: whether layers have put hooks on tensors or nodes of their graph; a split backward would call some
-            twice.
-        runs_whole: whether the backward could not be split in a schedule that splits it.
+        index: the index of the stage among all stages.
+        numbers: the indices of its layers in the model; a single one if ``module`` is called as a whole.
+        pops, stashes: the skips received from other stages, and sent to them.
+        is_direct: whether the layers can be called directly, because none uses skips.
+        recomputation: recomputes the stage as a whole.
+        hooked: whether layers have put hooks on tensors or nodes of their graph, some of which a split backward would
+            call twice.
+        runs_whole: whether a split of the backward was scheduled, but not possible.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class Stage:
         blocks: Sequence[range] = (),
     ) -> None:
         self.index = index
-        # Random numbers depend on the numbers of layers. Only a partition says which of its layers computes.
+        # Random numbers depend on layer indices, but only a StageLayers reports which of its layers is computing.
         layers = len(module._modules) if isinstance(module, StageLayers) else 1
         self.numbers = range(first, first + max(layers, 1))
         self.module = module
-        # Numbered CPUs are one device; their numbers only say which stages share a worker.
+        # All CPUs are one device. Their index only tells which stages share a worker.
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
-        # Only skips between stages: within a stage, stash and pop share a store.
+        # Only skips between stages, because layers of the same stage share a store.
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
@@ -84,8 +86,8 @@ class Stage:
         self.runs_whole = False
 
     def call(self, value: Any) -> Any:
-        """The output of the layers for ``value``: with the skips from other stages behind it, and those to others."""
-        store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
+        """Return the output of the layers for ``value``; incoming and outgoing skips follow the value in a tuple."""
+        store: dict[Key, Any] = {}  # # one store per cell: skips of a failed cell are freed with it
         if self.pops:
             value, *skips = value
             store.update(zip(self.pops, skips, strict=True))
@@ -105,7 +107,7 @@ class Stage:
         return output, *[store.pop(key) for key in self.stashes]
 
     def run_whole(self) -> None:
-        """Remember that the backward of this stage cannot be split; warn once."""
+        """Record that the backward of this stage cannot be split; warn once."""
         if not self.runs_whole:
             self.runs_whole = True
             _log.warning(
@@ -120,17 +122,17 @@ class Stage:
         return " to ".join(f"'{name}'" for name in ends) or "none"
 
     def elsewhere(self) -> str:
-        """A parameter or buffer that is not on the device of its stage, in words."""
+        """Describe a parameter or buffer that is not on the device of its stage; empty if there is none."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             there = tensor.device
-            # Torch knows no numbers of CPUs.
+            # Torch ignores the index of a CPU device.
             if there.type != self.device.type or (there.type != "cpu" and there.index != self.device.index):
                 return f"{name!r} of partition {self.index} is on {there}, expected {self.device}"
         return ""
 
 
 def _layers(module: nn.Module, numbers: range) -> nn.Sequential:
-    found = nn.Sequential()  # without arguments, since a layer may have the name of an attribute
+    found = nn.Sequential()  # # no arguments, as a layer may have the name of an attribute
     found._modules.update(islice(module.named_children(), numbers.start, numbers.stop))
     return found
 
@@ -138,14 +140,14 @@ def _layers(module: nn.Module, numbers: range) -> nn.Sequential:
 class StageLayers(nn.Sequential):
     """The layers of one stage under their own names. The first layer may take several arguments.
 
-    It tells the random numbers of its cell which layer draws from them.
+    While they compute, it stores the index of the current layer in the random numbers of the cell.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiled partition is one layer: its code would be compiled again for each cell. Not is_compiling(), which
-        # is true while any thread compiles.
+        # A compiled partition counts as one layer; otherwise it would be recompiled for each cell. is_compiling() would
+        # be true while any thread compiles.
         rng = None if torch.compiler.is_dynamo_compiling() else current.work.rng
-        # Another pipe inside of a layer has partitions too: the numbers are those of the cell's own.
+        # A pipe inside a layer also has partitions, but the indices refer to the cell's own partition.
         rng = None if rng is None or rng.module is not self else rng
         if rng is not None and current.work.blocks:
             return self._in_blocks(as_value(args, kwargs))

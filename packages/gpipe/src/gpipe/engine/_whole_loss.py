@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, computed once: on the outputs of all micro-batches."""
+"""Compute the loss of a mini-batch once, on the outputs of all micro-batches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ._scale import DeviceScale, scale_of, sum_of
 
 
 class WholeLoss(Losses):
-    """One loss, on the outputs of all micro-batches: right for every function of outputs and targets.
+    """One loss on the outputs of all micro-batches: correct for every function of outputs and targets.
 
-    It holds the outputs of all micro-batches, and their gradients, as the plain model does.
+    It holds the outputs of all micro-batches and their gradients, as the plain model does.
 
     Args:
         arguments: the further arguments of ``loss_fn``: the target, or nothing.
-        join: joins the outputs of micro-batches, by gradients too, as the pipe itself does.
+        join: joins the outputs of micro-batches differentiably, in the same way as the pipe.
         weight: the weight of the loss, from a ``normalizer``.
-        unlike: makes the error for a :class:`LossSum`, where the caller has said what the loss is.
+        unlike: returns the error for a :class:`LossSum`; None unless the caller passed ``reduction``.
     """
 
     is_whole = True
@@ -51,7 +51,7 @@ class WholeLoss(Losses):
 
     def compute_whole(self) -> None:
         outputs = [self._arrived.pop(i) for i in sorted(self._arrived)]
-        if len(outputs) == 1:  # several are copied when they are joined
+        if len(outputs) == 1:  # # several outputs are copied when they are joined
             outputs = [clone_leaves(outputs[0]) if self._keep_outputs else owned(outputs[0])]
         parts = _Parts(outputs)
         del outputs
@@ -67,17 +67,17 @@ class WholeLoss(Losses):
         self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
         if self.trains:
             total = value.total
-            del value, joined  # the backward need not hold what the loss has not saved
+            del value, joined  # # the backward needs only tensors that the loss has saved
             self._backward(total, seed_of(total, factor * self._weight), [parts.anchor])
             self._gradients = dict(enumerate(parts.gradients(self._sums)))
 
 
 class _Parts:
-    """The outputs of micro-batches, which are freed when they have been joined, and their gradients.
+    """The outputs of micro-batches, which are freed once they are joined, and their gradients.
 
     Attributes:
-        sizes: how many tensors each has.
-        anchor: the leaf at which a backward through them ends.
+        sizes: the number of tensors of each output.
+        anchor: the leaf where a backward through the outputs ends.
     """
 
     def __init__(self, outputs: list[Activation]) -> None:
@@ -87,7 +87,7 @@ class _Parts:
         self._found: dict[int, Tensor | None] = {}
 
     def taken(self) -> list[Activation]:
-        """The outputs, once. Those that require grad are the results of nodes that do not hold them."""
+        """Return the outputs, once. If they require grad, the nodes that produce them do not hold them."""
         outputs, self._outputs = self._outputs, []
         numbers = count()
         return [
@@ -102,14 +102,15 @@ class _Parts:
         return attached
 
     def gradients(self, sums: GradientSums) -> Iterator[list[Tensor | None]]:
-        """Those of each micro-batch after the backward, apart from those of other leaves, in ``sums``."""
+        """Yield the gradients of each micro-batch after the backward. They share no memory with each other or ``sums``.
+        """
         numbers, taken, kept = count(), set[tuple[int, int]](), sums.storages()
         for size in self.sizes:
             yield [_apart(self._found.pop(next(numbers), None), taken, kept) for _ in range(size)]
 
 
 class _Part(torch.autograd.Function):
-    """A tensor as the result of a node that keeps its gradient, and not the tensor."""
+    """Return a tensor from a node that stores its gradient, but not the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, found: dict[int, Tensor | None], number: int) -> Tensor:
@@ -124,7 +125,7 @@ class _Part(torch.autograd.Function):
 
 
 def _apart(gradient: Tensor | None, taken: set[tuple[int, int]], kept: set[int]) -> Tensor | None:
-    """``gradient``, or a copy if another one is in its place, or in its memory: a stage may overwrite what it gets."""
+    """Return ``gradient``, or a clone if others use its memory, because the stage may overwrite it."""
     if gradient is None:
         return None
     storage = storage_id(gradient)
