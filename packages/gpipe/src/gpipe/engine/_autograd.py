@@ -1,4 +1,4 @@
-"""A run in the caller's autograd graph: two nodes, for any number of stages.
+"""Connect a run to the caller's autograd graph with two nodes, for any number of stages.
 
 ::
 
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""A function from the gradients of the outputs to those of the inputs; None where there is no gradient."""
+"""A function from the gradients of the outputs to the gradients of the inputs; None stands for no gradient."""
 
 
 def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``outputs``, connected to ``inputs`` in the caller's graph by a node whose backward is ``backward``.
+    """Connect ``outputs`` to ``inputs`` in the caller's graph by a node that calls ``backward``.
 
-    Those that require grad do so even if no input does, because parameters inside may.
+    An output that requires grad still does if no input does, because parameters of the pipe may.
     """
     differentiable = [tensor.requires_grad for tensor in outputs]
     if not any(differentiable):
         return outputs
     seeds: list[Tensor | None] = []
-    # So that the node has a gradient to compute if only parameters of the pipe need one, and is on the CPU.
+    # On the CPU, and requires grad, so that the node runs even if only parameters of the pipe require grad.
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
-    # Detached: a leaf that requires grad would be kept alive by its AccumulateGrad node.
+    # Detached, because AccumulateGrad nodes would keep leaves that require grad alive.
     found = Attach.apply(seeds, differentiable, token, *map(Tensor.detach, outputs))  # type: ignore[no-untyped-call]
     return list(found)
 
@@ -49,7 +49,7 @@ class Attach(torch.autograd.Function):
         ctx.seeds = seeds
         ctx.set_materialize_grads(False)
         fresh = tuple(map(Tensor.detach, outputs))
-        # Without this, autograd would take every output of a floating dtype for one with a gradient.
+        # Otherwise autograd would set requires_grad on every floating-point output.
         ctx.mark_non_differentiable(*[each for each, flag in zip(fresh, differentiable, strict=True) if not flag])
         return fresh
 
@@ -60,9 +60,9 @@ class Attach(torch.autograd.Function):
 
 
 class PipelineBackward(torch.autograd.Function):
-    """From the inputs to a token that stands for the run; its backward is that of the run.
+    """Map the inputs to a token that represents the run; the backward calls the run's backward.
 
-    The inputs include parameters on whose ``AccumulateGrad`` node other code has hooks; these fire when the node runs.
+    The inputs include parameters with hooks of other code on their ``AccumulateGrad`` node, which fire when it runs.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class PipelineBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd enables grad mode in a backward for create_graph only.
+        # Autograd enables grad mode in a backward only for create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline cannot be differentiated twice; call backward() without create_graph=True")
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
@@ -87,9 +87,9 @@ class PipelineBackward(torch.autograd.Function):
                 "backward through the same run of a pipeline a second time; what it kept is gone after the first, also "
                 "with retain_graph=True; run the pipeline again"
             )
-        # Before the run: if it fails, parts of its graphs are gone, and a second one has to be refused too.
+        # Reset before the run: if it fails, parts of its graphs are freed, and a second backward must also raise.
         run, ctx.run = ctx.run, None
         seeds = ctx.seeds[:]
-        # This node lives as long as the caller has an output; the gradients must not.
+        # This node lives as long as the caller holds an output, but the gradients must not.
         ctx.seeds.clear()
         return None, None, None, *run(seeds)

@@ -1,6 +1,6 @@
-"""Direct calls of autograd's engine, without checks that take longer than the backward of a small cell.
+"""Call the autograd engine directly, without checks that take longer than a small cell's backward.
 
-A root, and an end, is a tensor or a ``GradientEdge``.
+Roots and ends are tensors or ``GradientEdge`` objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._torch import run_backward
 _alias = torch.ops.aten.alias
 
 accumulate = partial(
-    # Unreachable ends are allowed: a micro-batch need not use every parameter.
+    # Ends may be unreachable, because a micro-batch need not use every parameter.
     run_backward,
     keep_graph=False,
     create_graph=False,
@@ -37,7 +37,7 @@ def accumulate_in(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Seque
 def gradients(
     roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any], *, keep_graph: bool = True
 ) -> tuple[Tensor | None, ...]:
-    # With ends, and without accumulating, autograd calls neither post-accumulate hooks nor AccumulateGrad nodes.
+    # With ends and without accumulation, autograd calls neither post-accumulate hooks nor AccumulateGrad nodes.
     found: tuple[Tensor | None, ...] = run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(ends), True, accumulate_grad=False
     )
@@ -47,8 +47,8 @@ def gradients(
 def accumulate_whole(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Add complete gradients to the ``.grad`` of leaves, and continue the backward from other roots.
 
-    One backward, because hooks may wait for the gradients of several leaves; on this thread, where hooks may do
-    anything. The gradients are ready on this thread's current streams.
+    This is a single backward, because hooks may wait for the gradients of several leaves. It runs on this thread,
+    because hooks may do anything. The gradients are ready on this thread's current streams.
     """
     roots, seeds = [*zip(*gradients, strict=True)] or [(), ()]
     if roots:
@@ -57,10 +57,10 @@ def accumulate_whole(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _on_current_streams(roots: Sequence[Tensor]) -> list[Tensor]:
-    """``roots``, behind nodes that belong to this thread's current streams, if they are on several devices.
+    """Return ``roots``, behind nodes that belong to this thread's current streams if they are on several devices.
 
-    Autograd assumes that all gradients with which a backward begins are ready on the stream of the first device. A node
-    on the gradient's own device waits for the stream that was current when the node was made.
+    Autograd assumes that the initial gradients of a backward are ready on the first device's stream. A node on the
+    gradient's own device waits for the stream that was current when the node was created.
     """
     if len({root.device for root in roots if has_streams(root.device)}) < 2:
         return list(roots)

@@ -1,4 +1,4 @@
-"""A cell: one micro-batch on one stage, from its forward to its backward."""
+"""A cell: the forward, optional recomputation, and backward of one micro-batch on one stage."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ._split_backward import Weights, backward_inputs
 from ._stage import Stage
 
 Gradients = Sequence[Tensor | None]
-"""A gradient for each tensor; None where there is none."""
+"""One gradient per tensor; None for a tensor without a gradient."""
 
 
 class Cell:
-    """What a stage keeps of a micro-batch.
+    """The data that a stage keeps for a micro-batch.
 
-    Its graph begins at **leaves**, the detached inputs, and ends at the outputs; the stage before waits for the
+    Its graph begins at **leaves**, the detached inputs, and ends at the outputs. The previous stage waits for the
     gradients of the leaves. A cell does not refer to its stage, so that a run is freed without the garbage collector.
 
     Attributes:
         inputs: the leaves.
-        outputs: what the layers returned; None before the forward, and as long as the graph has to be rebuilt.
-        repeat: what a recomputation needs; None if the graph is kept.
-        seeds: the gradients of the outputs, if the second half of a split backward is all of it.
-        weights: what is left for that half, last part first.
+        outputs: the outputs of the layers; None before the forward, and until a freed graph is rebuilt.
+        repeat: the record for its recomputation; None if the graph is kept.
+        seeds: the gradients of the outputs, if a split backward does everything in its second half.
+        weights: the remaining parts for the second half, in reverse order.
     """
 
     __slots__ = ("inputs", "outputs", "repeat", "seeds", "weights")
@@ -43,7 +43,7 @@ class Cell:
 
 
 def backward(cell: Cell, seeds: Gradients, sums: GradientSums | None) -> list[Tensor | None]:
-    """Accumulate the gradients of parameters in ``sums``, or in ``.grad``; return those of the inputs.
+    """Accumulate the gradients of parameters in ``sums``, or in ``.grad``; return the gradients of the inputs.
 
     Args:
         cell: its graph is freed.
@@ -53,7 +53,7 @@ def backward(cell: Cell, seeds: Gradients, sums: GradientSums | None) -> list[Te
     outputs, flowing = _flowing(cell, seeds)
     inputs = cell.inputs.tensors
     if outputs and sums is not None:
-        # Autograd returns the gradients of all leaves, instead of adding them to .grad, which would call hooks.
+        # Autograd returns the gradients of all leaves, because adding them to .grad would call hooks.
         return sums.backward(outputs, flowing, below(outputs, inputs), inputs)
     if outputs:
         _engine.accumulate(outputs, flowing)
@@ -61,12 +61,12 @@ def backward(cell: Cell, seeds: Gradients, sums: GradientSums | None) -> list[Te
 
 
 def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stage: Stage) -> list[Tensor | None]:
-    """The first half of a split backward: the gradients of the inputs. The whole of one that cannot be split."""
+    """Compute the gradients of the inputs, the first half of a split backward; all gradients if it cannot be split."""
     inputs = cell.inputs.tensors
     leaves = [leaf for leaf in inputs if leaf.requires_grad]
     outputs, flowing = _flowing(cell, seeds)
     if not leaves or not outputs:
-        cell.seeds = seeds  # no stage waits for a gradient
+        cell.seeds = seeds  # # no stage waits for a gradient
         return [None] * len(inputs)
     halves = None if stage.hooked else backward_inputs(outputs, flowing, leaves)
     if halves is None:
@@ -83,19 +83,19 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
 
 
 def backward_weight(cell: Cell, sums: GradientSums | None) -> None:
-    """The second half of a split backward: the gradients of parameters."""
+    """Compute the gradients of parameters, the second half of a split backward."""
     if cell.seeds is not None:
         backward(cell, cell.seeds, sums)
-    while cell.weights:  # frees each, with its gradients, when it is done
+    while cell.weights:  # # frees each part, with its gradients, once it is finished
         cell.weights.pop().backward(sums)
 
 
 def _flowing(cell: Cell, seeds: Gradients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The outputs through which gradients flow, and these gradients."""
+    """Return the outputs through which gradients flow, and these gradients."""
     assert cell.outputs is not None
     outputs = cell.outputs.tensors
     if len(seeds) == 1 and (seed := seeds[0]) is not None and outputs[0].requires_grad:
-        return outputs, (seed,)  # most cells have one output
+        return outputs, (seed,)  # # the common case
     pairs = [
         (output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None and output.requires_grad
     ]

@@ -1,4 +1,4 @@
-"""What a message says of a failure beside its error: where it happened, and what to do about it."""
+"""Add notes to the error of a failed action: where it happened, and how to solve it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ._stage import Stage
 def explained(
     error: BaseException, stage: Stage, action: Action, microbatches: int, inputs: Activation | None
 ) -> BaseException:
-    """``error`` of ``action``, with notes.
+    """Return ``error`` of ``action`` with notes, or an error that explains it better.
 
     Args:
-        microbatches: how many the run has.
-        inputs: those of the cell, if it has any yet.
+        microbatches: the number of micro-batches of the run.
+        inputs: the inputs of the cell, if it has any yet.
     """
     if action.kind in _BACKWARDS and (found := used_up(error)):
         error, found.__cause__ = found, error
-    # An error of a pipe inside a layer has this note already.
+    # The error of a pipe inside a layer already has this note.
     is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
     if action.kind == Kind.LOSS:
         place = f"the loss of all {microbatches} micro-batches"
@@ -43,9 +43,9 @@ def explained(
 
 
 def used_up(error: BaseException) -> RuntimeError | None:
-    """The error to raise for one of a backward, if torch complains that this is the second through its graph.
+    """Return the error that explains a second backward through the same graph; None for any other error.
 
-    Each cell, and each loss, has one backward: so a graph around them was used twice.
+    Each cell and each loss has only one backward, so the graph was built outside them and used twice.
     """
     is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
     return RuntimeError(_USED_UP) if is_second else None
@@ -75,13 +75,13 @@ _MOVED = (
     "moves all layers back; to have the model elsewhere too, move a copy of it"
 )
 
-# Errors that torch raises as a plain RuntimeError: those of the CPU's allocator, of drivers, and of libraries that
+# Errors that torch raises as a plain RuntimeError: from the CPU allocator, from drivers, and from libraries that
 # allocate without torch's allocator.
 _TEXTS = re.compile(r"(?i)out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or its cause, says that a device or the host has no memory left."""
+    """Return whether ``error``, or its cause, reports that a device or the host is out of memory."""
     return any(
         isinstance(each, torch.OutOfMemoryError | MemoryError)
         or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)

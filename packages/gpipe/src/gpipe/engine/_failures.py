@@ -1,4 +1,4 @@
-"""The failures of a run, and which steps need not be done any more because of them."""
+"""Collect the failures of a run, and determine which remaining steps to skip."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ..schedule import Step, Walk, replay
 from ..values._describe import Cancelled
 
 When = tuple[float, int]
-"""When a step is due: its time if the schedule is replayed with equal steps, and its stage."""
+"""The time of a step if the schedule is replayed with equal durations, and its stage."""
 
 
 class Failures:
-    """The failures of a run. Which of them is the earliest does not depend on the timing of threads.
+    """The failures of a run. Thread timing does not affect which of them is the earliest.
 
-    After a failure, workers still do the steps that come before it in the schedule, since these may fail too.
+    After a failure, workers still take the steps that precede it in the schedule, because these may also fail.
 
     Attributes:
-        walk: the steps of all workers, also in other processes, which order failures.
-        earliest: when the first failed step was due, of all processes as far as is known; None if there is none.
+        walk: the steps of all workers, including other processes; it determines the order of failures.
+        earliest: the time of the earliest failed step known so far, in any process; None if no step has failed.
     """
 
     def __init__(self) -> None:
@@ -41,33 +41,33 @@ class Failures:
 
     def add(self, step: Step, error: BaseException) -> None:
         with self._lock:
-            # Under the lock, since this may compute the order, which two workers would do at once.
+            # Under the lock, because this may compute the order, which only one worker may do at a time.
             when = self._when(step)
             self._errors.append((when, error))
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def hear(self, when: When) -> None:
-        """Record that another process has cancelled the run, because of a failure that was due then."""
+        """Record that another process has cancelled the run because of a failure at that time."""
         with self._lock:
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def stop(self) -> None:
-        with self._lock:  # otherwise a failure that is being added could overwrite this
+        with self._lock:  # # a failure that is being added must not overwrite this
             self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
-        """Raise the failure that comes first in the schedule; :class:`Cancelled` if only others have failed."""
-        # Another process has failed. All ranks meet after the run, and the error is raised here then.
+        """Raise the failure that is earliest in the schedule; :class:`Cancelled` if only other processes failed."""
+        # Another process has failed. All ranks synchronize after the run, and the error is raised there.
         if not self._errors:
             raise Cancelled
         errors, self._errors = self._errors, []
         try:
             raise min(errors, key=lambda pair: pair[0])[1]
         finally:
-            del errors  # the error's traceback refers to this frame, which would refer to the error
+            del errors  # # avoids a reference cycle: the error's traceback refers to this frame
 
     def _when(self, step: Step) -> When:
-        # A run walks twice, through forwards and backwards, and the order is that of the present walk.
+        # A run has a walk of forwards and a walk of backwards, and the order is computed for the current one.
         if self._ordered is not self.walk:
             self._order = {each: (span.start, each.stage) for each, span in replay(self.walk).items()}
             self._ordered = self.walk

@@ -58,7 +58,7 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     pipeline.trainers.add(current_thread())
     run = Run(pipeline, spec)
     pipeline.section.claim(run.parameters)
-    # A failure must not leave partial gradients where there were none.
+    # After a failure, a .grad that was None must not hold partial gradients.
     empty = [parameter for parameter in run.parameters if parameter.grad is None]
     adds = False
     try:
@@ -122,7 +122,7 @@ _SEVERAL_THREADS = (
 
 
 def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds: bool) -> None:
-    """Reset ``.grad`` of ``empty`` to None after a failure; note whether ``run`` added to the other gradients."""
+    """Reset ``.grad`` of ``empty`` to None after a failure; note whether ``run`` added to existing gradients."""
     for parameter in empty:
         parameter.grad = None
     others = len({*run.parameters}) - len({*empty})  # # stages may share parameters

@@ -54,8 +54,8 @@ class Stage:
         pops, stashes: the skips received from other stages, and sent to them.
         is_direct: whether the layers can be called directly, because none uses skips.
         recomputation: recomputes the stage as a whole.
-        hooked: whether layers have put hooks on tensors or nodes of their graph, some of which a split backward would
-            call twice.
+        hooked: whether layers have put hooks on tensors or nodes of their graph. A split backward would call some
+            twice.
         runs_whole: whether a split of the backward was scheduled, but not possible.
     """
 
@@ -73,7 +73,7 @@ class Stage:
         layers = len(module._modules) if isinstance(module, StageLayers) else 1
         self.numbers = range(first, first + max(layers, 1))
         self.module = module
-        # All CPUs are one device. Their index only tells which stages share a worker.
+        # All CPUs are one device. Their index only determines which stages share a worker.
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
         # Only skips between stages, because layers of the same stage share a store.
