@@ -1,4 +1,4 @@
-"""What the calling thread is doing: one frozen record, replaced as a whole and never changed."""
+"""Thread-local state: the current activity of a thread, as an immutable record that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schedule import Step
 
 
 class Store(Protocol):
-    """Holds skips that have been stashed and not popped yet, by namespace and name. A ``dict`` is a store."""
+    """Holds skips between stash and pop, by namespace and name. A ``dict`` is a store."""
 
     def __setitem__(self, key: tuple[Any, str], value: Tensor | None, /) -> None: ...
 
@@ -21,22 +21,22 @@ class Store(Protocol):
 
 
 class Work(NamedTuple):
-    """What a thread is doing.
+    """The current activity of a thread.
 
     Attributes:
-        skips: the store for stash and pop; outside of pipes, one for plain modules.
-        step: the step of a run that the thread takes; None outside of runs.
-        graph_task: torch's number of the backward in which the thread takes the steps of a run; -1 for none.
-        microbatch: the micro-batch of that step; None while a loss is computed, which is outside of all layers.
-        phase: what will become, or has become, of the graph of a forward: ``"checkpointing"`` if it is going to be
-            freed and rebuilt, ``"recomputing"`` while it is rebuilt.
-        rng: the ``CellRNG`` from which layers draw; None outside of forwards.
-        statistics: those of batch norm for the mini-batch so far; None where a layer must not count its input, as in a
-            recomputation.
-        blocks: the engine's ``Block`` for each run of layers that are recomputed on their own.
-        recompute_under: makes the context in which forwards are recomputed: the settings of the forward, if the
-            backward has others.
-        tape: the forward of a segment of a flattened model.
+        skips: the store for stash and pop; outside pipes, a store for plain modules.
+        step: the step of a run that the thread takes; None outside runs.
+        graph_task: torch's id of the backward in which the thread takes the steps of a run; -1 for none.
+        microbatch: the micro-batch of the step; None while a loss is computed, which is outside all layers.
+        phase: ``"checkpointing"`` in a forward whose graph will be freed and rebuilt, ``"recomputing"`` while it is
+            rebuilt.
+        rng: the ``CellRNG`` that layers draw from; None outside forwards.
+        statistics: the batch norm statistics of the mini-batch so far; None if a layer must not count its input, for
+            example in a recomputation.
+        blocks: the engine's ``Block`` objects, one per group of layers that are recomputed together.
+        recompute_under: returns the context for recomputations: the settings of the forward, if the backward has
+            different ones.
+        tape: records the forward of a segment of a flattened model.
     """
 
     skips: Store
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 class Current(threading.local):
-    """What each thread is doing, as ``current.work``."""
+    """The current activity of each thread, as ``current.work``."""
 
     work: Work
 
@@ -64,7 +64,7 @@ current = Current()
 
 
 class doing:  # noqa: N801 — reads as a function after `with`
-    """A context in which some attributes of what this thread is doing have other values."""
+    """Temporarily change some attributes of ``current.work``."""
 
     # Not a generator, which takes twice as long.
     __slots__ = ("_before", "_changes")

@@ -1,11 +1,12 @@
-"""Compare the outputs of a recomputation with those of its forward.
+"""Check that a recomputation returns the same outputs as its forward.
 
-They differ if layers have state that cannot be restored: in a closure, a list, a library.
+The outputs differ if layers have state that cannot be restored, for example in a closure, a list or a library.
 
-The number, shapes, dtypes and ``requires_grad`` are always compared; all values on the first checkpointed micro-batch
-of a pipe, and always if the environment variable ``GPIPE_CHECK`` is 1; otherwise up to 64 elements of each tensor on
-the CPU, and none elsewhere, where the host would have to wait. Floating-point values may differ by the square root of
-the precision of their type, relative to the largest of them; by that of bfloat16 under autocast.
+The number of outputs, shapes, dtypes and ``requires_grad`` are always compared. All values are compared on the first
+checkpointed micro-batch of a pipe, and always with the environment variable ``GPIPE_CHECK=1``. Otherwise up to 64
+elements per tensor are compared on the CPU, and none on accelerators, because the host would have to wait.
+Floating-point values may differ by the square root of their dtype's precision, relative to the largest value; under
+autocast, bfloat16 determines the precision.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def checks_all() -> bool:
 
 
 class Sample:
-    """The kinds of the outputs of a forward, and copies of the values that are compared: all of them if ``whole``."""
+    """The dtype, shape and ``requires_grad`` of a forward's outputs, with a copy of some values, or all if ``whole``.
+    """
 
     __slots__ = ("_kinds", "_values", "_whole")
 
@@ -37,7 +39,7 @@ class Sample:
         self._values = [_picked(tensor, whole) for tensor in outputs]
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if ``outputs``, those of the recomputation, differ."""
+        """Raise RuntimeError if ``outputs`` of the recomputation differ."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
             raise _different(f"{_described(self._kinds)}; now {_described(kinds)}")
@@ -74,15 +76,14 @@ def _described(kinds: Sequence[_Kind]) -> str:
 
 
 def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
-    """The values to compare, in memory of their own; None if there are none."""
-    # Subclasses decide themselves what clone and take do.
+    """Return a copy of the values to compare, or None."""
+    # Subclasses may redefine clone and take.
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in COMPARABLE
     if not is_plain or tensor.is_meta:
         return None
     if whole:
         return tensor.detach().clone()
-    # Detached, or the graph that the cell frees would stay alive. To compare values of an accelerator the host would
-    # wait.
+    # Detached, because the graph that the cell frees would stay alive. On an accelerator, the host would have to wait.
     return torch.take(tensor.detach(), _spread(tensor.numel())) if tensor.device.type == "cpu" else None
 
 
@@ -90,35 +91,35 @@ COMPARABLE = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
-"""Torch has hardly any operations for other types, such as those of eight bits with an exponent."""
+"""Dtypes that can be compared. Torch has hardly any operations for the rest, such as float8."""
 
 
 @lru_cache(maxsize=256)
 def _spread(elements: int) -> Tensor:
-    # In double precision, since in single the last index of a large tensor would be rounded to one past the end.
+    # Double precision, because single precision would round the last index of a large tensor past the end.
     return torch.linspace(0, elements - 1, min(elements, 64), dtype=torch.float64, device="cpu").long()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    # Nearly always; the rest makes several tensors.
+    # The common case. The comparison below allocates several tensors.
     if torch.equal(a, b):
         return True
     if not a.is_floating_point() and not a.is_complex():
         return False
     tolerance = _tolerance(a.dtype, a.device.type)
-    # Relative to the largest value: one near zero may be the difference of two large ones.
+    # Relative to the largest value, because a value near zero may be the difference of two large ones.
     scale = float(_wide(a).abs().nan_to_num(posinf=0).max())
     return torch.allclose(_wide(a), _wide(b), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _tolerance(dtype: torch.dtype, device: str) -> float:
-    # Autocast computes in a coarse dtype, also where the output is of a fine one.
+    # Autocast computes in a lower precision, even if the output has a higher one.
     coarse = torch.bfloat16 if torch.is_autocast_enabled(device) else dtype
     return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(coarse).eps))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    # Differences of half precision overflow, and float8 has hardly any operations.
+    # Differences in half precision may overflow.
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""The generator of an accelerator: its state is kept, so that a recomputation draws the same numbers."""
+"""Save and restore the RNG state of an accelerator, so that a recomputation draws the same numbers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from streams import has_streams
 
 
 class DeviceGenerator:
-    """The current state of the generator of ``device``, if torch can read and set it."""
+    """The current state of the generator of ``device``, if torch can get and set it."""
 
     __slots__ = ("_device", "_module", "_state")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = module_of(device)
-        # Before the forward draws. Reading it does not wait for the device: the host keeps the state.
+        # Read before the forward draws. This does not synchronize the device, because the host keeps the state.
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """A context in which the generator starts from that state."""
+        """Temporarily reset the generator to that state."""
         if self._state is None:
             yield
             return
-        # Later forwards have drawn since, and their successors go on from there.
+        # Later forwards have advanced the generator, and the next ones continue from there.
         now: Tensor = self._module.get_rng_state(self._device)
         self._module.set_rng_state(self._state, self._device)
         try:
@@ -38,8 +38,8 @@ class DeviceGenerator:
             self._module.set_rng_state(now, self._device)
 
     def expect_repeats(self, device: torch.device) -> None:
-        """Raise RuntimeError if a recomputation cannot repeat a draw on ``device``."""
-        # Without values nothing is drawn.
+        """Raise RuntimeError if a recomputation cannot repeat random numbers drawn on ``device``."""
+        # Meta tensors have no values to draw.
         if device.type == "meta" or (self._state is not None and _is_same(device, self._device)):
             return
         raise RuntimeError(
@@ -50,11 +50,11 @@ class DeviceGenerator:
 
 
 def _is_same(device: torch.device, own: torch.device) -> bool:
-    # Operations may name a type of device only, and mean the current one, which is that of the stage.
+    # Operations may specify only a device type. Then they use the current device, which is the stage's device.
     return device.type == own.type and device.index in (None, own.index)
 
 
 def module_of(device: torch.device) -> Any:
-    """The module with ``get_rng_state`` and ``set_rng_state``, such as ``torch.cuda``, or None."""
+    """Return the module with ``get_rng_state`` and ``set_rng_state``, such as ``torch.cuda``, or None."""
     module = getattr(torch, device.type, None) if has_streams(device) else None
     return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None

@@ -1,6 +1,6 @@
-"""What the caller must not change between a checkpointed forward and its backward: modules, modes, hooks, parameters.
+"""Detect changes between a checkpointed forward and its backward: modules, modes, hooks, parameters.
 
-A recomputation with others may give the same output, and other gradients.
+After such a change, a recomputation may return the same output, but different gradients.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .._fsdp import fsdp_modules
 
 
 class LayersThen:
-    """The layers below ``root`` when all forwards are done.
+    """The layers below ``root`` when all forwards have finished.
 
-    Stages may share a module, to which one may add hooks while it computes; so this is made, and compared, while none
-    does.
+    Stages may share a module, and one of them may add hooks to it while it computes. So this object is created, and
+    compared, while no stage computes.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -27,7 +27,7 @@ class LayersThen:
 
     def expect_same(self) -> None:
         now = _seen(self._root)
-        for kind, then in self._then.items():  # only the first kind: a layer that was replaced has other hooks too
+        for kind, then in self._then.items():  # only the first kind: a replaced layer also has different hooks
             names = [name for name in {**then, **now[kind]} if now[kind].get(name) != then.get(name)]
             if names:
                 outermost = ", ".join(map(repr, [*filter(None, names)][:3]))
@@ -39,9 +39,9 @@ class LayersThen:
 
 
 def _seen(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """What is compared: by kind of change, what there is by name."""
+    """Return the state to compare: a dict by name for each kind of change."""
     modules = dict(root.named_modules())
-    # FSDP's hooks give parameters other memory.
+    # FSDP's hooks replace the memory of parameters.
     sharded = {module for each in fsdp_modules(root) for module in each.modules()}
     owned = [item for item in modules.items() if item[1] not in sharded]
     return {
@@ -57,15 +57,15 @@ def _seen(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _ground(parameter: Tensor | None) -> Any:
-    """The memory of a parameter, which ``.data = ...`` changes without a trace, and whether it is trained."""
+    """Identify the memory of a parameter, which ``.data = ...`` replaces without a trace, and its ``requires_grad``."""
     if parameter is None:
         return None
-    # Others have no one storage; of these only a change of requires_grad is seen here.
+    # Other layouts have no single storage, so that only a change of requires_grad is detected.
     is_plain = parameter.layout is torch.strided and not is_lazy(parameter)
     return parameter.untyped_storage()._cdata if is_plain else 0, parameter.requires_grad
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
     found = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    # Copies, since hooks are added to and removed from the dicts themselves.
+    # Copied, because hooks are added to and removed from these dicts in place.
     return [*map(dict, found)]

@@ -1,9 +1,9 @@
-"""Operations that draw random numbers: intercepted on some threads, and given a generator.
+"""Intercept random operations on selected threads, and pass them a generator.
 
-A ``TorchDispatchMode`` passes every operation through Python; a step of a small GPT-2 then takes 1.25 times as long.
-Here only operations that draw have a kernel in Python, at a dispatch key of torch that nothing else uses. Other
-operations skip the key, and threads for which it is not set do not use it. The key comes before autograd and modes;
-operations inside a kernel pass through these.
+A ``TorchDispatchMode`` passes every operation through Python, which slows down a step of a small GPT-2 by 25 %. Here,
+only random operations have a Python kernel, at a dispatch key that torch does not use otherwise. All other operations
+skip the key, and threads that do not set it never use it. The key precedes autograd and modes, and operations inside a
+kernel still pass through them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .._forks import fork_lock
 from .._torch import INTERCEPTING, OpOverload
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-"""A function that does an operation. Operations that it calls are not intercepted."""
+"""A function that executes an operation. Operations that it calls are not intercepted."""
 
 
 class Interception:
-    """Passes the operations that draw to ``handler``, on threads with ``set_intercepting(True)``."""
+    """Pass random operations to ``handler``, on threads with ``set_intercepting(True)``."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._lock = fork_lock()
-        self._libraries: dict[str, Library] = {}  # by namespace; what they have registered ends with them
+        self._libraries: dict[str, Library] = {}  # by namespace; they own the registered kernels
         self._known: set[str] = set()
 
     def prepare(self) -> None:
-        """Find the operations that draw, also those of other libraries, and register kernels for them.
+        """Find the random operations, including operations of other libraries, and register kernels for them.
 
-        Operations that are registered later are not intercepted. RuntimeError if other code uses the dispatch key.
+        Operations registered later are not intercepted. RuntimeError if other code uses the dispatch key.
         """
         with self._lock:
             if not self._libraries:
@@ -57,14 +57,14 @@ class Interception:
 
     def _register(self, operation: OpOverload) -> None:
         if _torch.is_composite(operation):
-            return  # it is composed of other operations, and one of these draws
+            return  # one of its component operations is random and is intercepted
         namespace = operation.namespace
         if namespace not in self._libraries:
             self._libraries[namespace] = Library(namespace, "IMPL", INTERCEPTING)  # type: ignore[no-untyped-call]
         self._libraries[namespace].impl(operation, partial(self._hand_over, operation))  # type: ignore[no-untyped-call]
 
     def _hand_over(self, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        # The operation comes to its real kernel then, and those of the handler are not intercepted.
+        # The operation then reaches its real kernel, and operations of the handler are not intercepted.
         _torch.set_intercepting(False)
         try:
             return operation(*args, **kwargs) if _torch.is_faked() else self._handler(operation, args, kwargs)
@@ -73,12 +73,12 @@ class Interception:
 
 
 def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
-    """The operations among ``names`` that draw."""
+    """Yield the random operations among ``names``."""
     for name in names:
         if _torch.has_tag(name, _DRAWS):
             packet, _, overload = name.partition(".")
             namespace, _, own = packet.partition("::")
-            # Looked up only here: torch makes an object for each operation that is asked for.
+            # Looked up only here, because torch creates an object for each operation on first access.
             operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
             if operation not in _DRAWS_NOTHING:
                 yield operation
@@ -86,7 +86,7 @@ def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
 
 _DRAWS: Final = torch.Tag.nondeterministic_seeded
 _DRAWS_NOTHING = frozenset([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default])
-"""Operations that are tagged as drawing and do not: this one is not used if attention has dropout."""
+"""Operations that are tagged as random but are not. This one is not used if attention has dropout."""
 
 _CPU: Final = torch.device("cpu")
 
@@ -102,8 +102,8 @@ def _native_dropout(
     *,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.native_dropout`` in training mode, by the operations that it consists of on a CPU."""
-    # The operation takes no generator. The same values as torch: the mask is scaled, not the product.
+    """Compute ``torch.native_dropout`` in training mode by its component operations on a CPU."""
+    # The operation takes no generator. Scaling the mask instead of the product gives the same values as torch.
     keep = 1.0 - p
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
     return input.mul(mask.to(input.dtype).mul_(1.0 / keep if keep else 0.0)), mask
@@ -111,12 +111,12 @@ def _native_dropout(
 
 @cache
 def with_generator(operation: OpOverload) -> Callable[..., Any] | None:
-    """``operation``, or its overload, that takes the same arguments and a generator."""
+    """Return ``operation``, or its overload, that takes the same arguments and a generator."""
     if operation is torch.ops.aten.native_dropout.default:
         return _native_dropout
     if _takes_generator(operation):
         return operation
-    # A generator is often an argument of another overload with the same name.
+    # Often a different overload with the same name takes the generator.
     wanted = _arguments(operation) | {"generator"}
     packet = operation.overloadpacket
     overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
@@ -133,7 +133,7 @@ def _takes_generator(operation: OpOverload) -> bool:
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    # The usual case, without a loop: the tensor that is filled, or whose shape and device are taken.
+    # The common case, without a loop: a tensor that is filled, or determines shape and device.
     if args and isinstance(args[0], Tensor) and "device" not in kwargs:
         return _CPU if args[0].is_cpu else args[0].device
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -1,7 +1,7 @@
-"""Whether the calling layer runs in a checkpointed forward, or in its recomputation.
+"""Query whether the current layer runs in a checkpointed forward or in its recomputation.
 
-A checkpointed cell's first forward frees its graph afterwards. It does not run under ``no_grad``, where torch chooses
-other kernels.
+The first forward of a checkpointed cell frees its graph afterwards. It does not run under ``no_grad``, because torch
+would choose different kernels.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from .._current import current
 
 
 def is_checkpointing() -> bool:
-    """Whether the calling layer runs in a forward that will be recomputed.
+    """Return True in a forward that will be recomputed.
 
     Returns:
-        False outside of pipes, and if there will be no backward.
+        False outside pipes, and if there will be no backward.
     """
     return current.work.phase == "checkpointing"
 
 
 def is_recomputing() -> bool:
-    """Whether the calling layer runs in a recomputation. Layers that count or log can skip that then.
+    """Return True inside a recomputation, where layers can skip side effects such as counting or logging.
 
     Returns:
-        False outside of pipes.
+        False outside pipes.
     """
     return current.work.phase == "recomputing"

@@ -185,7 +185,7 @@ class DeferredGradients:
         gradients are dropped.
         """
         gradients = []
-        while self._held:  # # one at a time: after an interrupt, this is called again
+        while self._held:  # one at a time: after an interrupt, this is called again
             key, (leaf, before, hooks, ends) = next(iter(self._held.items()))
             found = None if leaf.grad is None or failed else scale_in_place(leaf.grad, scale)
             if found is not None and not ends:
@@ -209,7 +209,7 @@ def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the ``parameters`` whose ``AccumulateGrad`` node outlives a run, because a hook or graph refers to it."""
     # A node refers to its parameter, so a parameter with only one reference has no node. This excludes most of them.
-    several = dict.fromkeys(used_by_graphs(parameters))  # # no duplicates, although stages may share parameters
+    several = dict.fromkeys(used_by_graphs(parameters))  # no duplicates, although stages may share parameters
     return [p for p in several if p.requires_grad and _is_kept(p)]
 
 

@@ -164,7 +164,7 @@ class _Saved:
         if self.tensor is None:
             self._forward.again()
         assert self.tensor is not None
-        if self.tensor._version != self._version:  # # torch does not check tensors returned by hooks
+        if self.tensor._version != self._version:  # torch does not check tensors returned by hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self._kind[0])}, which a checkpointed layer needs for its backward; change a "

@@ -66,7 +66,7 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
     leaves = [leaf for leaf in inputs if leaf.requires_grad]
     outputs, flowing = _flowing(cell, seeds)
     if not leaves or not outputs:
-        cell.seeds = seeds  # # no stage waits for a gradient
+        cell.seeds = seeds  # no stage waits for a gradient
         return [None] * len(inputs)
     halves = None if stage.hooked else backward_inputs(outputs, flowing, leaves)
     if halves is None:
@@ -86,16 +86,16 @@ def backward_weight(cell: Cell, sums: GradientSums | None) -> None:
     """Compute the gradients of parameters, the second half of a split backward."""
     if cell.seeds is not None:
         backward(cell, cell.seeds, sums)
-    while cell.weights:  # # frees each part, with its gradients, once it is finished
+    while cell.weights:  # frees each part, with its gradients, once it is finished
         cell.weights.pop().backward(sums)
 
 
 def _flowing(cell: Cell, seeds: Gradients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the outputs through which gradients flow, and these gradients."""
+    """Return the outputs that receive gradients, and these gradients."""
     assert cell.outputs is not None
     outputs = cell.outputs.tensors
     if len(seeds) == 1 and (seed := seeds[0]) is not None and outputs[0].requires_grad:
-        return outputs, (seed,)  # # the common case
+        return outputs, (seed,)  # the common case
     pairs = [
         (output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None and output.requires_grad
     ]

@@ -51,7 +51,7 @@ def bind(cores: Cores, of: Cores = frozenset()) -> None:
     """Restrict the calling thread to ``cores``, and processes that it forks to ``of``; empty means no restriction."""
     _bound.of = of
     if cores:
-        with suppress(OSError):  # # not permitted here: only slower
+        with suppress(OSError):  # not permitted here: only slower
             os.sched_setaffinity(0, cores)
 
 

@@ -57,7 +57,7 @@ class Section:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._process: int | None = None  # # the process of the thread inside
+        self._process: int | None = None  # the process of the thread inside
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Section:
                 yield
             finally:
                 current.work, (_inside.serves, _inside.holds) = work, before
-                torch.set_grad_enabled(grad)  # # torch.no_grad() does not restore it if interrupted
+                torch.set_grad_enabled(grad)  # torch.no_grad() does not restore it if interrupted
                 self._process = None
                 _claimed.pop(self, None)
 

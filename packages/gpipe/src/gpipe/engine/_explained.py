@@ -45,7 +45,7 @@ def explained(
 def used_up(error: BaseException) -> RuntimeError | None:
     """Return the error that explains a second backward through the same graph; None for any other error.
 
-    Each cell and each loss has only one backward, so the graph was built outside them and used twice.
+    Each cell and each loss has only one backward, so two of them must have used a common graph.
     """
     is_second = type(error) is RuntimeError and "backward through the graph a second time" in str(error)
     return RuntimeError(_USED_UP) if is_second else None

@@ -52,7 +52,7 @@ class Failures:
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def stop(self) -> None:
-        with self._lock:  # # a failure that is being added must not overwrite this
+        with self._lock:  # a failure that is being added must not overwrite this
             self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
@@ -64,7 +64,7 @@ class Failures:
         try:
             raise min(errors, key=lambda pair: pair[0])[1]
         finally:
-            del errors  # # avoids a reference cycle: the error's traceback refers to this frame
+            del errors  # avoids a reference cycle: the error's traceback refers to this frame
 
     def _when(self, step: Step) -> When:
         # A run has a walk of forwards and a walk of backwards, and the order is computed for the current one.

@@ -43,7 +43,7 @@ class LossValue(NamedTuple):
     """The validated result of a loss function.
 
     Attributes:
-        total: the scalar tensor at which the backward begins.
+        total: the scalar tensor where the backward begins.
         count: the sum of all totals is divided by the sum of all counts; None if the loss is not a :class:`LossSum`.
         metrics: further values that the loss function returned, or None.
     """

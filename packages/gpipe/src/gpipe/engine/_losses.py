@@ -169,7 +169,7 @@ class MicrobatchLosses(Losses):
             raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
         if value.metrics is not None:
             self._metrics[i] = plain_metrics(value.metrics)
-            if len(self._metrics) == len(self._rows):  # # here, so that an error belongs to this cell
+            if len(self._metrics) == len(self._rows):  # here, so that an error belongs to this cell
                 self.metrics = metrics_of_all([self._metrics[i] for i in sorted(self._metrics)], self._rows)
         if value.count is not None:
             self._counts[i] = value.count

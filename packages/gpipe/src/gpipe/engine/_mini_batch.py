@@ -44,7 +44,7 @@ def compute_outputs(
     versions.sync()
     # A single micro-batch may be returned as the output itself. The caller may modify it, while a recomputation may
     # need the original.
-    if len(outputs) == 1:  # # several outputs are copied when they are concatenated
+    if len(outputs) == 1:  # several outputs are copied when they are concatenated
         outputs = [owned(outputs[0])]
     return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs
 
@@ -102,7 +102,7 @@ def _attached(
             try:
                 found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
             except BaseException:
-                run.deferred.give_back(failed=True)  # # an interrupt may arrive after the workers have finished
+                run.deferred.give_back(failed=True)  # an interrupt may arrive after the workers have finished
                 raise
         return [*chain.from_iterable(found), *own]
 
@@ -125,7 +125,7 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
     """Reset ``.grad`` of ``empty`` to None after a failure; note whether ``run`` added to existing gradients."""
     for parameter in empty:
         parameter.grad = None
-    others = len({*run.parameters}) - len({*empty})  # # stages may share parameters
+    others = len({*run.parameters}) - len({*empty})  # stages may share parameters
     if others and adds:
         add_note(
             error,
@@ -153,5 +153,5 @@ def _flowing(
     return [
         (tensor, scaled(gradient, scale))
         for tensor, gradient in chain.from_iterable(pairs)
-        if gradient is not None and tensor.requires_grad  # # a layer may have called requires_grad_() on its own leaf
+        if gradient is not None and tensor.requires_grad  # a layer may have called requires_grad_() on its own leaf
     ]

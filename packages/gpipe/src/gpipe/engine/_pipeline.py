@@ -1,4 +1,4 @@
-"""The stages of a pipe and what connects them: built once, and read by every run."""
+"""The stages of a pipe and their connections: built once, and read by every run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ._workers import Workers
 
 
 class Pipeline:
-    """The stages of a pipe, their workers, and the processes that have the other stages.
+    """The stages of a pipe, their workers, and the processes with the other stages.
 
     Args:
-        copy_streams: for each stage, the streams that copy tensors to and from its device.
+        copy_streams: per stage, the streams that copy tensors to and from its device.
 
     Attributes:
-        devices: those of the stages.
+        devices: the devices of the stages in this process.
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
-        trainers: the threads that have run it with gradients.
+        trainers: the threads that have run the pipe with gradients.
     """
 
     def __init__(
@@ -60,19 +60,20 @@ class Pipeline:
 
     @property
     def section(self) -> Section:
-        """Entered before a run is described, and left after it: all runs use the same parameters, workers, buffers."""
+        """Held from the description of a run until its end, as all runs use the same parameters, workers and buffers.
+        """
         return self.workers.section
 
     @property
     def lines(self) -> tuple[int, ...]:
-        """The worker, or the process, of each stage, as a timeline shows them."""
+        """The worker or the process of each stage, as shown by a timeline."""
         return self.workers.placement if self.processes.ranks is None else self.processes.ranks
 
     def size(self, microbatches: int, checkpoint_stops: tuple[int, ...]) -> Size:
-        """The size of a run that begins in this thread.
+        """Return the size of a run that begins in this thread.
 
         Args:
-            checkpoint_stops: for each stage, the number below which micro-batches are recomputed before their backward.
+            checkpoint_stops: per stage, the index below which micro-batches are recomputed before their backward.
         """
         alone = settings().inline and self.processes.ranks is None
         return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops)
@@ -89,10 +90,10 @@ class Pipeline:
         """Describe a run that begins now in this thread, inside :attr:`section`.
 
         Args:
-            schedule: that of a training step.
+            schedule: the schedule of a training step.
             loss: computes the loss, if the run includes it.
-            seed: that of random numbers, if processes have agreed on it.
-            observer: is told of the run, unless an observer of every run is set.
+            seed: the seed of random numbers, if processes have agreed on one.
+            observer: observes the run, unless an observer of every run is set.
 
         Raises:
             ValueError: the schedule does not fit ``size``.

@@ -1,6 +1,6 @@
-"""The processes that train together: those that have stages of a pipe, and those that average its gradients.
+"""Interface to other processes: stages on other ranks, and data-parallel replicas.
 
-One process has all stages, unless :mod:`gpipe.distributed` brings others.
+One process has all stages, unless :mod:`gpipe.distributed` adds others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._settings import RunObserver
 
 
 class RunState(NamedTuple):
-    """What other processes learn of a run in this one.
+    """The part of a run that other processes can read.
 
     Attributes:
         trains: whether there are backwards.
@@ -39,35 +39,36 @@ class RunState(NamedTuple):
 
 
 class Processes:
-    """What a pipe does together with other processes: nothing, if this one has all stages.
+    """The interaction of a pipe with other processes. This base class is for a process that has all stages, and does
+    nothing.
 
     Attributes:
         ranks: the process of each stage; None if this one has all.
-        me: the number of this process among them; None if there are no others.
+        me: the index of this process among them; None if there are no others.
     """
 
     ranks: tuple[int, ...] | None = None
     me: int | None = None
 
     def channel(self, number: int, run: RunState) -> Channel | None:
-        """The channel of that number for a run, if its other end is in another process."""
+        """Return channel ``number`` of a run if its other end is in a different process, else None."""
         return None
 
     def together(self, run: RunState) -> AbstractContextManager[None]:
-        """A context for a whole run, at the end of which all processes meet."""
+        """Return the context of a full run; all processes synchronize at its end."""
         return nullcontext()
 
     def shared(self, module: nn.Module) -> list[Tensor]:
-        """The leaves in ``module`` that other processes use too: their gradients are summed over the processes."""
+        """Return the leaves in ``module`` that other processes also use. Their gradients are summed over processes."""
         return []
 
     def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The ``gradients`` of this process, and those of the leaves that others use too summed over the processes."""
+        """Return the ``gradients`` of this process, summed over processes for leaves that others also use."""
         return gradients
 
 
 ALONE: Final = Processes()
-"""The only process of a pipe."""
+"""A process without others."""
 
 
 def may_be_data_parallel() -> bool:
@@ -77,15 +78,15 @@ def may_be_data_parallel() -> bool:
 def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a ``DistributedDataParallel`` that averages gradients has any of ``parameters``.
 
-    Its hooks do nothing unless its own forward has run before: gradients would silently be those of this process alone.
+    Its hooks do nothing unless its own forward has run before. So the gradients would silently not be averaged.
     """
     if not parameters or not may_be_data_parallel():
         return
     wanted = {id(parameter) for parameter in parameters}
-    # The wrapper is outside of the pipe, which has no reference to it, and torch has no list of wrappers. This look at
-    # all objects takes long; it happens only if something refers to the node of a parameter.
+    # The wrapper is outside the pipe, which has no reference to it, and torch has no list of wrappers. Searching all
+    # objects is slow, but only needed if other code holds the node of a parameter.
     kind = torch.nn.parallel.DistributedDataParallel
-    # By type(): isinstance() asks objects for their __class__, which runs code of proxies.
+    # By type(), because isinstance() reads __class__ of objects, which runs the code of proxies.
     every = gc.get_objects()
     kinds = {each for each in set(map(type, every)) if issubclass(each, kind)}
     around = [each for each in every if type(each) in kinds and each.require_backward_grad_sync] if kinds else []

@@ -104,7 +104,7 @@ class Recomputation:
         # A generator takes 5 kB per layer and micro-batch. The recomputation creates the same ones again.
         random.forget()
         is_same = versions(before.inputs) == before.versions
-        inputs = before.inputs if is_same else before.spare  # # in-place layers have overwritten their input
+        inputs = before.inputs if is_same else before.spare  # in-place layers have overwritten their input
         # Torch treats the ragged sizes of a recomputed nested tensor as different from the ones in its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs)
         if self._changes_state(before) or inputs is None or is_nested:
@@ -115,7 +115,7 @@ class Recomputation:
 
     def expect_same(self, repeat: Repeat, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if the ``outputs`` of a recomputation differ from its forward."""
-        self._has_been_same = False  # # stays False if the next line raises
+        self._has_been_same = False  # stays False if the next line raises
         repeat.sample.expect(outputs)
         self._has_been_same = True
 

@@ -117,7 +117,7 @@ class Run:
         self._transport.entrance.values.update(enumerate(inputs))
         self._walk(self._spec.walk)
         if self._recomputed:
-            with self._tied.applied():  # # no stage is computing now
+            with self._tied.applied():  # no stage is computing now
                 self._then = [*map(LayersThen, self._recomputed)]
 
     def backward(
@@ -140,7 +140,7 @@ class Run:
         context = Context.capture()
         try:
             self._walk(self._spec.later, context, self._spec.context.over(context))
-        finally:  # # even after a failure, the caller may read or zero .grad
+        finally:  # even after a failure, the caller may read or zero .grad
             _all_wait(now, self._streams)
         # The streams of this thread now wait for the stages' streams, which computed the gradients.
         whole = self.whole()
@@ -193,7 +193,7 @@ class Run:
         try:
             # Workers leave autocast at different times, and recomputations enter it again.
             with self._tied.applied(), self._spec.context.casts_kept():
-                if self._spec.inline:  # # this thread already has its settings
+                if self._spec.inline:  # this thread already has its settings
                     own = walk[self._pipeline.processes.me or 0]
                     self._take(own, nullcontext(), sections, recompute_under)
                 else:
@@ -245,7 +245,7 @@ class Run:
                             getattr(stages[j], kind)(i)
                 if not self._spec.inline:
                     expect_no_variables(variables)
-        except Cancelled:  # # the failure is elsewhere, and already recorded
+        except Cancelled:  # the failure is elsewhere, and already recorded
             return
         except BaseException as error:
             # Add the failure before waking readers, because they check whether their step follows a failure.
@@ -290,7 +290,7 @@ def _labelling(stage: Stage, action: Action) -> Any:
 
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        if source is not target:  # # always the same on the CPU
+        if source is not target:  # always the same on the CPU
             wait_stream(source, target)
 
 

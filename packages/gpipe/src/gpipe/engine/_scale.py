@@ -1,4 +1,4 @@
-"""The factor of all gradients, known once all losses are counted, without waiting for the device that counts."""
+"""The factor of all gradients, known after all losses are counted, without host synchronization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class DeviceScale:
-    """A factor whose value is on a device, and not known to the host yet."""
+    """A factor on a device, with a value that the host does not know yet."""
 
     def __init__(self, factor: Tensor) -> None:
         self._factor = factor
@@ -29,9 +29,9 @@ Scale = float | DeviceScale
 
 
 def sum_of(counts: Sequence[Any]) -> float | Tensor:
-    """The sum of ``counts``: a tensor on a device if one of them is, so that the host need not wait."""
+    """Return the sum of ``counts``: a tensor on a device if any of them is, so that the host need not wait."""
     there = [count for count in counts if _is_elsewhere(count)]
-    # Converted to float, since counts may have a small integer dtype.
+    # Converted to float, because counts may have a small integer dtype.
     here = math.fsum(float(count) for count in counts if not _is_elsewhere(count))
     if not there:
         return here
@@ -41,11 +41,11 @@ def sum_of(counts: Sequence[Any]) -> float | Tensor:
 
 
 def scale_of(count: float | Tensor) -> Scale:
-    """1 / ``count``; 0 if that is 0: torch's means over nothing are nan too, and have gradients of zeros."""
+    """Return 1 / ``count``, or 0 if it is 0: an empty mean in torch is also NaN with zero gradients."""
     if isinstance(count, Tensor):
-        # No .item() here, for which the host would wait.
+        # Not .item(), because the host would wait for it.
         return DeviceScale(count.reciprocal().masked_fill(count == 0, 0.0))
-    if abs(count - 1.0) < 1e-12:  # a sum of shares: nothing has to be scaled
+    if abs(count - 1.0) < 1e-12:  # the sum of fractions is 1: no scaling
         return 1.0
     return 1.0 / count if count else 0.0
 
@@ -58,7 +58,7 @@ def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
     if isinstance(scale, float):
         return gradient if scale == 1.0 else gradient.mul_(scale)
     factor = scale.on(gradient.device)
-    # A tensor factor is rounded to the gradient's dtype, which does not happen with a number.
+    # A tensor factor would be rounded to the gradient's dtype, unlike a Python number.
     return gradient.copy_(gradient.float() * factor) if gradient.dtype in HALVES else gradient.mul_(factor)
 
 

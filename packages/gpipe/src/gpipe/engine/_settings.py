@@ -1,4 +1,4 @@
-"""Settings that a caller makes for the runs that begin in a block, in the same thread."""
+"""Settings for the runs that begin inside a ``with`` block, in the same thread."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ._stage import Stage
 
 
 class RunObserver(Protocol):
-    """Observes the actions of one run, from the threads that take them."""
+    """Observes the actions of one run, on the threads that take them."""
 
     def observing(self, stage: Stage, action: Action, /) -> AbstractContextManager[None]:
-        """A context in which a stage takes ``action``."""
+        """Return the context in which a stage takes ``action``."""
 
     def got(self, payload: Activation | list[Tensor | None], *, moved: bool) -> None:
-        """Inside such a context: a value or gradients have arrived from another stage.
+        """Observe, inside such a context, that a value or gradients have arrived from another stage.
 
         Args:
-            moved: whether they come from another device or process.
+            moved: whether they were sent by a different device or process.
         """
 
     def export_events(self, since: float) -> list[list[Any]]:
-        """What was recorded since ``since``, a time of this process's clock, as JSON holds it."""
+        """Return the events recorded since ``since``, a time of this process's clock, as JSON-compatible data."""
 
     def import_events(self, events: list[list[Any]], since: float) -> None:
-        """Add what another process has exported."""
+        """Add events exported by another process."""
 
 
 class Observer(Protocol):
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
     Attributes:
         inline: whether the calling thread computes all stages.
-        observer: is told of the run.
+        observer: observes the run.
     """
 
     inline: bool = False
@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change
 
 settings = _settings.get
-"""The settings for a run that begins now in this thread."""
+"""Return the settings for a run that begins now in this thread."""
 
 
 @contextmanager
@@ -70,9 +70,9 @@ def with_settings(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def inline() -> Iterator[None]:
-    """A context in which every pipe runs on the calling thread, with the same steps, in an order in which none waits.
+    """Run every pipe on the calling thread: the same steps, in an order in which none has to wait.
 
-    Use it for ``breakpoint()`` in a layer, for profilers that see only one thread, and for tests that need a fixed
+    Use it for ``breakpoint()`` in a layer, for profilers that trace only one thread, and for tests that need a fixed
     order. A backward runs inline if its forward did.
 
     Returns:

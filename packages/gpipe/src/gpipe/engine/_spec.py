@@ -1,4 +1,4 @@
-"""What a run will do, decided before it begins."""
+"""The description of a run, complete before the run begins."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class RunSpec(NamedTuple):
     """A run as plain data.
 
     Attributes:
-        size: the micro-batches, the worker of each stage, and which micro-batches are checkpointed.
+        size: the number of micro-batches, the worker of each stage, and which micro-batches are checkpointed.
         inline: whether the calling thread takes the steps of all stages of this process.
         walk: the steps of each worker.
-        later: those of a backward that the caller begins; empty if there is none, or ``walk`` has the backwards.
-        trains: whether there are backwards; if not, no cell is kept.
-        loss: computes the loss, and knows how those of micro-batches add up; None if the run ends with the outputs.
+        later: the steps of a backward that the caller begins; empty if there is none, or if ``walk`` includes it.
+        trains: whether the run has backwards; if not, no cell is kept.
+        loss: computes the loss and combines micro-batch losses; None if the run ends with the outputs.
         context: the settings of the calling thread, for workers and recomputations.
         seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
         observer: is told of the run.
@@ -48,11 +48,11 @@ def split_in(walk: Walk) -> frozenset[int]:
 
 
 def walks_of(size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, goes_back: bool) -> tuple[Walk, Walk]:
-    """The steps of a run, and those of a backward that the caller begins.
+    """Return the steps of a run, and the steps of a backward that the caller begins.
 
     Args:
-        schedule: that of a training step; None if the caller begins the backward, or nobody.
-        has_loss: whether the steps include the loss of the whole mini-batch.
+        schedule: the schedule of a training step; None if the run itself has no backwards.
+        has_loss: whether the steps include the loss of the full mini-batch.
         goes_back: whether the caller may begin a backward.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A backward in two parts, which part at the nodes that :mod:`profiler.split` finds: inputs first, weights later."""
+"""Split a backward at the nodes that :mod:`profiler.split` finds: gradients of inputs first, of parameters later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Gradients = list[Tensor | None]
 
 
 class Weights(NamedTuple):
-    """The rest of the backward at such a node: the gradients of parameters."""
+    """The remaining backward at one of these nodes: the gradients of parameters."""
 
     branch: Branch
     gradients: Gradients
@@ -37,19 +37,19 @@ class Weights(NamedTuple):
 def backward_inputs(
     outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Gradients, list[Weights]] | None:
-    """The gradients of ``leaves``, and what is left for the second part; None if the backward cannot be split."""
-    from profiler.split import BackwardGraph  # here, since most pipes never split a backward
+    """Return the gradients of ``leaves``, and the remaining second part; None if the backward cannot be split."""
+    from profiler.split import BackwardGraph  # imported here, since few pipes split a backward
 
     graph = BackwardGraph([get_gradient_edge(output) for output in outputs])
     branches = graph.branches({id(leaf) for leaf in leaves})
-    # A custom Function may overwrite the gradient that it gets, which the second part would then start from.
+    # A custom Function may overwrite its incoming gradient, which the second part would then start from.
     if branches is None or any(map(is_custom, {type(node) for node in graph.nodes})):
         return None
     edges = [edge for branch in branches for edge in branch.edges]
-    # Gradients of several leaves get memory of their own. That of a skip, which is often concatenated with another
-    # tensor, would else be a view that keeps the gradient of the whole alive.
+    # Gradients of several leaves get separate memory. Otherwise the gradient of a skip, which is often concatenated
+    # with another tensor, would be a view that keeps the gradient of the concatenation alive.
     with on_arrival(leaves if len(leaves) > 1 else (), like_accumulated):
-        # The graph is kept: the second part starts at the edges, and needs all that is behind them.
+        # The graph is kept: the second part starts at the edges, and needs all nodes behind them.
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
     arrived = iter(found[len(leaves) :])
     weights = [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]

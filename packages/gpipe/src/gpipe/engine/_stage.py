@@ -87,7 +87,7 @@ class Stage:
 
     def call(self, value: Any) -> Any:
         """Return the output of the layers for ``value``; incoming and outgoing skips follow the value in a tuple."""
-        store: dict[Key, Any] = {}  # # one store per cell: skips of a failed cell are freed with it
+        store: dict[Key, Any] = {}  # one store per cell: skips of a failed cell are freed with it
         if self.pops:
             value, *skips = value
             store.update(zip(self.pops, skips, strict=True))
@@ -132,7 +132,7 @@ class Stage:
 
 
 def _layers(module: nn.Module, numbers: range) -> nn.Sequential:
-    found = nn.Sequential()  # # no arguments, as a layer may have the name of an attribute
+    found = nn.Sequential()  # no arguments, as a layer may have the name of an attribute
     found._modules.update(islice(module.named_children(), numbers.start, numbers.stop))
     return found
 

@@ -116,7 +116,7 @@ class StageRun:
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.marks and self.may_change_input:
-            inputs = owned(inputs)  # # the caller and recomputations need the original tensors
+            inputs = owned(inputs)  # the caller and recomputations need the original tensors
         self._cells[i] = cell = Cell(inputs)
         leaves, before = inputs, None
         if i < self._checkpoint_stop:
@@ -125,7 +125,7 @@ class StageRun:
             leaves = detach_leaves(inputs)
             before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
         outputs = self.compute(leaves)
-        guard(self.stage, leaves.tensors, i)  # # after the layers, which may read the hooks of their input
+        guard(self.stage, leaves.tensors, i)  # after the layers, which may read the hooks of their input
         if before is not None:
             cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, current.work.rng)
         # A later stage must not modify the inputs of the recomputation in place.
@@ -135,7 +135,7 @@ class StageRun:
             cell.inputs, cell.outputs = leaves, outputs
         else:
             cell.inputs = cell.repeat.inputs
-        del outputs, leaves  # # a graph that is not kept is freed before its outputs are copied
+        del outputs, leaves  # a graph that is not kept is freed before its outputs are copied
         self._end_forward(i)
         if i >= self._late_losses:
             self._send(i, sent)
@@ -185,7 +185,7 @@ class StageRun:
             return self._compute_watched(inputs)
         if self.may_change_input:
             return self._compute_first(inputs)
-        before = versions(inputs) if inputs.marks else []  # # only this stage uses tensors without marks
+        before = versions(inputs) if inputs.marks else []  # only this stage uses tensors without marks
         try:
             output = self.stage.call(inputs.value)
         except RuntimeError as error:
@@ -262,7 +262,7 @@ class StageRun:
             if tied:
                 deferred.hold(tied, tied=True)
             deferred.hold(parameters, every=every)
-        if every or self._sums is not None:  # # layers may also use leaves that are not their parameters
+        if every or self._sums is not None:  # layers may also use leaves that are not their parameters
             cell = self._cells[i]
             assert cell.outputs is not None
             graph = below(cell.outputs.tensors, cell.inputs.tensors)
@@ -270,7 +270,7 @@ class StageRun:
             if self._sums is not None and graph.hides:
                 if may_be_data_parallel():
                     raise RuntimeError(_HIDES)
-                self._sums = None  # # the nodes are held by a graph of an earlier run, not by a hook
+                self._sums = None  # the nodes are held by a graph of an earlier run, not by a hook
         self.adds = not every and self._sums is None
 
 

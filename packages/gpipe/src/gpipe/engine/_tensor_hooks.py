@@ -1,6 +1,4 @@
-"""Detect whether layers register hooks on tensors, use nodes of their graph, which may have hooks, or save tensors
-through hooks.
-"""
+"""Detect whether layers register hooks on tensors, access graph nodes, or use saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -14,14 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import saved_tensors_hooks
 
-# Who reads grad_fn may put a hook on the node later.
+# Code that reads grad_fn may later put a hook on the node.
 _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "grad_fn").__get__)
 
 
 class TensorHooks(TorchFunctionMode):
-    """A context that notices in ``seen`` if this thread registers hooks on tensors, or uses nodes of their graph, or
-    saves tensors through hooks.
-    """
+    """Set ``seen`` if this thread registers hooks on tensors, accesses graph nodes, or uses saved-tensor hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +30,8 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # the compiler traces this mode too; what it makes has no such hooks
+        if torch.compiler.is_dynamo_compiling():  # the compiler traces this mode, but its output has no such hooks
             return function(*args, **(kwargs or {}))
-        # Whoever unpacks saved tensors, as torch.utils.checkpoint does to compute them again, expects to do so once.
+        # Saved-tensor hooks, such as the ones of torch.utils.checkpoint, expect to unpack each tensor once.
         self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() is not None
         return function(*args, **(kwargs or {}))

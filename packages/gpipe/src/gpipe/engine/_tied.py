@@ -132,7 +132,7 @@ class Tied:
         finally:
             self._looked = True
             for (entries, name, copy), own in zip(self._swaps, before, strict=True):
-                if entries.get(name) is copy:  # # a layer may have assigned something else
+                if entries.get(name) is copy:  # a layer may have assigned something else
                     entries[name] = own
 
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
@@ -229,7 +229,7 @@ class _Copies:
         if module not in self.modules:
             self.modules[module] = copy = object.__new__(type(module))
             # Bypass __init__ and __setattr__ of the class, whose arguments and effects are unknown.
-            vars(copy).update(vars(module), _compiled_call_impl=None)  # # the compiled call is bound to ``module``
+            vars(copy).update(vars(module), _compiled_call_impl=None)  # the compiled call is bound to ``module``
             for kind in _KINDS:
                 vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
         return self.modules[module]
@@ -259,7 +259,7 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if issubclass(type(tensor), nn.Parameter):
         own = there.as_subclass(type(tensor))
-    elif isinstance(tensor, nn.Parameter):  # # a custom tensor that was made a parameter
+    elif isinstance(tensor, nn.Parameter):  # a custom tensor that was made a parameter
         own = nn.Parameter(there, tensor.requires_grad)
     else:
         own = there

@@ -1,4 +1,4 @@
-"""The steps of each worker: computed once for each schedule and size of a run."""
+"""The step lists of all workers, cached per schedule and run size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, valida
 
 
 class Size(NamedTuple):
-    """What the order of the steps of a run depends on, besides its schedule.
+    """The properties of a run, besides its schedule, that determine the order of its steps.
 
     Attributes:
         placement: the worker of each stage.
-        checkpoint_stops: for each stage, the number below which micro-batches are checkpointed.
+        checkpoint_stops: per stage, the index below which micro-batches are checkpointed.
     """
 
     microbatches: int
@@ -22,9 +22,9 @@ class Size(NamedTuple):
 
 
 def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) -> Walk:
-    """The steps of each worker under ``schedule``: the caller's own, or the choice of a named one.
+    """Return the steps of each worker under ``schedule``, which is custom or a choice of a named one.
 
-    ``has_loss`` says whether they include the loss of the whole mini-batch.
+    They include the loss of the full mini-batch if ``has_loss``.
     """
     if isinstance(schedule, Choice):
         return _named(schedule.name, schedule.split, size, has_loss)
@@ -33,7 +33,7 @@ def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) 
 
 @lru_cache(maxsize=64)
 def waits(schedule: Schedule | str, size: Size) -> bool:
-    """Whether under ``schedule`` the last stage begins no backward before its last forward."""
+    """Return whether the last stage begins no backward before its last forward under ``schedule``."""
     try:
         whole = named(schedule, *size) if isinstance(schedule, str) else schedule
         whole.with_loss()
@@ -57,7 +57,7 @@ def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> Wal
 
 @lru_cache(maxsize=64)
 def forwards(size: Size, *, has_loss: bool = False) -> Walk:
-    """All forwards, and perhaps the loss of the whole mini-batch behind them."""
+    """Return all forwards, followed by the loss of the full mini-batch if ``has_loss``."""
     alone = halves(fill_drain(*_numbers(size)))[0]
     return (alone.with_loss() if has_loss else alone).on(size.placement)
 

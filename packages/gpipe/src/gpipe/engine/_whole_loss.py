@@ -51,7 +51,7 @@ class WholeLoss(Losses):
 
     def compute_whole(self) -> None:
         outputs = [self._arrived.pop(i) for i in sorted(self._arrived)]
-        if len(outputs) == 1:  # # several outputs are copied when they are joined
+        if len(outputs) == 1:  # several outputs are copied when they are joined
             outputs = [clone_leaves(outputs[0]) if self._keep_outputs else owned(outputs[0])]
         parts = _Parts(outputs)
         del outputs
@@ -67,7 +67,7 @@ class WholeLoss(Losses):
         self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
         if self.trains:
             total = value.total
-            del value, joined  # # the backward needs only tensors that the loss has saved
+            del value, joined  # the backward needs only tensors that the loss has saved
             self._backward(total, seed_of(total, factor * self._weight), [parts.anchor])
             self._gradients = dict(enumerate(parts.gradients(self._sums)))
 

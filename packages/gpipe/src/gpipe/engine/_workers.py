@@ -1,4 +1,4 @@
-"""The threads of a pipe: started at its first run, kept for later runs, and ended with the pipe."""
+"""The threads of a pipe: started by its first run, kept for later runs, and ended with the pipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Work = tuple[AbstractStream, Callable[[], Result]]
 
 
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """The worker of each stage: one for each CUDA device and each numbered CPU, and on the CPU one for each stage.
+    """Return the worker of each stage: one per CUDA device and numbered CPU, and one per stage on the plain CPU.
 
     >>> placement([torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0), torch.device("cpu")])
     (0, 1, 0, 2)
@@ -46,15 +46,15 @@ def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
 class Workers:
     """The threads for stages on ``devices``. Each does its work and waits for more.
 
-    They are kept from run to run, because a new thread is slow at first and grows a memory arena of its own. They end
-    when this object is freed, which a run in progress refers to.
+    They are kept between runs, because a new thread is slow at first and grows its own memory arena. They end when this
+    object is freed; a run in progress refers to it.
     """
 
     placement: tuple[int, ...]
     """The worker of each stage."""
 
     section: Section
-    """Held during a run: workers do one run at a time."""
+    """Held during a run, because workers do only one run at a time."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.placement = placement(devices)
@@ -68,22 +68,22 @@ class Workers:
         self._queues: tuple[list[InQueue], list[OutQueue]] = ([], [])
 
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
-        """Do each work on its worker, under its stream; return what each has returned.
+        """Do each work on its worker, under its stream; return the results.
 
-        A work must not raise. If the caller is interrupted while it waits, ``stop`` must make every work return soon;
-        then the workers are ended, and the interrupt is raised.
+        A work must not raise. If the caller is interrupted while it waits, ``stop`` must make every work return soon.
+        Then the workers are ended, and the interrupt is raised.
         """
         try:
             in_queues, out_queues = self._open()
             self._share_processor(in_queues, out_queues)
             if self._are_on_cpu:
-                pause_helpers()  # else they spin on the cores that the workers need
+                pause_helpers()  # they would spin on the cores that the workers need
             for queue, (stream, compute) in zip(in_queues, works, strict=True):
                 queue.put(_Work(stream, compute, stop))
-            # All answers are taken, also after a failure: one that is left would be taken for that of the next run.
+            # Take all answers, even after a failure: the next run would mistake a remaining one for its own.
             return [_result(queue.get()) for queue in out_queues]
         except BaseException:
-            # Workers end too: what they have not answered yet must not reach the next run.
+            # End the workers, because unread answers must not reach the next run.
             stop()
             self.close()
             raise
@@ -91,12 +91,12 @@ class Workers:
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""
         scope, self._scope = self._scope, None
-        # In a forked child there are no threads to join.
+        # A forked child has no threads to join.
         if scope is not None and self._process == os.getpid():
             scope.close()
 
     def _open(self) -> tuple[list[InQueue], list[OutQueue]]:
-        # After a fork the child has no copies of the threads.
+        # A forked child does not inherit the threads.
         if self._scope is None or self._process != os.getpid():
             scope = ExitStack()
             self._queues = scope.enter_context(spawn_workers(self._devices, shared=False, context=Context.plain()))
@@ -104,7 +104,7 @@ class Workers:
         return self._queues
 
     def _share_processor(self, in_queues: Sequence[InQueue], out_queues: Sequence[OutQueue]) -> None:
-        """Divide the caller's cores and intra-op threads among the workers on the CPU."""
+        """Divide the caller's cores and intra-op threads among the CPU workers."""
         available = (torch.get_num_threads(), usable())
         if available == self._divided:
             return
@@ -113,14 +113,14 @@ class Workers:
         share = max(1, threads // max(1, len(on_cpu)))
         for j, own in zip(on_cpu, shares(cores, len(on_cpu)), strict=True):
             in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, own, cores)))
-        # After all were asked: each starts its helper threads, which takes time.
+        # After all requests were sent, because each worker takes time to start its helper threads.
         for j in on_cpu:
             _result(out_queues[j].get())
         self._divided = available
 
 
 class _Work(Task[Result]):
-    """A work as a worker does it. It refers to nothing of the run when the worker answers."""
+    """A work as executed by a worker. It refers to no part of the run once the worker answers."""
 
     __slots__ = ("_stop",)
 
@@ -135,7 +135,7 @@ class _Work(Task[Result]):
             with use_stream(self.stream):
                 return compute()
         except BaseException:
-            stop()  # the other workers may be waiting for this one
+            stop()  # other workers may be waiting for this one
             raise
 
 
