@@ -28,8 +28,7 @@ def checks_all() -> bool:
 
 
 class Sample:
-    """The dtype, shape and ``requires_grad`` of a forward's outputs, with a copy of some values, or all if ``whole``.
-    """
+    """The dtype, shape and ``requires_grad`` of a forward's outputs, with a copy of some values, or all if ``whole``."""
 
     __slots__ = ("_kinds", "_values", "_whole")
 

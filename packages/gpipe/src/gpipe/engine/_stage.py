@@ -31,8 +31,7 @@ def stages_of(
     layout: SkipLayout,
     blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> list[Stage]:
-    """Return one stage per module; ``blocks`` maps a stage to the indices of its layers that are recomputed separately.
-    """
+    """Return one stage per module; ``blocks`` maps a stage to the indices of its layers that are recomputed separately."""
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
         first = stages[-1].numbers.stop if stages else 0

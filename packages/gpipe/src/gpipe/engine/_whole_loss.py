@@ -102,8 +102,7 @@ class _Parts:
         return attached
 
     def gradients(self, sums: GradientSums) -> Iterator[list[Tensor | None]]:
-        """Yield the gradients of each micro-batch after the backward. They share no memory with each other or ``sums``.
-        """
+        """Yield the gradients of each micro-batch after the backward. They share no memory with each other or ``sums``."""
         numbers, taken, kept = count(), set[tuple[int, int]](), sums.storages()
         for size in self.sizes:
             yield [_apart(self._found.pop(next(numbers), None), taken, kept) for _ in range(size)]
