@@ -3,10 +3,9 @@
 The outputs differ if layers have state that cannot be restored, for example in a closure, a list or a library.
 
 The number of outputs, shapes, dtypes and ``requires_grad`` are always compared. All values are compared on the first
-checkpointed micro-batch of a pipe, and always with the environment variable ``GPIPE_CHECK=1``. Otherwise up to 64
-elements per tensor are compared on the CPU, and none on accelerators, because the host would have to wait.
-Floating-point values may differ by the square root of their dtype's precision, relative to the largest value; under
-autocast, bfloat16 determines the precision.
+checkpointed micro-batch of a pipe, and always with ``GPIPE_CHECK=1`` in the environment. Otherwise up to 64 elements
+per tensor are compared on the CPU, and none on accelerators, where the host would have to wait. Floating-point values
+may differ by the square root of their dtype's precision (bfloat16's under autocast), relative to the largest value.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def checks_all() -> bool:
 
 
 class Sample:
-    """The dtype, shape and ``requires_grad`` of a forward's outputs, with a copy of some values, or all if ``whole``."""
+    """The dtype, shape and ``requires_grad`` of a forward's outputs, with copies of some values (all if ``whole``)."""
 
     __slots__ = ("_kinds", "_values", "_whole")
 

@@ -39,7 +39,7 @@ class LayersThen:
 
 
 def _seen(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the state to compare: a dict by name for each kind of change."""
+    """Return the state to compare, by kind of change and name."""
     modules = dict(root.named_modules())
     # FSDP's hooks replace the memory of parameters.
     sharded = {module for each in fsdp_modules(root) for module in each.modules()}
@@ -60,7 +60,7 @@ def _ground(parameter: Tensor | None) -> Any:
     """Identify the memory of a parameter, which ``.data = ...`` replaces without a trace, and its ``requires_grad``."""
     if parameter is None:
         return None
-    # Other layouts have no single storage, so that only a change of requires_grad is detected.
+    # Sparse and lazy parameters have no single storage, so that only a change of requires_grad is detected.
     is_plain = parameter.layout is torch.strided and not is_lazy(parameter)
     return parameter.untyped_storage()._cdata if is_plain else 0, parameter.requires_grad
 

@@ -1,13 +1,13 @@
-"""Random numbers that depend on the seed only, although stages draw at the same time and forwards are repeated.
+"""Reproducible random numbers, although stages run concurrently and forwards are recomputed.
 
-If stages drew from the one generator of the CPU, their numbers would depend on timing. So operations that draw are
-intercepted: every layer draws from a generator of its own for each micro-batch. Its seed is made of one number, which a
-run takes from the process's generator when the first of its layers draws, and of the positions of the layer in the
-model and of the micro-batch in the mini-batch, whatever the partition. The state of a layer's own generators is
-restored for a recomputation, as is that of an accelerator's generator, which one worker uses.
+If stages drew from the single CPU generator, their numbers would depend on timing. So random operations are
+intercepted, and every layer draws from a separate generator per micro-batch. Its seed combines the run's seed with the
+indices of the layer in the model and of the micro-batch in the mini-batch, so that it does not depend on the partition.
+The run's seed is drawn from the default generator when a layer first draws. The state of a layer's own generators is
+restored for a recomputation, like the state of an accelerator's generator, which only one worker uses.
 
-On the CPU, layers that draw from the process's generator, such as after ``torch.manual_seed``, or draw again in a
-backward, as in ``torch.utils.checkpoint``, are refused when they draw.
+On the CPU, a layer raises RuntimeError when it draws after seeding the default generator, for example by
+``torch.manual_seed``, or when it draws in a backward, as ``torch.utils.checkpoint`` does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ._device_generator import DeviceGenerator
 from ._operations import Interception, device_of, drops_nothing, with_generator
 
 PROCESS: Final = torch.default_generator
-"""The generator of the process, from which torch draws on the CPU unless it is given another one."""
+"""The default generator: torch draws from it on the CPU unless an operation gets a different one."""
 
 process_lock = fork_lock()
-"""Held while the state of the process's generator is read and then changed."""
+"""Held while the state of the default generator is read and then changed."""
 
 OUTSIDE: Final = -1
-"""The layer of what is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
+"""The layer index for random numbers that a cell draws outside its layers: in hooks of a partition, or in a loss."""
 
 _IN_BACKWARD = (
     "random numbers are drawn on the CPU in a backward of a pipeline, as torch.utils.checkpoint inside a layer does to "
@@ -45,11 +45,11 @@ _IN_BACKWARD = (
 
 
 def state_of(generator: torch.Generator) -> Tensor:
-    """Its state, read from a copy.
+    """Return the state of a generator, read from a copy.
 
-    Torch holds the lock of a generator while it makes the result, and Python before 3.12 may collect garbage then.
-    Freeing a tensor lets another thread run, which may wait for that lock and never let this one go on. Nobody waits
-    for the lock of a copy, and no garbage is collected while one is made.
+    Torch holds the generator's lock while it creates the result, and Python before 3.12 may then collect garbage.
+    Freeing a tensor lets another thread run, which may wait for the lock and cause a deadlock. No thread waits for the
+    lock of a copy, and creating a copy collects no garbage.
     """
     return generator.clone_state().get_state()
 
@@ -58,18 +58,18 @@ class RunRNG:
     """The random numbers of one run.
 
     Args:
-        agreed: the number :attr:`seed`, if several processes have agreed on it.
+        agreed: the value of :attr:`seed`, if several processes have agreed on it.
 
     Attributes:
-        drew: whether a layer has drawn any.
-        seeds: those that the process's generator had before forwards and backwards.
+        drew: whether a layer has drawn random numbers.
+        seeds: the seeds of the default generator before the forwards and before the backwards.
     """
 
     def __init__(self, agreed: int | None = None) -> None:
         self.drew = False
         self._agreed = agreed
         self._lock = threading.Lock()
-        # A pipe inside a layer of another one draws from that layer's numbers, which the recomputation repeats.
+        # A pipe inside a layer of another pipe draws from that layer's numbers, which the recomputation repeats.
         self._around = current.work.rng
         self._in_backward = current.work.step is not None and in_backward()
         self._states: list[Tensor] = []
@@ -77,22 +77,22 @@ class RunRNG:
         self.begin()
 
     def begin(self) -> None:
-        """Before forwards or backwards, while no layer computes: note the state of the process's generator."""
+        """Record the state of the default generator before forwards or backwards, while no layer computes."""
         self._states.append(state_of(PROCESS))
         self.seeds.add(PROCESS.initial_seed())
 
     def settle(self) -> None:
-        """After forwards or backwards, while no layer computes: give the process's generator the state it should have.
+        """Correct the state of the default generator after forwards or backwards, while no layer computes.
 
-        Two layers that set its state for a moment at the same time, as ``torch.utils.checkpoint`` does, leave an
-        earlier one.
+        If two layers save and restore its state at the same time, as ``torch.utils.checkpoint`` does, an earlier state
+        may remain.
         """
         *earlier, last = self._states
         if not earlier:
             return
         with process_lock:
             now = state_of(PROCESS)
-            # A state of before was put back late; any other is the wish of a layer or of the caller.
+            # An earlier state was restored too late. Any unknown state was set deliberately by a layer or the caller.
             if not torch.equal(now, last) and any(torch.equal(now, state) for state in earlier):
                 PROCESS.set_state(last)
 
@@ -101,7 +101,7 @@ class RunRNG:
         self.drew = True
         if self._agreed is not None:
             return self._agreed
-        # The first draws of several stages may come at the same time, and a run takes one number.
+        # Several stages may draw for the first time at once, but a run takes only one number.
         with self._lock:
             return self._seed
 
@@ -112,7 +112,7 @@ class RunRNG:
         if self._around is not None:
             return _number(self._around.draw())
         with process_lock:
-            # By a copy: a layer of another thread may put back the state of before at any time, see settle().
+            # From a copy, because a layer on a different thread may restore an earlier state at any time, see settle().
             copy = PROCESS.clone_state()
             seed = _number(copy)
             self._states.append(copy.get_state())
@@ -120,8 +120,8 @@ class RunRNG:
         return seed
 
     def is_seeded_again(self) -> bool:
-        """Whether the process's generator has been seeded since the run began, with the seed that it had before."""
-        # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
+        """Return whether the default generator was seeded since the run began, with the same seed as before."""
+        # Earlier states do not count: torch.utils.checkpoint in another stage temporarily sets them.
         now = state_of(PROCESS)
         if any(torch.equal(now, state) for state in reversed(self._states)):
             return False
@@ -132,13 +132,13 @@ class CellRNG:
     """The random numbers of the layers of one cell. They are the same in every forward of the cell.
 
     Args:
-        first: the number of layers of the model before those of the cell.
+        first: the number of layers of the model before the layers of the cell.
         device: the device of the stage if the cell may be recomputed, else None.
         module: the partition, which sets :attr:`at`; None for a loss.
 
     Attributes:
-        microbatch: that of the cell. Where nothing is recomputed, the cells of a stage use one object in turn.
-        at: the layer that computes now, counted from ``first``, or :data:`OUTSIDE`.
+        microbatch: the micro-batch of the cell. Without recomputation, the cells of a stage share one object in turn.
+        at: the index of the current layer, relative to ``first``, or :data:`OUTSIDE`.
     """
 
     __slots__ = ("_device", "_drawn", "_first", "_generators", "_others", "_run", "at", "microbatch", "module")
@@ -162,13 +162,13 @@ class CellRNG:
 
     @property
     def _generator(self) -> torch.Generator:
-        """The generator of the current layer, on the CPU."""
+        """The CPU generator of the current layer."""
         if self._drawn != self.microbatch:
             self._drawn = self.microbatch
             self._generators.clear()
         if self.at not in self._generators:
-            # Asked once for each generator, since comparing states takes longer than a small draw; of another seed
-            # draw() has asked.
+            # Checked once per generator, because comparing states takes longer than a small draw. A different seed was
+            # already detected in draw().
             if self._run.is_seeded_again():
                 raise self._seeds()
             self._generators[self.at] = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
@@ -176,30 +176,30 @@ class CellRNG:
 
     @property
     def _number(self) -> int:
-        """No two layers and micro-batches of a run share it: generators for the CPU use 32 bits of a seed."""
-        # By the number of the layer in the model, and not of the stage: numbers do not depend on the balance.
+        """A number unique to the layer and micro-batch in a run. CPU generators use only 32 bits of a seed."""
+        # The layer's index in the model, not in the stage, so that numbers do not depend on the balance.
         k = self._first + max(self.at, 0)
         return self.microbatch << 16 | 2 * k + (self.at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
-        """The generator from which to draw now; RuntimeError if a layer has seeded that of the process."""
-        # Asked for each draw, since it is cheap.
+        """Return the generator to draw from; RuntimeError if a layer has seeded the default generator."""
+        # Checked for each draw, because it is cheap.
         if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
         return self._generator
 
     def draw_on(self, device: torch.device) -> None:
-        """Before an operation draws on another ``device`` than the CPU, whose state :meth:`repeated` restores."""
+        """Check, before an operation draws on a non-CPU ``device``, that :meth:`repeated` restores its generator."""
         if self._device is not None:
             self._device.expect_repeats(device)
 
     def saw(self, generator: torch.Generator) -> None:
-        """Remember the state of a layer's own generator before the cell first draws from it."""
+        """Record the state of a layer's own generator before the cell first draws from it."""
         if self._device is not None and _identity(generator) not in self._others:
             self._others[_identity(generator)] = generator, state_of(generator)
 
     def again(self, device: torch.device) -> CellRNG:
-        """The same random numbers, for layers of the cell on ``device`` that are computed again apart from others."""
+        """Return the same random numbers for layers of the cell on ``device`` that are recomputed separately."""
         return CellRNG(self._run, self.microbatch, self._first, device, self.module)
 
     def forget(self) -> None:
@@ -207,10 +207,10 @@ class CellRNG:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """A context for a recomputation, in which this thread draws the numbers of the forward."""
+        """Let this thread draw the numbers of the forward again, for a recomputation."""
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
-        # The next forward of the layer goes on from here, as if nothing had been drawn again.
+        # The next forward of the layer continues from these states, as if the recomputation had drawn nothing.
         now = [(generator, state_of(generator)) for generator, _ in others]
         _set_states(others)
         try:
@@ -231,17 +231,17 @@ class CellRNG:
 
 
 def in_backward() -> bool:
-    # The backward of a whole pipe may compute in a backward of the caller; that one has begun before.
+    # A backward of the caller that runs the pipe's own backward has begun before, and does not count.
     return backward_id() != current.work.graph_task
 
 
 def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation that draws, with the random numbers of the current layer."""
+    """Execute a random operation with the random numbers of the current layer."""
     cell: Any = current.work.rng
     own = kwargs.get("generator")
     if drops_nothing(operation, args):
         return operation(*args, **kwargs)
-    # A layer draws from a generator that it has itself, which nobody else uses at the same time.
+    # A layer's own generator is used by no other thread at the same time.
     if own is not None and _identity(own) != _identity(PROCESS):
         if cell is not None:
             cell.saw(own)
@@ -251,7 +251,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if cell is not None:
             cell.draw_on(device)
         return operation(*args, **kwargs)
-    # A recomputation inside of a backward that a layer has begun: its forward is over, and so are its numbers.
+    # In a backward begun inside a layer, for example a recomputation, the numbers of the layer's forward are over.
     if in_backward():
         raise RuntimeError(_IN_BACKWARD)
     if cell is None:
@@ -267,11 +267,11 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 interception = Interception(_draw)
-"""On threads that are intercepted, layers draw from the numbers of their cell."""
+"""Lets layers draw from the numbers of their cell, on threads that set it."""
 
 
 def _identity(generator: torch.Generator) -> int:
-    """Which generator it is: intercepted operations get a new Python object for it each time."""
+    """Identify a generator, because intercepted operations receive a new Python object for it on each call."""
     return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
@@ -280,12 +280,12 @@ def _number(generator: torch.Generator) -> int:
 
 
 def next_seed() -> int:
-    """The seed that a run would take now; the generator does not change."""
+    """Return the seed that a run would draw now, without changing the generator."""
     return _number(PROCESS.clone_state())
 
 
 def take_seed() -> None:
-    """Change the process's generator as a run that draws does."""
+    """Advance the default generator as a run that draws random numbers does."""
     with process_lock:
         _number(PROCESS)
 

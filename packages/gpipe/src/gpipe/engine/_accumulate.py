@@ -150,7 +150,7 @@ class HeldLeaf(NamedTuple):
 
 
 class DeferredGradients:
-    """Remove ``.grad`` and hooks of leaves for one run, while their gradients accumulate over micro-batches.
+    """Removes ``.grad`` and hooks of leaves for one run, while their gradients accumulate over micro-batches.
 
     :meth:`hold` a leaf before any stage adds to its gradient.
     """
@@ -181,8 +181,7 @@ class DeferredGradients:
     def give_back(self, scale: Scale = 1.0, *, failed: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Restore ``.grad`` and hooks; return the leaves that have a gradient, with ``scale`` times the gradient.
 
-        If it is the only contribution to ``.grad``, it stays there and is not returned. If the run has ``failed``,
-        gradients are dropped.
+        A gradient that simply stays in ``.grad`` is not returned. If the run has ``failed``, gradients are dropped.
         """
         gradients = []
         while self._held:  # one at a time: after an interrupt, this is called again

@@ -60,7 +60,7 @@ class Attach(torch.autograd.Function):
 
 
 class PipelineBackward(torch.autograd.Function):
-    """Map the inputs to a token that represents the run; the backward calls the run's backward.
+    """Maps the inputs to a token that represents the run; the backward calls the run's backward.
 
     The inputs include parameters with hooks of other code on their ``AccumulateGrad`` node, which fire when it runs.
     """

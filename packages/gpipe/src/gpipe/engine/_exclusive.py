@@ -66,8 +66,7 @@ class Section:
         Raises:
             RuntimeError: waiting would be a deadlock, or this process was forked while another thread was inside.
         """
-        # A hook that this thread calls between the forwards and backwards of the run may use the pipe, as no cell is
-        # computing.
+        # A hook that this thread calls between forwards and backwards may use the pipe, as no cell is computing.
         if self in _inside.holds:
             yield
             return
@@ -95,8 +94,7 @@ class Section:
         with _claims:
             # Pipes around this one wait for this thread, and accumulate nothing until then.
             known = (self, *sections_of_thread())
-            # copy() is atomic. Other threads leave without this lock, because an interrupt could hit them while they
-            # wait.
+            # copy() is atomic. Other threads leave without the lock, because an interrupt could hit them while waiting.
             others = [theirs for other, theirs in _claimed.copy().items() if other not in known] if _claimed else []
             # Usually no other pipe is training, and then this costs nothing.
             if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):

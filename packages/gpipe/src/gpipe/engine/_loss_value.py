@@ -27,8 +27,7 @@ class LossSum(NamedTuple):
 
     Attributes:
         total: the sum, a scalar tensor.
-        count: a number, or a tensor with one element, that does not require grad: a count of rows or labels, or a sum
-            of weights.
+        count: a number, or a one-element tensor without grad: the number of rows or labels, or a sum of weights.
 
     >>> import torch
     >>> LossSum(torch.tensor(6.0), 3)

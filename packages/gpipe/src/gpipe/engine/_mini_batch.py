@@ -42,8 +42,7 @@ def compute_outputs(
         outputs = run.forward(_entering(pipeline, batches))
     # Layers may have modified micro-batches in place, which share memory with the caller's tensors.
     versions.sync()
-    # A single micro-batch may be returned as the output itself. The caller may modify it, while a recomputation may
-    # need the original.
+    # The caller may modify the outputs of a single micro-batch, although a recomputation may need the originals.
     if len(outputs) == 1:  # several outputs are copied when they are concatenated
         outputs = [owned(outputs[0])]
     return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs

@@ -60,7 +60,7 @@ class Pipeline:
 
     @property
     def section(self) -> Section:
-        """Held from the description of a run until its end, as all runs use the same parameters, workers and buffers."""
+        """Held from the description of a run to its end, as all runs use the same parameters, workers and buffers."""
         return self.workers.section
 
     @property

@@ -39,8 +39,7 @@ class RunState(NamedTuple):
 
 
 class Processes:
-    """The interaction of a pipe with other processes. This base class is for a process that has all stages, and does
-    nothing.
+    """The interaction of a pipe with other processes. This base class, for a single process, does nothing.
 
     Attributes:
         ranks: the process of each stage; None if this one has all.

@@ -37,7 +37,7 @@ from ._stage_run import StageRun, Trained
 from ._tied import Tied, contents_of
 
 Around = Callable[[Stage, Action], AbstractContextManager[None]]
-"""Return the context in which a stage takes an action."""
+"""Returns the context in which a stage takes an action."""
 
 
 class Run:
@@ -123,8 +123,7 @@ class Run:
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Run all backwards, and accumulate into ``.grad``; the gradients of parameters in ``left`` are returned
-        instead.
+        """Run the backwards, and accumulate into ``.grad``; return the gradients of parameters in ``left`` instead.
 
         ``gradients`` of the outputs, and the returned gradients of the inputs, are listed by micro-batch and tensor.
         """

@@ -31,7 +31,7 @@ def stages_of(
     layout: SkipLayout,
     blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> list[Stage]:
-    """Return one stage per module; ``blocks`` maps a stage to the indices of its layers that are recomputed separately."""
+    """Return one stage per module; ``blocks`` holds, by stage, the indices of layers that are recomputed separately."""
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
         first = stages[-1].numbers.stop if stages else 0
@@ -40,8 +40,7 @@ def stages_of(
 
 
 class Stage:
-    """A partition on its device. Facts learned from a run are kept for later runs, and only one run is active at a
-    time.
+    """A partition on its device, with facts learned from earlier runs. Only one run is active at a time.
 
     Args:
         first: the number of layers of the model before this stage.

@@ -120,8 +120,7 @@ class StageRun:
         self._cells[i] = cell = Cell(inputs)
         leaves, before = inputs, None
         if i < self._checkpoint_stop:
-            # Separate leaves, because layers may put hooks and flags on their inputs, and the recomputation repeats
-            # that.
+            # Separate leaves, because layers may put hooks and flags on their inputs, and will do so again.
             leaves = detach_leaves(inputs)
             before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
         outputs = self.compute(leaves)

@@ -17,7 +17,7 @@ _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "gr
 
 
 class TensorHooks(TorchFunctionMode):
-    """Set ``seen`` if this thread registers hooks on tensors, accesses graph nodes, or uses saved-tensor hooks."""
+    """Sets ``seen`` if this thread registers hooks on tensors, accesses graph nodes, or uses saved-tensor hooks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,8 +3,7 @@
 Two workers must not add to the same ``.grad`` in an order that depends on timing, and a partition needs its tensors on
 its own device. So during a run, only the first partition with a shared tensor, its **owner**, computes with the tensor
 itself. The modules of the other partitions hold a copy: a leaf in the same memory or, on a different device, in memory
-that is filled when the run begins. At the end, the gradients of the copies are added to the owner's gradient, in the
-order of partitions.
+that is filled when the run begins. At the end, the copies' gradients are added to the owner's in partition order.
 
 A module that several partitions share is also copied, but shallowly. A layer must not change it. Source: the tied
 layers of DeepSpeed.
@@ -78,8 +77,7 @@ def holds_tensors(module: nn.Module) -> bool:
 
 
 class Tied:
-    """The tensors that several partitions of ``stages`` share. One object serves one run, and is created when it
-    begins.
+    """The tensors that several partitions of ``stages`` share, for one run. Create it when the run begins.
 
     Attributes:
         shares: whether any tensor is shared.
@@ -250,9 +248,7 @@ def _state(value: Any) -> Any:
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a leaf like ``tensor`` on ``device``, in the same memory if possible; ``tensor`` itself if untrained and
-    there.
-    """
+    """Return a leaf like ``tensor`` on ``device``, in its memory if possible; an untrained one there is not copied."""
     # A separate leaf, so that its gradient is separate from the owner's gradient.
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:

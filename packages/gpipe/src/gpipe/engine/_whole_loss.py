@@ -102,14 +102,14 @@ class _Parts:
         return attached
 
     def gradients(self, sums: GradientSums) -> Iterator[list[Tensor | None]]:
-        """Yield the gradients of each micro-batch after the backward. They share no memory with each other or ``sums``."""
+        """Yield the gradients of each micro-batch after the backward. A stage may overwrite them."""
         numbers, taken, kept = count(), set[tuple[int, int]](), sums.storages()
         for size in self.sizes:
             yield [_apart(self._found.pop(next(numbers), None), taken, kept) for _ in range(size)]
 
 
 class _Part(torch.autograd.Function):
-    """Return a tensor from a node that stores its gradient, but not the tensor."""
+    """The identity, as a node that stores its gradient but not the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, found: dict[int, Tensor | None], number: int) -> Tensor:
