@@ -71,11 +71,8 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
     halves = None if stage.hooked else backward_inputs(outputs, flowing, leaves)
     if halves is None:
         stage.run_whole()
-        found = backward(cell, seeds, sums)
-        cell.outputs = cell.repeat = None
-        return found
+        return backward(cell, seeds, sums)
     gradients, weights = halves
-    cell.outputs = cell.repeat = None  # the second half needs only what is behind its edges
     cell.weights = weights[::-1]
     # Also with the strides that they would have in .grad: kernels of the stage before may round by them.
     flowing_back = map(accumulated, gradients, leaves)
