@@ -258,3 +258,17 @@ def test_a_gradient_that_a_backward_makes_is_named() -> None:
     layers = nn.Sequential(nn.Linear(3, 3), Experts(3, 3), nn.Linear(3, 3))
     found = check(layers, torch.rand(8, 3), chunks=4, target=torch.rand(8, 3), loss_fn=F.mse_loss)
     assert [(each.code, each.layer) for each in found.findings] == [("gradient", "1")]
+
+
+class Counts(nn.Embedding):
+    """Scales its gradient by frequencies, which no attribute says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.weight, scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize("layer", [Counts(3, 3), nn.Embedding(3, 3, scale_grad_by_freq=True)])
+def test_words_that_are_counted_by_micro_batch_are_named(layer: nn.Module) -> None:
+    words = torch.tensor([0, 0, 1, 2, 0, 1, 1, 1])
+    found = check(nn.Sequential(layer, nn.Linear(3, 3)), words, chunks=4)
+    assert [(each.code, each.layer) for each in found.findings] == [("gradient", "0")]

@@ -38,15 +38,17 @@ def test_gradients_are_those_of_the_plain_model_or_refused(
     def made(chunks: int) -> GPipe:
         return GPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=chunks)
 
-    if scales and chunks > 1 and not is_frozen:
-        with pytest.raises(ValueError, match=rf"chunks={chunks}: '0\.0' is an {kind} with scale_grad_by_freq"):
+    if scales and chunks > 1:
+        with pytest.raises(ValueError, match=rf"chunks={chunks}: '0\.0' \({kind}\) has scale_grad_by_freq=True"):
             made(chunks)
         pipe = made(1)
-        with pytest.raises(ValueError, match=r"'0\.0\.0' is an|'0\.0' is an"):
+        with pytest.raises(ValueError, match=r"'(0\.)?0\.0' \("):
             pipe.chunks = chunks
         assert pipe.chunks == 1
     else:
         pipe = made(chunks)
+    pipe[0].requires_grad_()  # it may be trained later
+    plain[0].requires_grad_()
     pipe(x).sum().backward()
     plain(x).sum().backward()
     assert_same(pipe, plain)
