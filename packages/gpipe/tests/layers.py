@@ -113,6 +113,18 @@ class Overwrites(torch.autograd.Function):
         return None if gradient is None else gradient.mul_(2)
 
 
+class AddsLoss(torch.autograd.Function):
+    """The identity, whose backward trains a loss beside that of the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
 def linear() -> nn.Linear:
     return nn.Linear(3, 3, dtype=DOUBLE)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, LossSum, Report, check, flatten
 
 from ..clean_models import CLEAN, Clean
+from ..layers import AddsLoss
 from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
 
 each_fault = pytest.mark.parametrize(
@@ -233,18 +234,6 @@ def test_bad_input_is_refused_by_name(changes: dict[str, Any], error: type[Excep
     given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
     with pytest.raises(error, match=message):
         check(given.pop("model"), given.pop("sample"), **given)
-
-
-class AddsLoss(torch.autograd.Function):
-    """The identity, whose backward trains a loss beside that of the model."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.ones((), dtype=gradient.dtype)
 
 
 class Experts(nn.Linear):

@@ -16,7 +16,7 @@ import gpipe
 from gpipe import GPipe, LossSum
 from profiler import AllocationTracker
 
-from ..layers import DOUBLE, MODES, Call, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, MODES, AddsLoss, Call, assert_same, gradients, linears, piped, rows
 from ..schedules import ALONE, each_schedule
 
 
@@ -338,3 +338,70 @@ def test_hooks_inside_layers_see_the_gradient_of_the_sum(schedule: str) -> None:
         y = model[0](x).tanh().mean()
         expected = torch.autograd.grad(y, model[0].weight)[0]
         torch.testing.assert_close(own, [expected])
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def summed(output: Tensor) -> LossSum:
+    return LossSum(output.square().sum(), output.numel())
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "whole": {"loss_fn": mean},
+    "mean": {"loss_fn": mean, "reduction": "mean"},
+    "sum": {"loss_fn": lambda output: output.square().sum(), "reduction": "sum", "normalizer": 24},
+    "counted": {"loss_fn": summed},
+}
+
+
+class Experts(nn.Linear):
+    """Has a loss of its own, which its backward adds, or which it returns with an entry for each row."""
+
+    how = "none"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        loss = y.tanh().mean()
+        if self.how == "backward":
+            y = AddsLoss.apply(y, loss)
+        return y, (loss if self.how == "returned" else torch.zeros_like(loss)).expand(len(x))
+
+
+def own_gradient(how: str, chunks: int, rule: str, schedule: str) -> Tensor:
+    """The gradient of the experts in a step, of which the second one counts: by then it is known what is returned."""
+    torch.manual_seed(0)
+    experts = Experts(3, 3, dtype=DOUBLE)
+    experts.how = how
+    options = dict(RULES[rule])
+    loss_fn = options.pop("loss_fn")
+
+    def with_experts(output: tuple[Tensor, Tensor]) -> Any:
+        found, own = loss_fn(output[0]), output[1]
+        if rule == "counted":
+            return LossSum(found.total + own.mean() * found.count, found.count)
+        return found + (own.sum() * 3 if rule == "sum" else own.mean())
+
+    with closing(GPipe(nn.Sequential(*linears(1), experts), [1, 1], devices=["cpu"] * 2, chunks=chunks)) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(rows(8), loss_fn=with_experts, schedule=schedule, **options)
+    assert experts.weight.grad is not None
+    return experts.weight.grad
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(sorted(RULES)), st.sampled_from(["fill_drain", "zero_bubble"]))
+def test_a_loss_of_a_layer_is_averaged_if_it_is_returned_and_added_up_if_a_backward_adds_it(
+    chunks: int, rule: str, schedule: str
+) -> None:
+    if rule == "whole" and schedule == "zero_bubble":
+        schedule = "fill_drain"  # the other one cannot wait
+    without = own_gradient("none", chunks, rule, schedule)
+    returned = own_gradient("returned", chunks, rule, schedule) - without
+    plain = own_gradient("returned", 1, rule, schedule) - own_gradient("none", 1, rule, schedule)
+    torch.testing.assert_close(returned, plain)
+    # All that flows is divided by the count, 24 numbers, at the end.
+    added = own_gradient("backward", chunks, rule, schedule) - without
+    torch.testing.assert_close(added, plain * chunks / (24 if rule == "counted" else 1))
