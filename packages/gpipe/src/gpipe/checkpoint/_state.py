@@ -1,11 +1,13 @@
 """Snapshot the state of layers before a checkpointed forward, and restore it for the recomputation.
 
 State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
+State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
 and its recomputation uses the copies. If a forward changes any other state, it cannot be repeated, and its graph is
-kept. Changes are detected by identity and by torch's version counters; in a list or dict, by its last tensor. Changes
+kept. Changes are detected by identity, by data pointer (``.data = ...`` changes it) and by torch's version counters; in
+a list or dict, by its last tensor. In-place changes through ``.data`` or ``.numpy()`` are detected by comparing sums of
+tensors, in the first forward of a pipe, or in every forward if the environment variable ``GPIPE_CHECK`` is 1. Changes
 without such a trace, such as numbers in a list or a closure, are only detected in the outputs
-(:mod:`gpipe.checkpoint._compare`). Changes through ``.data`` or ``.numpy()`` are detected by comparing sums of tensors,
-once per pipe.
+(:mod:`gpipe.checkpoint._compare`).
 """
 
 from __future__ import annotations
@@ -72,13 +74,13 @@ class State:
     def is_complete(self) -> bool:
         return self._sizes == [*map(len, self._dicts)]
 
-    def look(self) -> tuple[list[Any], list[int]]:
-        """Return the current values and their versions."""
+    def look(self) -> tuple[list[Any], list[int], list[int]]:
+        """Return the current values, their versions and their data pointers."""
         # References, so that values stay alive until the recomputation, and no new object can reuse their id.
         values = [own.get(name, _ABSENT) for own, name in self._places]
         ends = [last_entry(values[at]) for at in self._containers]
         values += [end if isinstance(end, Tensor) else None for end in ends]
-        return values, _versions(values)
+        return values, _versions(values), _pointers(values)
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return copies of the buffers among ``values`` that can be restored, by index."""
@@ -104,35 +106,43 @@ class State:
 
 
 class Snapshot:
-    """The values in the places of ``state`` at one moment, and copies of small buffers."""
+    """The values in the places of ``state`` at one moment, and copies of small buffers.
 
-    __slots__ = ("_copies", "_state", "_values", "_versions")
+    Args:
+        sums: whether to keep sums of the tensors that are not copied. The host waits for devices to compare them.
+    """
 
-    def __init__(self, state: State) -> None:
+    __slots__ = ("_copies", "_pointers", "_state", "_sums", "_values", "_versions")
+
+    def __init__(self, state: State, *, sums: bool = False) -> None:
         self._state = state
-        self._values, self._versions = state.look()
+        self._values, self._versions, self._pointers = state.look()
         self._copies = state.small_buffers(self._values)
+        self._sums = self._summed() if sums else {}
 
     def changed(self) -> str:
         """Return the names of state that has changed since and cannot be restored."""
-        values, versions = self._state.look()
+        values, versions, pointers = self._state.look()
+        is_same = versions == self._versions and pointers == self._pointers and all(map(is_, values, self._values))
         # The common case. Comparing values one at a time, and building names, takes several times as long.
-        if versions == self._versions and all(map(is_, values, self._values)) and self._state.is_complete:
+        if is_same and not self._sums and self._state.is_complete:
             return ""
-        before, now = zip(self._values, self._versions, strict=True), zip(values, versions, strict=True)
-        pairs = enumerate(zip(before, now, strict=True))
-        return self._state.names([at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)])
+        before = zip(self._values, self._versions, self._pointers, strict=True)
+        pairs = enumerate(zip(before, zip(values, versions, pointers, strict=True), strict=True))
+        changed = [at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)]
+        return self._state.names(list(dict.fromkeys([*changed, *self._moved()])))
 
-    def sums(self) -> dict[int, Tensor]:
-        """Return sums over the tensors that cannot be restored, by index."""
+    def moves(self) -> bool:
+        """Return whether sums were kept and have changed. The host waits for devices."""
+        return bool(self._moved())
+
+    def _moved(self) -> list[int]:
+        now = self._summed() if self._sums else {}
+        return [at for at, found in now.items() if not _are_same(found, self._sums.get(at, found))]
+
+    def _summed(self) -> dict[int, Tensor]:
         left = ((at, value) for at, value in enumerate(self._values) if at not in self._copies)
         return {at: _sums(value) for at, value in left if isinstance(value, Tensor) and _is_readable(value)}
-
-    def moved(self, sums: dict[int, Tensor]) -> str:
-        """Return the names of tensors whose values differ from these :meth:`sums`. The host waits for devices."""
-        now = self.sums()
-        moved = [at for at, before in sums.items() if at in now and not _are_same(now[at], before)]
-        return self._state.names(moved) if moved else ""
 
     def restored(self) -> AbstractContextManager[None]:
         """Restore the buffers for a recomputation."""
@@ -220,10 +230,24 @@ def _versions(values: Iterable[Any]) -> list[int]:
         return [version(value) if isinstance(value, Tensor) else 0 for value in values]
 
 
+def _pointers(values: Iterable[Any]) -> list[int]:
+    try:
+        return [value.data_ptr() if isinstance(value, Tensor) else 0 for value in values]
+    except (RuntimeError, ValueError):  # some tensors have no memory of their own, or none yet
+        return [_pointer(value) for value in values]
+
+
+def _pointer(value: Any) -> int:
+    try:
+        return value.data_ptr() if isinstance(value, Tensor) else 0
+    except (RuntimeError, ValueError):
+        return 0
+
+
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _are_alike(a: tuple[Any, int], b: tuple[Any, int]) -> bool:
-    """Return whether two values and their versions are the same unchanged object, or equal constants."""
-    return (a[0] is b[0] and a[1] == b[1]) or (type(a[0]) is type(b[0]) and type(a[0]) in _CONSTANTS and a[0] == b[0])
+def _are_alike(a: tuple[Any, int, int], b: tuple[Any, int, int]) -> bool:
+    """Return whether two values, versions and pointers are the same unchanged object, or equal constants."""
+    return (a[0] is b[0] and a[1:] == b[1:]) or (type(a[0]) is type(b[0]) and type(a[0]) in _CONSTANTS and a[0] == b[0])

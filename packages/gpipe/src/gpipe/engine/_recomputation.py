@@ -26,14 +26,12 @@ class Before(NamedTuple):
 
     Attributes:
         spare: a copy of the inputs, if the layers may modify them in place.
-        sums: sums over tensors of the layers, to detect changes that leave no other trace; None if not checked.
     """
 
     inputs: Activation
     versions: list[int]
     spare: Activation | None
     snapshot: Snapshot
-    sums: dict[int, Tensor] | None
 
 
 class Repeat(NamedTuple):
@@ -80,7 +78,7 @@ class Recomputation:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._state: State | None = None
-        self._has_been_same = self._has_logged = self._moves = False
+        self._has_been_same = self._has_logged = self._has_looked = self._moves = False
         self._compares_all = self._compares_next = True
 
     def begin(self) -> None:
@@ -95,9 +93,8 @@ class Recomputation:
         if self._state is None or not self._state.is_complete:
             self._state = State(self.module)
         spare = clone_leaves(inputs) if may_change else None
-        snapshot = Snapshot(self._state)
-        sums = snapshot.sums() if self._compares_next and not self._moves else None
-        return Before(inputs, versions(inputs), spare, snapshot, sums)
+        looks = (self._compares_all or not self._has_looked) and not self._moves
+        return Before(inputs, versions(inputs), spare, Snapshot(self._state, sums=looks))
 
     def repeat(self, before: Before, outputs: Sequence[Tensor], random: CellRNG) -> Repeat | None:
         """Return the record for recomputing a finished forward; None if its graph must be kept."""
@@ -107,7 +104,7 @@ class Recomputation:
         inputs = before.inputs if is_same else before.spare  # in-place layers have overwritten their input
         # Torch treats the ragged sizes of a recomputed nested tensor as different from the ones in its gradient.
         is_nested = any(tensor.is_nested for tensor in outputs)
-        if self._changes_state(before) or inputs is None or is_nested:
+        if self._changes_state(before.snapshot) or inputs is None or is_nested:
             return None
         whole, self._compares_next = self._compares_next or self._compares_all, False
         counts = before.versions if is_same else versions(inputs)
@@ -119,15 +116,14 @@ class Recomputation:
         repeat.sample.expect(outputs)
         self._has_been_same = True
 
-    def _changes_state(self, before: Before) -> bool:
+    def _changes_state(self, snapshot: Snapshot) -> bool:
         """Return whether a forward changes state that cannot be restored, and log this once.
 
-        Changes through ``.data`` are checked only until a recomputation has matched its forward.
+        After one in-place change through ``.data``, every forward is assumed to make one.
         """
-        changed = before.snapshot.changed()
-        if not changed and before.sums is not None:
-            changed = before.snapshot.moved(before.sums)
-            self._moves = bool(changed)
+        changed = snapshot.changed()
+        self._moves = self._moves or snapshot.moves()
+        self._has_looked = True
         if changed and not self._has_logged:
             self._has_logged = True
             _log.warning("a checkpointed forward changes %s: its graph is kept instead of recomputed", changed)
