@@ -105,6 +105,15 @@ class GPipe(Stepping):
     _copy_streams: list[CopyStreams]
     _workers: Workers
 
+    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> GPipe:
+        """A model with a forward of its own, without a sample, gets a class of its own."""
+        has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
+        if cls is not GPipe or not has_own or kwargs.get("sample") is not None:
+            return super().__new__(cls)
+        from .model._pipe import ModelPipe  # which is a subclass of this one
+
+        return super().__new__(ModelPipe)
+
     def __init__(
         self,
         module: nn.Module,

@@ -152,3 +152,21 @@ references, such as the weights of an LSTM. Without it: parameters made on ``met
 def is_profiled() -> bool:
     """Whether a profiler of torch is on. Without it: every action of every run would be labelled."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+# Torch function modes of a thread. Without these names: a mode that looks at operations between blocks would also take
+# its time for each operation inside of them.
+
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+def top_function_mode() -> Any:
+    """The innermost mode of this thread, or None."""
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
+
+
+next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number that the next node of a graph in this thread will have. Each thread counts its own. Without it: it would
+not be known on which stage a tensor was computed that a block has left in an attribute."""

@@ -1,6 +1,4 @@
-"""Selective checkpointing: a block of consecutive layers saves only its input, and is recomputed.
-
-No pipe has blocks yet. They are for stages that are computed block by block.
+"""Selective checkpointing: a block of a stage saves only its input, and is recomputed.
 
 The graph of a block is a part of the graph of its cell. The tensors that its operations save are dropped when the block
 is done. When a backward first needs one of them, the layers are computed again, and what they save takes its place::
@@ -13,7 +11,7 @@ Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -29,7 +27,7 @@ from ..checkpoint._random import CellRNG
 from ..skip.layout import skippables
 from ..values._constants import expect_plain
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
-from ._recomputation import Repeat
+from ._recomputation import Recomputation, Repeat
 from ._stage import Stage
 
 Compute = Callable[[Any], Any]
@@ -37,11 +35,46 @@ Compute = Callable[[Any], Any]
 
 
 class Block:
-    """A block of a stage in one run.
+    """A part of a stage in one run that is recomputed on its own.
+
+    Args:
+        recomputation: recomputes its layers.
+        context: the settings of the thread that calls the forward.
+    """
+
+    def __init__(self, stage: Stage, recomputation: Recomputation, context: Context) -> None:
+        self.recomputation = recomputation
+        self.recomputation.begin()
+        self.context = context
+        self.stage = stage
+        # False once a forward has left its input unchanged.
+        self._clones = True
+
+    def forward(self, compute: Compute, value: Any, skips: Mapping[Any, Any]) -> tuple[Any, BlockForward]:
+        """Return the output of ``compute`` for ``value``, and what recomputes it.
+
+        Args:
+            skips: skips stashed before the block, which it may pop.
+        """
+        inputs = Activation((value, *skips.values()))
+        before = versions(inputs)
+        # Clones of tensors that share memory would not receive each other's changes.
+        apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
+        forward = BlockForward(self, compute, current.work.rng, [*skips])
+        output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
+        self._clones = self._clones and versions(inputs) != before
+        return output, forward
+
+    def outputs(self, output: Any) -> Activation:
+        """Return what the recomputation is compared with."""
+        return Activation((output,))
+
+
+class LayersBlock(Block):
+    """A block of consecutive layers. No pipe has such blocks yet.
 
     Args:
         numbers: the indices of its layers in the stage.
-        context: the settings of the thread that called the forward.
     """
 
     def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
@@ -50,38 +83,26 @@ class Block:
                 f"partition {stage.index} is compiled as a whole, but some of its layers are recomputed on their own; "
                 "compile its layers"
             )
+        super().__init__(stage, stage.blocks[numbers], context)
         self.numbers = numbers
-        self.recomputation = stage.blocks[numbers]
-        self.recomputation.begin()
-        self.context = context
-        self.stage = stage
         layers = [*skippables(self.recomputation.module)]
         self._pops = [key for layer in layers for key in layer.poppable()]
         self._stashes = [key for layer in layers for key in layer.stashable()]
-        # False once a forward has left its input unchanged.
-        self._clones = True
 
     def compute(self, compute: Compute, value: Any) -> Any:
         """Return the output of ``compute`` for ``value``, which the backward recomputes."""
         # Layers of the block may pop skips stashed before it. Skips that the block stashes are not in the store yet.
         store: Any = current.work.skips
         skips = {key: store[key] for key in self._pops if key in store}
-        inputs = Activation((value, *skips.values()))
-        expect_plain(inputs.value, self.stage.index)
-        before = versions(inputs)
-        # Clones of tensors that share memory would not receive each other's changes.
-        apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
-        forward = _Forward(self, compute, current.work.rng, [*skips])
-        output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
-        self._clones = self._clones and versions(inputs) != before
-        return output
+        expect_plain((value, *skips.values()), self.stage.index)
+        return self.forward(compute, value, skips)[0]
 
     def outputs(self, output: Any) -> Activation:
         store: Any = current.work.skips
         return Activation((output, *[store.get(key) for key in self._stashes]))
 
 
-class _Forward:
+class BlockForward:
     """One forward of a block, and its recomputation. The saved tensors of the graph refer to it."""
 
     def __init__(self, block: Block, compute: Compute, random: CellRNG, skips: Sequence[Any]) -> None:
@@ -104,9 +125,14 @@ class _Forward:
         self._repeat = recomputation.repeat(before, outputs.tensors, self._random)
         if self._repeat is not None:
             # Not during the forward, because a layer may run a backward inside it and use its saved tensors.
-            for saved in filter(None, (reference() for reference in self._saved)):
+            for saved in self._held():
                 saved.tensor = None
         return outputs.value[0]
+
+    def early(self) -> None:
+        """Recompute the layers now, before a backward needs what they save."""
+        if self._repeat is not None and any(saved.tensor is None for saved in self._held()):
+            self.again()
 
     def again(self) -> None:
         """Recompute the layers, and replace the dropped tensors by the newly saved ones."""
@@ -137,6 +163,9 @@ class _Forward:
             if saved is not None:
                 saved.take(fresh)
 
+    def _held(self) -> Iterator[_Saved]:
+        return filter(None, (reference() for reference in self._saved))
+
     def _save(self, tensor: Tensor) -> _Saved:
         if get_ident() != self._thread:
             raise RuntimeError(
@@ -153,7 +182,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "_forward", "_kind", "_version", "tensor")
 
-    def __init__(self, forward: _Forward, tensor: Tensor) -> None:
+    def __init__(self, forward: BlockForward, tensor: Tensor) -> None:
         self._forward = forward
         self._kind = tensor.shape, tensor.dtype, tensor.device
         self._version = tensor._version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Thread
 from weakref import WeakSet
 
@@ -13,13 +13,15 @@ from streams import Context
 from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
-from ..transport._copy import CopyStreams
+from ..transport._copy import CopyStreams, StagePlace
 from ._exclusive import Section
 from ._losses import Losses
 from ._processes import ALONE, Processes
 from ._settings import Observer, settings
 from ._spec import RunSpec, split_in, walks_of
 from ._stage import Stage
+from ._stage_run import StageRuns
+from ._tied import Tied
 from ._walks import Size
 from ._workers import Workers
 
@@ -76,6 +78,15 @@ class Pipeline:
         """
         alone = settings().inline and self.processes.ranks is None
         return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops)
+
+    def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
+        """Return what makes the stages' parts of a run.
+
+        Args:
+            places: the place of each stage of this process.
+            tied: the tensors that stages share.
+        """
+        return StageRuns()
 
     def spec(
         self,

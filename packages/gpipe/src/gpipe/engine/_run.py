@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -19,6 +19,7 @@ from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
 from ..checkpoint._layers_then import LayersThen
 from ..checkpoint._random import CellRNG, RunRNG
 from ..schedule import Action, Step, Walk
+from ..transport._copy import StagePlace
 from ..transport._transport import Transport
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
@@ -71,16 +72,18 @@ class Run:
             random = partial(CellRNG, self.state.rng, first=pipeline.stages[-1].numbers.stop)
             spec.loss.begin(random, self._tied, self.deferred, self.sums[0], trains=spec.trains)
         self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
-        self._transport = self._new_transport()
+        at = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
+        places = {stage.index: place for stage, place in zip(pipeline.stages, at, strict=True)}
+        self._transport = self._new_transport(places)
+        self._stage_runs = pipeline.stage_runs(spec, places, self._tied)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []
 
-    def _new_transport(self) -> Transport:
+    def _new_transport(self, places: Mapping[int, StagePlace]) -> Transport:
         pipeline, processes = self._pipeline, self._pipeline.processes
-        places = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
         return Transport(
-            {stage.index: place for stage, place in zip(pipeline.stages, places, strict=True)},
+            places,
             pipeline.count,
             pipeline.layout,
             is_cancelled=self.state.failures.forestall_current,
@@ -99,7 +102,7 @@ class Run:
         random = CellRNG(self.state.rng, 0, stage.numbers.start, module=stage.module)
         is_last = j == self._pipeline.count - 1
         departure = self._spec.loss if self._spec.loss is not None and is_last else self._transport.departures[j]
-        return StageRun(self._spec, stage, random, self._transport.arrivals[j], departure, trained)
+        return self._stage_runs.of(self._spec, stage, random, self._transport.arrivals[j], departure, trained)
 
     def _current_streams(self) -> list[AbstractStream]:
         return [current_stream(device) for device in self._pipeline.devices]
@@ -191,7 +194,7 @@ class Run:
         sections = sections_of_thread()
         try:
             # Workers leave autocast at different times, and recomputations enter it again.
-            with self._tied.applied(), self._spec.context.casts_kept():
+            with self._tied.applied(), self._spec.context.casts_kept(), self._stage_runs.walking():
                 if self._spec.inline:  # this thread already has its settings
                     own = walk[self._pipeline.processes.me or 0]
                     self._take(own, nullcontext(), sections, recompute_under)

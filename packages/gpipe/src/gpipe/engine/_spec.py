@@ -26,6 +26,7 @@ class RunSpec(NamedTuple):
         seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
         observer: is told of the run.
         splits: the stages whose backward is split.
+        replays: whether a model computes its output once more, for all rows, from what its blocks have returned.
 
     A spec with a loss is for one run: the loss collects what that run computes.
     """
@@ -40,6 +41,7 @@ class RunSpec(NamedTuple):
     seed: int | None = None
     observer: Observer | None = None
     splits: frozenset[int] = frozenset()
+    replays: bool = False
 
 
 def split_in(walk: Walk) -> frozenset[int]:

@@ -7,6 +7,7 @@ and whether they return memory of their parameters or buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import gt
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
 from ._accumulate import DeferredGradients, GradientSums, below, counts_of_hooks
-from ._block import Block
+from ._block import LayersBlock
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._left_behind import guard
 from ._losses import Losses
@@ -45,6 +46,25 @@ class Trained(NamedTuple):
     tied: Sequence[Tensor]
     deferred: DeferredGradients
     sums: GradientSums | None
+
+
+class StageRuns:
+    """Makes the :class:`StageRun` of each stage, for one run."""
+
+    def of(
+        self,
+        spec: RunSpec,
+        stage: Stage,
+        random: CellRNG,
+        arrival: AnyChannel,
+        departure: AnyChannel | Losses,
+        trained: Trained,
+    ) -> StageRun:
+        return StageRun(spec, stage, random, arrival, departure, trained)
+
+    def walking(self) -> AbstractContextManager[None]:
+        """Return the context of the caller while workers take steps."""
+        return nullcontext()
 
 
 class StageRun:
@@ -85,7 +105,7 @@ class StageRun:
             stage.recomputation.begin()
         # Evaluation checkpoints nothing.
         has_blocks = stage.blocks and spec.trains and stage.module.training
-        self._blocks = [Block(stage, numbers, spec.context) for numbers in stage.blocks] if has_blocks else []
+        self._blocks = [LayersBlock(stage, numbers, spec.context) for numbers in stage.blocks] if has_blocks else []
         self.recomputes = bool(stop or has_blocks)
         self._trained = trained
         self._sums = trained.sums

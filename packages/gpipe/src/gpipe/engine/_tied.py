@@ -133,6 +133,15 @@ class Tied:
                 if entries.get(name) is copy:  # a layer may have assigned something else
                     entries[name] = own
 
+    def copy(self, tensor: Tensor, number: int, device: torch.device) -> Tensor:
+        """Return a new copy of ``tensor`` for stage ``number``, which computes with it although it is not its own."""
+        own = self._owners.get(tensor, (0, tensor))[1]
+        copy = copy_of(own, device)
+        if copy is not own:
+            self.shares = True
+            self._owners[copy] = number, own
+        return copy
+
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
         """Raise RuntimeError if ``leaves`` of a loss include several copies of one tensor, e.g. found by a loop."""
         owners = [self._owners[leaf][1] for leaf in leaves if leaf in self._owners]

@@ -86,10 +86,12 @@ class Copy:
         self._target = target
         self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
 
-    def send(self, payload: Payload) -> Parcel:
-        """Queue the copy, on the worker of the source."""
+    def send(self, payload: Payload, after: AbstractEvent | None = None) -> Parcel:
+        """Queue the copy: on the worker of the source, or on any thread ``after`` an event of the source's stream."""
         source, target = self._source, self._target
-        if is_accelerator(source.copy):
+        if after is not None:
+            wait_event(source.copy, after)
+        elif is_accelerator(source.copy):
             # The values are computed by work that is queued there; the host does not wait.
             wait_stream(source.copy, source.compute)
         # torch orders a copy between two accelerators with the current streams of both, so both must be copy streams.

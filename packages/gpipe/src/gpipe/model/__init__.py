@@ -1,0 +1,1 @@
+"""A model whose own forward runs, once per micro-batch, and is cut while it runs."""

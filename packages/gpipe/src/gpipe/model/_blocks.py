@@ -1,0 +1,184 @@
+"""Blocks: the modules of a model at which its forward may be cut, and the stage of each.
+
+A block is an element of a list of modules, such as a transformer layer. If the stages are uneven, the largest blocks of
+the largest stage are replaced by the elements of lists inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from blockpartition import solve
+
+Blocks = dict[str, nn.Module]
+"""Modules by their names in the model, in the order in which the model registers them."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_EVEN = 1.1
+"""How much larger than the mean the largest stage may be before blocks are divided."""
+
+
+class Division(NamedTuple):
+    """The blocks of a model, and the number of blocks of each stage."""
+
+    blocks: Blocks
+    balance: list[int]
+
+
+def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) -> Division:
+    """Return the blocks of ``model`` for ``stages``, balanced by the bytes of parameters.
+
+    Args:
+        names: the names of lists of modules, or of modules, at which to cut; by default they are found.
+
+    Returns:
+        Blocks for as many stages as there are blocks, if these are fewer.
+
+    Raises:
+        ValueError: the model has no module of one of the ``names``, or no block at all.
+    """
+    if names is not None:
+        blocks = named_blocks(model, names)
+        return Division(blocks, _balance(model, blocks, min(stages, len(blocks))))
+    blocks = _outermost(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
+    while True:
+        found = Division(blocks, _balance(model, blocks, stages)) if len(blocks) >= stages else None
+        if found is not None and unevenness(model, found) <= _EVEN:
+            return found
+        finer = _divided(model, blocks, found)
+        if finer is None:
+            break
+        blocks = finer
+    return found or Division(blocks, [1] * len(blocks))
+
+
+def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
+    """Return the modules with these ``names``, and the elements in place of a list.
+
+    Raises:
+        ValueError: there is no such module, or it is inside another block.
+    """
+    known = dict(model.named_modules())
+    found: Blocks = {}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name")
+        found |= _elements(name, known[name]) if isinstance(known[name], _LISTS) else {name: known[name]}
+    wanted = {*found.values()}
+    ordered = {name: module for name, module in known.items() if module in wanted}
+    for name in ordered:
+        if around := [other for other in ordered if name.startswith(f"{other}.")]:
+            raise ValueError(f"blocks names {name!r} and {around[0]!r}, which contains it; name one of them")
+    return ordered
+
+
+def unevenness(model: nn.Module, division: Division) -> float:
+    """Return the bytes of the largest stage divided by the mean of all stages."""
+    costs, ends = _costs(model, division.blocks), [0]
+    for size in division.balance:
+        ends.append(ends[-1] + size)
+    sums = [sum(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return max(sums) * len(sums) / max(1, sum(sums))
+
+
+def _balance(model: nn.Module, blocks: Blocks, stages: int) -> list[int]:
+    return [len(part) for part in solve(_costs(model, blocks), stages)]
+
+
+def _costs(model: nn.Module, blocks: Blocks) -> list[int]:
+    """Return the bytes of each block, with those of modules outside blocks that follow it, or precede the first one."""
+    costs, at, seen = [0] * len(blocks), -1, set[int]()
+    members = {module: k for k, module in enumerate(blocks.values())}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in members:
+            at = members[module]
+            inside.update(module.modules())
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                costs[max(at, 0)] += parameter.numel() * parameter.element_size()
+    return [cost + 1 for cost in costs]  # a module without parameters takes time too
+
+
+def _divided(model: nn.Module, blocks: Blocks, division: Division | None) -> Blocks | None:
+    """Return finer blocks: the largest block of the largest stage that can be divided; None if there is none."""
+    costs = _costs(model, blocks)
+    candidates = range(len(blocks))
+    if division is not None:
+        starts = [sum(division.balance[:j]) for j in range(len(division.balance))]
+        spans = [range(a, a + n) for a, n in zip(starts, division.balance, strict=True)]
+        candidates = max(spans, key=lambda span: sum(costs[k] for k in span))
+    names = [*blocks]
+    for k in sorted(candidates, key=lambda k: -costs[k]):
+        inner = _outermost(blocks[names[k]], f"{names[k]}.")
+        if len(inner) > 1:
+            found: Blocks = {}
+            for name, module in blocks.items():
+                found |= inner if name == names[k] else {name: module}
+            return found
+    return None
+
+
+def _outermost(module: nn.Module, prefix: str = "") -> Blocks:
+    """Return the elements of the outermost lists inside ``module``; without lists, its parts with parameters."""
+    found: Blocks = {}
+    for name, child in _inside(module, prefix):
+        if child not in found.values():  # a layer may be in several places
+            found[name] = child
+    if not found and not prefix:
+        return _parts(module)
+    return found
+
+
+def _inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, _LISTS) and _is_divisible(module):
+        yield from _elements(prefix[:-1], module).items()
+        return
+    for name, child in module.named_children():
+        yield from _inside(child, f"{prefix}{name}.")
+
+
+def _elements(name: str, layers: nn.Module) -> Blocks:
+    """Return the elements of a list that have parameters; in place of a list among them, its own."""
+    found: Blocks = {}
+    for own, layer in layers.named_children():
+        path = f"{name}.{own}" if name else own
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # these are not called
+            found |= _elements(path, layer)
+        elif _has_parameters(layer):
+            found[path] = layer
+    return found
+
+
+def _is_divisible(layers: nn.Module) -> bool:
+    return len(_elements("", layers)) > 1
+
+
+def _parts(model: nn.Module, prefix: str = "") -> Blocks:
+    """Return the children with parameters, and the children of one that has more than half of all parameters."""
+    children = {f"{prefix}{name}": child for name, child in model.named_children() if _has_parameters(child)}
+    found: Blocks = {}
+    for name, child in children.items():
+        inner = _parts(child, f"{name}.") if 2 * _size(child) > _size(model) else {}
+        found |= inner if len(inner) > 1 else {name: child}
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def names_by_stage(blocks: Mapping[str, nn.Module], balance: Sequence[int]) -> dict[nn.Module, int]:
+    """Return the stage of each block."""
+    stages = [stage for stage, size in enumerate(balance) for _ in range(size)]
+    return dict(zip(blocks.values(), stages, strict=True))

@@ -1,0 +1,346 @@
+"""The forward of a model for one micro-batch, in a thread of its own: stages let it go on in turn."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from threading import Semaphore
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from streams import AbstractEvent, Context, limit_threads, record_event, use_stream
+
+from .._current import Work, current
+from .._torch import next_sequence_number, set_intercepting
+from ..engine._block import BlockForward
+from ..engine._exclusive import Sections, sections_of_thread, serving
+from ..values._leaves import Activation, AsNonleaf, Arguments, as_arguments
+from ._answers import answered_by
+from ._between import Between
+from ._facts import Answer, Place, answer_of
+from ._tree import changed, is_plain
+
+if TYPE_CHECKING:
+    from ._stage_run import ModelRun
+
+
+class Leaf(NamedTuple):
+    """A tensor of an earlier stage, as a later stage uses it.
+
+    Attributes:
+        tensor: the tensor of the earlier stage.
+        home: the stage that computed it.
+        leaf: where the graph of the later stage begins.
+        alias: what the model computes with; the leaf itself may not be changed in place.
+        version: of ``alias``, when it was made.
+    """
+
+    tensor: Tensor
+    home: int
+    leaf: Tensor
+    alias: Tensor
+    version: int
+
+
+class Part:
+    """The part of a forward that one stage computes.
+
+    Attributes:
+        leaves: the tensors of earlier stages that it uses, by the identity of these.
+        sent: its own tensors that later stages use, by identity.
+        gradients: what arrives from later stages: functions that return gradients of what was ``sent``.
+        copies: tensors without gradients from other devices, each with its version.
+        calls: the calls of blocks that are recomputed.
+        done: follows all that the stage has queued on its device.
+    """
+
+    __slots__ = ("calls", "copies", "done", "gradients", "leaves", "sent")
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, Leaf] = {}
+        self.sent: dict[int, Tensor] = {}
+        self.gradients: dict[int, list[Callable[[], Tensor]]] = {}
+        self.copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self.calls: list[BlockForward] = []
+        self.done: AbstractEvent | None = None
+
+
+class Ended(BaseException):
+    """Ends a forward: a failure elsewhere, or the last block has been called and the rest is for all rows."""
+
+
+class Forward:
+    """One call of the model, for the rows of a micro-batch.
+
+    Args:
+        run: the run that it is a part of.
+        inputs: the arguments of the model, as leaves.
+        ends_after: the number of calls of blocks after which it ends; None for a complete forward.
+
+    Attributes:
+        stage: the stage whose turn it is, or was last.
+        parts: the part of each stage.
+        output: what the model has returned, with the tensors that the last stage holds; None unless it is complete.
+        used: the outputs of blocks that the model uses itself.
+        answers: what blocks have returned.
+    """
+
+    def __init__(self, run: ModelRun, microbatch: int, inputs: Activation, ends_after: int | None) -> None:
+        self._run, self._inputs, self._ends_after = run, inputs, ends_after
+        self.microbatch = microbatch
+        self.stage = -1
+        self.parts = [Part() for _ in run.stages]
+        self.output: Any = None
+        self.used: dict[Place, Tensor] = {}
+        self.answers: list[Answer] = []
+        self.is_complete = False
+        self._returned: dict[int, tuple[ref[Tensor], Place]] = {}
+        self._between = Between(self)
+        self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
+        self._go, self._stopped = Semaphore(0), Semaphore(0)
+        self._is_on = self._is_over = self._is_abandoned = False
+        self._error: BaseException | None = None
+        self._work = current.work
+        self._sections: Sections = ()
+        self._threads = 1
+
+    # The side of the workers.
+
+    def go_on(self) -> Part:
+        """Let the forward go on until it calls a block of a later stage, or ends."""
+        self.stage += 1
+        if not self._is_over:
+            self._work = current.work
+            if not self._is_on:
+                self._is_on, self._sections, self._threads = True, sections_of_thread(), torch.get_num_threads()
+                self._run.start(self._compute)
+            self._go.release()
+            self._stopped.acquire()
+            self._work = Work({})
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self.parts[self.stage]
+
+    def abandon(self) -> None:
+        """End the forward where it has stopped. Nothing refers to its thread then."""
+        if self._is_on and not self._is_over:
+            self._is_abandoned = True
+            self._go.release()
+            self._stopped.acquire()
+            while not self._is_over:  # the model has caught the exception, and gone on
+                self._go.release()
+                self._stopped.acquire()
+
+    # The side of the forward: its own thread.
+
+    def _compute(self) -> None:
+        self._go.acquire()
+        try:
+            if torch.get_num_threads() != self._threads:
+                limit_threads(self._threads)
+            set_intercepting(True)
+            context = self._run.spec.context
+            with context.applied(), serving(self._sections), torch.autograd.set_multithreading_enabled(False):
+                self._turns()
+        except Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            set_intercepting(False)
+            current.work = Work({})
+            self._is_over = True
+            self._stopped.release()
+
+    def _turns(self) -> None:
+        turn = self._turn()
+        next(turn)
+        self._change = turn
+        try:
+            current.work.rng.at = 0
+            arguments = as_arguments(self._nonleaf(self._inputs))
+            del self._inputs
+            with answered_by(self), self._between:
+                output = self._run.model(*arguments.args, **arguments.kwargs)
+                with self._between.off():
+                    self._enter(self._run.stages[-1].index)
+                    self.output = changed(output, self.here)
+                    self._collect()
+            self.is_complete = True
+        finally:
+            self._change.close()
+            del self._change
+
+    def _nonleaf(self, inputs: Activation) -> Any:
+        return inputs.with_tensors([self._alias(leaf) for leaf in inputs.tensors]).value
+
+    def _turn(self) -> Iterator[None]:
+        """The settings of a turn, until the generator is closed."""
+        current.work = self._work
+        with use_stream(self._run.places[self.stage][1]):
+            yield
+
+    def _enter(self, stage: int) -> None:
+        """Stop until it is the turn of ``stage``."""
+        while self.stage < stage:
+            self._limits.append(next_sequence_number())
+            stream = self._run.places[self.stage][1]
+            self.parts[self.stage].done = record_event(stream) if self._run.copies else None
+            self._change.close()
+            at = current.work.rng.at
+            self._stopped.release()
+            self._go.acquire()
+            if self._is_abandoned:
+                self._change = _nothing()
+                raise Ended
+            self._change = self._turn()
+            next(self._change)
+            current.work.rng.at = at
+
+    def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a block by ``function``, in the turn of its stage."""
+        number = len(self.answers)
+        with self._between.off():
+            self._enter(stage)
+            current.work.rng.at = 2 * number + 1
+            if stage == self.stage:
+                args, kwargs = changed(args, self._here), changed(kwargs, self._here)
+                with answered_by(None):
+                    output = self._computed(module, function, args, kwargs)
+        if stage < self.stage:
+            # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
+            with answered_by(None):
+                output = function(*args, **kwargs)
+        current.work.rng.at = 2 * number + 2
+        with self._between.off():
+            self._record(name, number, output)
+        if self._ends_after == len(self.answers):
+            with self._between.off():
+                self._enter(self._run.stages[-1].index)
+                self._collect()
+            raise Ended
+        return output
+
+    def _computed(self, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
+        block = self._run.block(self.stage, self.microbatch, module)
+        if block is None or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        at = current.work.rng.at
+
+        def compute(value: Arguments) -> Any:
+            current.work.rng.at = at
+            return function(*value.args, **value.kwargs)
+
+        value = Arguments(tuple(args), dict(kwargs))
+        if not is_plain(value):
+            self._run.tell_of_objects(module)
+            return function(*args, **kwargs)
+        output, forward = block.forward(compute, value, {})
+        self.parts[self.stage].calls.append(forward)
+        return output
+
+    # Tensors that the model uses.
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` for an operation of the model itself, in this stage."""
+        self.read(tensor)
+        return self._here(tensor)
+
+    def read(self, tensor: Tensor) -> None:
+        """Note that the model uses ``tensor`` itself, in case a block has returned it."""
+        found = self._returned.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            self.used[found[1]] = tensor
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node is None:
+                return self._run.parameter(tensor, self.stage)
+            home = self._home(node)
+            return self._moved(tensor) if home == self.stage else self._leaf(tensor, home).alias
+        if self._run.copies:
+            return self._run.parameter(tensor, self.stage) if self._run.is_of_model(tensor) else self._copy(tensor)
+        return tensor
+
+    def _home(self, node: Node) -> int:
+        """Return the stage in whose turn ``node`` was made: nodes of a thread are numbered in order."""
+        return bisect_right(self._limits, node._sequence_nr())
+
+    def _leaf(self, tensor: Tensor, home: int) -> Leaf:
+        leaves = self.parts[self.stage].leaves
+        found = leaves.get(id(tensor))
+        if found is None:
+            # A stage between may have changed it in place; its own tensor is what comes after that.
+            for j in range(self.stage - 1, home, -1):
+                between = self.parts[j].leaves.get(id(tensor))
+                if between is not None and between.alias._version != between.version:
+                    found = leaves[id(tensor)] = self._leaf(between.alias, j)
+                    return found
+            leaf = self._run.sent(tensor, home, self.stage, self.parts[home].done)
+            alias = self._alias(leaf)
+            found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
+            self.parts[home].sent[id(tensor)] = tensor
+        return found
+
+    def _alias(self, leaf: Tensor) -> Tensor:
+        if not leaf.requires_grad:
+            return leaf.detach()
+        with torch.enable_grad():  # the model may be in no_grad() now, and use it outside of that later
+            alias: Tensor = AsNonleaf.apply(leaf)  # type: ignore[no-untyped-call]
+        return alias
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this stage on its device: the model may have made it on that of another tensor."""
+        device = self._run.places[self.stage][0]
+        is_elsewhere = self._run.copies and tensor.device != device and tensor.device in self._run.devices
+        return tensor.to(device) if is_elsewhere else tensor
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without gradient on the device of this stage."""
+        device, places = tensor.device, self._run.places
+        if device == places[self.stage][0] or device not in self._run.devices:
+            return tensor
+        if not tensor.dim() and device.type == "cpu":  # torch takes it as it is
+            return tensor
+        copies = self.parts[self.stage].copies
+        known = copies.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != tensor._version:
+            home = max((j for j in range(self.stage) if places[j][0] == device), default=None)
+            if home is None:
+                return tensor.to(places[self.stage][0])
+            copy = self._run.sent(tensor, home, self.stage, self.parts[home].done)
+            known = copies[id(tensor)] = tensor, tensor._version, copy
+        return known[2]
+
+    def _record(self, name: str, number: int, output: Any) -> None:
+        """Remember what a block has returned, until the model uses it."""
+        if not self._run.replays:
+            self.answers.append(_UNKNOWN)
+            return
+        answer, leaves = answer_of(name, output)
+        self.answers.append(answer)
+        known = frozenset() if self._ends_after is None else self._run.known.used
+        for k, tensor in enumerate(leaves):
+            if isinstance(tensor, Tensor):
+                self._returned[id(tensor)] = ref(tensor), (number, k)
+                if (number, k) in known:
+                    self.used[number, k] = tensor
+
+    def _collect(self) -> None:
+        """Take the used outputs of blocks to the last stage, from where the caller gets them."""
+        self.used = {place: self._here(tensor) for place, tensor in self.used.items()}
+        self._returned.clear()
+
+
+_UNKNOWN = Answer("", (), None)
+
+
+def _nothing() -> Iterator[None]:
+    return
+    yield

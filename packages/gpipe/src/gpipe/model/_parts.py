@@ -1,0 +1,57 @@
+"""The part of a model that each stage holds, under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ._blocks import Blocks, names_by_stage
+
+
+class Part(nn.Module):
+    """The modules, parameters and buffers of one stage. Their names contain the path in the model.
+
+    A second view of the model: it is moved and searched, but never called, nor registered in the pipe.
+    """
+
+    def forward(self) -> None:
+        raise RuntimeError("a part of a model cannot be called; call the pipe")
+
+
+def parts_of(model: nn.Module, blocks: Blocks, balance: Sequence[int]) -> list[Part]:
+    """Return the part of each stage.
+
+    What is outside the blocks belongs to the stage of the block that the model registers before it, or to the first.
+    """
+    parts = [Part() for _ in balance]
+    _fill(parts, model, "", names_by_stage(blocks, balance), 0, set())
+    for part in parts:
+        part.training = model.training
+    return parts
+
+
+def _fill(
+    parts: Sequence[Part], module: nn.Module, path: str, stages: Mapping[nn.Module, int], at: int, seen: set[nn.Module]
+) -> int:
+    """Put ``module``, called ``path``, into its part; return the stage of the last block inside, or ``at``."""
+    if module in seen:
+        return at
+    seen.add(module)
+    if path and (module in stages or not _contains(module, stages)):
+        at = stages.get(module, at)
+        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+            parts[at]._modules[path] = module
+        seen.update(module.modules())
+        return at
+    prefix = f"{path}." if path else ""
+    parts[at]._parameters.update({prefix + name: own for name, own in module._parameters.items()})
+    parts[at]._buffers.update({prefix + name: own for name, own in module._buffers.items()})
+    for name, child in module._modules.items():
+        if child is not None:
+            at = _fill(parts, child, prefix + name, stages, at, seen)
+    return at
+
+
+def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
+    return any(each in stages for each in module.modules())

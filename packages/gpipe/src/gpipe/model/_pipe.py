@@ -1,0 +1,283 @@
+"""A pipe of a model whose own forward runs, once per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch, map_tensors, unwrap
+
+from .._batchnorm import DeferredBatchNorm
+from .._chooser import Chooser
+from .._flatten._cache import expect_documents_apart, without_cache
+from .._flatten._inputs import Inputs
+from .._flatten._own_loss import with_whole_count
+from .._gpipe import GPipe
+from ..engine._loss_value import own_loss
+from ..engine._losses import Losses
+from ..engine._mini_batch import compute_outputs, evaluate, train
+from ..engine._walks import Size, waits
+from ..engine._workers import Workers
+from ..module._arguments import Device, checked_devices, checked_flag, checked_places
+from ..module._cut import checked
+from ..module._devices import expect_movable, untouched_on_failure
+from ..module._frequencies import expect_sums
+from ..module._graphs import expect_no_graphs
+from ..module._partition import checked_balance
+from ..module._modes import checked_modes, expect_fitting
+from ..module._rule import SeenSums, has_loss, is_left_open, named_for, of_model_under
+from ..module._signature import class_for
+from ..module._step import Asked, Prepared
+from ..module._tied import expect_shareable, move_all
+from ..module._training import losses_of, takes_output_alone
+from ..module._transforms import not_compiled, refuse_transforms
+from ..schedule import SCHEDULES, Schedule
+from ..schedule._named import expect_schedule
+from ..skip import inspect_skip_layout
+from ..skip.layout import skippables
+from ..transport._copy import CopyStreams
+from ..values._leaves import as_value
+from ..values._sharing import gathered
+from ._blocks import Division, divide, named_blocks
+from ._generate import generate
+from ._parts import parts_of
+from ._pipeline import ModelPipeline
+from ._replay import Replay, ReplayedLoss, joined
+from ._stage import ModelStage
+
+
+class ModelPipe(GPipe):
+    """What :class:`gpipe.GPipe` makes of a model that is no ``nn.Sequential``, without a ``sample``.
+
+    Attributes:
+        balance: the number of blocks of each stage.
+        blocks: the names of the blocks: the modules at which the forward is cut.
+    """
+
+    _ANEW = "; make a new pipe of the model: GPipe(pipe[:], devices=...); the same optimizer may go on"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        balance: Iterable[int] | None = None,
+        *,
+        sample: Any = None,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str | Sequence[str] = "except_last",
+        deferred_batch_norm: bool = False,
+        in_spec: Any = None,
+        out_spec: Any = None,
+        init: Any = None,
+        blocks: str | Sequence[str] | None = None,
+        pick: str | Callable[[Any], Any] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        assert sample is None
+        if init is not None or pick is not None:
+            raise TypeError(f"{'init' if init is not None else 'pick'}= goes with a sample, of a model with a forward of its own")
+        self.in_spec, self.out_spec = in_spec, out_spec
+        self.chunks = chunks
+        modes = checked_modes(checkpoint)
+        deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+        expect_own_forward(module)
+        expect_sums(module, self.chunks)
+        with untouched_on_failure(module):
+            if deferred:
+                module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+            division = _division(module, balance, devices, blocks)
+            places = checked_places(devices, len(division.balance))
+            parts = parts_of(module, *division)
+            expect_shareable(parts, places)
+            for j, (part, place) in enumerate(zip(parts, places, strict=True)):
+                expect_movable(part, place, j)
+                expect_no_graphs(part, place, j)
+            move_all(parts, places)
+        has_deferred = any(isinstance(each, DeferredBatchNorm) for each in module.modules())
+        self.__dict__.update(
+            _checkpoint=expect_fitting(modes, len(places)),
+            _balance=division.balance,
+            _devices=places,
+            _blocks=division.blocks,
+            _least_rows=2 if has_deferred else 1,
+            _model=module,
+            _partitions=nn.ModuleList(parts),
+        )
+        # The dicts themselves, so that whatever is set on the model later is the pipe's too.
+        self.__dict__.update({name: vars(module)[name] for name in _REGISTERED})
+        self.__dict__.update({name: each for name, each in vars(module).items() if "state_dict" in name})
+        self._prepare()
+
+    @property
+    def blocks(self) -> list[str]:
+        """The names of the blocks."""
+        return [*self._blocks]
+
+    @not_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the model returns, in a pipeline.
+
+        The model's own forward runs for each micro-batch, and ends after its last block. What follows, and what is
+        between blocks, is computed once more for all rows, from what the blocks have returned: so the output is that of
+        the model. With an ``out_spec`` the forward of each micro-batch runs to its end, and their outputs are joined.
+
+        Args:
+            args, kwargs: the arguments of the model; tensors are cut into micro-batches.
+
+        Returns:
+            The output of the model for the whole mini-batch, on the last device.
+        """
+        refuse_transforms()
+        inputs = checked(as_value(args, kwargs), self.in_spec)
+        batches, versions = self._cut(inputs)
+        with self._pipeline.section.entered():
+            spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
+            outputs = compute_outputs(
+                self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions
+            )
+            if self.out_spec is not None:
+                return gathered(outputs, batches, self.out_spec)
+            used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
+            with self._shown().answering(), without_cache(self._whole_model):
+                return self._replay(used.value).output(inputs.bare)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``generate()`` of the model returns; stages take turns, with all rows."""
+        with self._workers.section.entered():
+            return generate(self._whole_model, {*self._blocks.values()}, *args, **kwargs)
+
+    def close(self) -> None:
+        """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones."""
+        with self._workers.section.entered():
+            self._workers.close()
+            self._shown().threads.close()
+
+    def train(self, mode: bool = True) -> ModelPipe:
+        """Set the mode of the model, by its own ``train()``."""
+        self._whole_model.train(mode)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._blocks.values())
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """Return a block, or for ``[:]`` the model."""
+        if not isinstance(index, slice):
+            return [*self._blocks.values()][index]
+        if index != slice(None):
+            raise TypeError("a pipe of a model has no parts that are models: pipe[:] is the model, pipe[3] a block")
+        return self._whole_model
+
+    def _prepare(self) -> None:
+        parts, devices = [*self._partitions], self._devices
+        layout = inspect_skip_layout(parts)
+        stages = [ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))]
+        streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
+        pipeline = ModelPipeline(self._whole_model, self._blocks, stages, layout, streams, workers)
+        self.__dict__.update(
+            _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
+        )
+        self.__dict__["_laid_out"] = []
+        # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
+        object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
+
+    def _end(self, at: int) -> nn.Module:
+        return self._whole_model
+
+    def _layers(self) -> dict[str, nn.Module]:
+        return self._blocks
+
+    def _follow_model(self, inputs: Any) -> None:
+        """Before a run: expect the blocks to be in the model, and take over its mode."""
+        model = self._whole_model
+        modules = dict(model.named_modules())
+        for name, block in self._blocks.items():
+            if modules.get(name) is not block:
+                raise RuntimeError(f"block {name!r} of {type(model).__name__} was replaced or removed{self._ANEW}")
+        for part in self._partitions:
+            part.training = model.training
+        expect_documents_apart(model, Inputs.of(inputs))
+
+    @property
+    def _whole_model(self) -> nn.Module:
+        assert self._model is not None
+        return self._model
+
+    def _shown(self) -> ModelPipeline:
+        assert isinstance(self._pipeline, ModelPipeline)
+        return self._pipeline
+
+    def _replay(self, used: Any) -> Replay:
+        return Replay(self._whole_model, self._shown().shown(), used, self._devices)
+
+    def _cut_for_loss(self, asked: Asked) -> Asked:
+        inputs = with_whole_count(asked.inputs) if self._cuts_by_name else asked.inputs
+        return asked._replace(batches=self._cut(checked(inputs, self.in_spec))[0])
+
+    def _is_whole(self, asked: Asked, size: Size) -> bool:
+        schedule = asked.schedule
+        if has_loss(schedule):
+            return True
+        if self._rule(asked) is not None:
+            return False
+        if is_left_open(schedule):
+            return True
+        expect_schedule(schedule, SCHEDULES)
+        is_free = waits(schedule, size)
+        if not is_free and asked.call.loss_fn is None:
+            raise of_model_under(type(self._whole_model).__name__, schedule)
+        return is_free
+
+    def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
+        if not whole or self.out_spec is not None:
+            return super()._losses(asked, scope, whole=whole)
+        call, batches = asked.call, asked.batches
+        loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+        arguments: tuple[Any, ...] = () if takes_output_alone(call.loss_fn, call.target) else (None,)
+        device = self._devices[-1]
+        if call.target is not None:
+            target, _ = unwrap(call.target, None, "target")
+            arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
+        if call.loss_fn is not None:
+            self._tell_of_whole(asked)
+        inputs = checked(asked.inputs, self.in_spec).bare
+
+        def loss(used: Any, *others: Any) -> Any:
+            return loss_fn(self._replay(used).output(inputs), *others)
+
+        rows = [batch.rows[0] for batch in batches]
+        join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
+        unlike = None if call.reduction is None else self._unlike(asked)
+        weight = 1.0 / call.divisor
+        return ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike, keep_outputs=call.return_outputs)
+
+
+def expect_own_forward(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module; got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
+    if any(True for _ in skippables(module)):
+        raise TypeError("module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors")
+
+
+def _division(
+    model: nn.Module, balance: Iterable[int] | None, devices: Iterable[Device] | None, names: str | Sequence[str] | None
+) -> Division:
+    given = [names] if isinstance(names, str) else names
+    if balance is not None:
+        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
+        return Division(blocks, checked_balance(balance, len(blocks)))
+    most = sum(1 for _ in model.modules())
+    return divide(model, len(checked_devices(devices, 1 if devices is None else most)), given)
+
+
+_REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -1,0 +1,110 @@
+"""The stages of a model, the threads of its forwards, and what these have shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from ..engine._losses import Losses
+from ..engine._pipeline import Pipeline
+from ..engine._settings import Observer
+from ..engine._spec import RunSpec
+from ..engine._stage_run import StageRuns
+from ..engine._tied import Tied
+from ..engine._walks import Size
+from ..engine._workers import Workers
+from ..schedule import Choice, Schedule
+from ..skip import SkipLayout
+from ..transport._copy import CopyStreams, StagePlace
+from ._answers import answered
+from ._facts import Facts
+from ._replay import ReplayedLoss
+from ._stage import ModelStage
+from ._stage_run import ModelRun
+
+
+class Threads:
+    """The threads of forwards. They are kept between runs, wait while they are idle, and end with the pipe."""
+
+    def __init__(self) -> None:
+        self._process, self._pool = -1, None
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._process != os.getpid():  # a forked child has no threads
+            # As many as there are micro-batches at a time.
+            self._pool = ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
+            self._process = os.getpid()
+        return self._pool
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None and self._process == os.getpid():
+            pool.shutdown()
+
+    _pool: ThreadPoolExecutor | None
+
+
+class ModelPipeline(Pipeline):
+    """The stages of a model.
+
+    Attributes:
+        model: the model.
+        blocks: its blocks, by name.
+        model_stages: the stages.
+        threads: the threads of its forwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        stages: Sequence[ModelStage],
+        layout: SkipLayout,
+        copy_streams: Sequence[CopyStreams],
+        workers: Workers,
+    ) -> None:
+        super().__init__(stages, layout, copy_streams, workers)
+        self.model, self.blocks, self.model_stages = model, blocks, stages
+        self.threads = Threads()
+        self._known: dict[Any, Facts] = {}
+        self._run: ModelRun | None = None
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Return a context in which the blocks are answered by stages, or by a replay."""
+        stages = {block: stage.index for stage in self.model_stages for block in stage.blocks_of(self.blocks)}
+        return answered(self.blocks, stages)
+
+    def spec(
+        self,
+        size: Size,
+        schedule: Schedule | Choice | None = None,
+        loss: Losses | None = None,
+        *,
+        seed: int | None = None,
+        observer: Observer | None = None,
+    ) -> RunSpec:
+        found = super().spec(size, schedule, loss, seed=seed, observer=observer)
+        return found._replace(replays=isinstance(loss, ReplayedLoss))
+
+    def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
+        # Of what is known of another mode the calls may differ, as those of layers that training drops.
+        mode = self.model.training, spec.trains
+        self._run = ModelRun(self, places, spec, tied, self._known.get(mode))
+        return self._run
+
+    def shown(self) -> Facts:
+        """Return what the forwards of the last run have shown, and keep it for later ones."""
+        run = self._run
+        assert run is not None and run.facts is not None
+        self._known[self.model.training, run.spec.trains] = run.facts
+        return run.facts
+
+    def forget(self) -> None:
+        """Let the next forwards be complete, after one did something else than before."""
+        self._known.clear()

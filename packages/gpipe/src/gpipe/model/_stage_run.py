@@ -1,0 +1,256 @@
+"""The stages of a model in one run: each lets the forward of a micro-batch go on, and has the backward of its part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .._flatten._cache import without_cache
+from ..checkpoint._random import CellRNG
+from ..engine._accumulate import DeferredGradients
+from ..engine._block import Block
+from ..engine._cell import Cell, backward, backward_input
+from ..engine._left_behind import guard
+from ..engine._losses import Losses
+from ..engine._spec import RunSpec
+from ..engine._stage import Stage
+from ..engine._stage_run import StageRun, StageRuns, Trained
+from ..engine._tied import Tied, contents_of
+from ..transport._copy import Copy, StagePlace, carriers
+from ..transport._transport import AnyChannel
+from ..values._leaves import Activation
+from ._facts import Facts
+from ._forward import Forward, Part
+
+if TYPE_CHECKING:
+    from ._pipeline import ModelPipeline
+
+_log = logging.getLogger("gpipe")
+
+
+class ModelRun(StageRuns):
+    """The forwards of all micro-batches, in one run.
+
+    Args:
+        known: what earlier forwards have shown; None if it is to be found out.
+
+    Attributes:
+        replays: whether the output is computed for all rows, from what blocks have returned.
+        places: the device, stream and copy streams of each stage.
+        devices: the devices of the stages.
+        copies: whether there are several.
+        facts: what forwards of this run have shown, with ``known``.
+    """
+
+    def __init__(
+        self,
+        pipeline: ModelPipeline,
+        places: Mapping[int, StagePlace],
+        spec: RunSpec,
+        tied: Tied,
+        known: Facts | None,
+    ) -> None:
+        self.model, self.stages = pipeline.model, pipeline.model_stages
+        self.places, self.spec = places, spec
+        self.start, self._answering = pipeline.threads.pool.submit, pipeline.answering
+        self.known, self.replays, self.facts = known, spec.replays, known
+        self.devices = {place[0] for place in places.values()}
+        self.copies = len(self.devices) > 1
+        self.forwards: dict[int, Forward] = {}
+        self._tied, self._deferred = tied, DeferredGradients()
+        self._homes: dict[int, int] = {}
+        self._copied: dict[tuple[int, int], Tensor] = {}
+        self._blocks: dict[nn.Module, Block] = {}
+        self._carriers: dict[tuple[int, int], tuple[Copy | None, Copy | None]] = {}
+
+    def of(
+        self,
+        spec: RunSpec,
+        stage: Stage,
+        random: CellRNG,
+        arrival: AnyChannel,
+        departure: AnyChannel | Losses,
+        trained: Trained,
+    ) -> StageRun:
+        self._deferred = trained.deferred
+        random.module = None  # numbers belong to calls of blocks, whatever the stage
+        return ModelStageRun(self, spec, stage, random, arrival, departure, trained)
+
+    @contextmanager
+    def walking(self) -> Iterator[None]:
+        # Modules hold the copies of this run now, if stages share tensors.
+        for stage in reversed(self.stages):
+            self._homes.update(dict.fromkeys(contents_of(stage.module).tensors, stage.index))
+        try:
+            with self._answering(), without_cache(self.model):
+                yield
+        finally:
+            for forward in self.forwards.values():
+                forward.abandon()
+
+    def forward(self, microbatch: int, inputs: Activation) -> Forward:
+        """Return the forward of a micro-batch; a new one in the turn of the first stage."""
+        if microbatch not in self.forwards:
+            ends_after = len(self.known.answers) if self.replays and self.known is not None else None
+            self.forwards[microbatch] = Forward(self, microbatch, inputs, ends_after)
+        return self.forwards[microbatch]
+
+    def learn(self, forward: Forward) -> None:
+        """Keep what a complete forward has shown."""
+        if self.replays and forward.is_complete:
+            if self.facts is not None and len(self.facts.answers) != len(forward.answers):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} called {len(forward.answers)} blocks for micro-batch "
+                    f"{forward.microbatch}, and {len(self.facts.answers)} for another one; what it computes of all rows "
+                    "then cannot be computed from what blocks returned; give a loss_fn that returns "
+                    "gpipe.LossSum(total, count), or out_spec="
+                )
+            used = frozenset(forward.used) | (frozenset() if self.facts is None else self.facts.used)
+            self.facts = Facts(forward.answers if self.facts is None else self.facts.answers, used)
+
+    def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
+        """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
+        if microbatch >= self.spec.size.checkpoint_stops[stage]:
+            return None
+        if module not in self._blocks:
+            own = self.stages[stage]
+            self._blocks[module] = Block(own, own.recomputation_of(module), self.spec.context)
+        return self._blocks[module]
+
+    def tell_of_objects(self, module: nn.Module) -> None:
+        if module not in self._blocks:
+            return
+        _log.warning(
+            "a %s gets objects of which is not known which tensors they hold; it is not recomputed, and keeps what its "
+            "operations save",
+            type(module).__name__,
+        )
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._homes
+
+    def parameter(self, tensor: Tensor, stage: int) -> Tensor:
+        """Return a parameter or buffer of the model for an operation of ``stage``: a copy if it is that of another."""
+        home = self._homes.get(id(tensor), stage)
+        if home == stage:
+            return tensor
+        key = id(tensor), stage
+        if key not in self._copied:
+            with torch.set_grad_enabled(self.spec.trains):  # the model may be in no_grad() now
+                copy = self._tied.copy(tensor, stage, self.places[stage][0])
+            if copy is not tensor and copy.requires_grad:
+                self._deferred.hold([copy], tied=True)
+            self._copied[key] = copy
+        return self._copied[key]
+
+    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Tensor:
+        """Return a leaf like ``tensor`` on the device of ``target``, which computes in this thread now."""
+        forth = self._between(source, target)[0]
+        if forth is None:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        parcel: Any = forth.receive(forth.send(Activation(tensor), after=done))
+        return parcel.tensors[0]  # type: ignore[no-any-return]
+
+    def returned(self, gradient: Tensor, source: int, target: int) -> Callable[[], Tensor]:
+        """Send a gradient from ``source`` back to ``target``; return what receives it there."""
+        back = self._between(target, source)[1]
+        if back is None:
+            return lambda: gradient
+        parcel = back.send([gradient])
+        return lambda: back.receive(parcel)[0]  # type: ignore[index,return-value]
+
+    def _between(self, a: int, b: int) -> tuple[Copy | None, Copy | None]:
+        if (a, b) not in self._carriers:
+            self._carriers[a, b] = carriers(self.places[a], self.places[b])
+        return self._carriers[a, b]
+
+
+class ModelStageRun(StageRun):
+    """The parts of all forwards that one stage computes."""
+
+    def __init__(
+        self,
+        run: ModelRun,
+        spec: RunSpec,
+        stage: Stage,
+        random: CellRNG,
+        arrival: AnyChannel,
+        departure: AnyChannel | Losses,
+        trained: Trained,
+    ) -> None:
+        super().__init__(spec, stage, random, arrival, departure, trained)
+        self._run = run
+        # By micro-batch, the parts of all stages.
+        self._parts: dict[int, list[Part]] = {}
+        self._is_last = stage.index == run.stages[-1].index
+        # Blocks have random numbers and contexts of their own for their recomputation.
+        self._checkpoint_stop = self._late_losses = 0
+
+    def forward(self, i: int) -> None:
+        inputs = self._arrival.get_values(i)
+        forward = self._run.forward(i, inputs)
+        self._cells[i] = cell = Cell(inputs)
+        part = forward.go_on()
+        self._parts[i] = forward.parts
+        if self.stage.index:
+            cell.inputs = Activation(tuple([each.leaf for each in part.leaves.values()]))
+        guard(self.stage, cell.inputs.tensors, i)
+        sent = Activation(())
+        if self._is_last:
+            self._run.learn(forward)
+            used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(forward.used.items())}
+            cell.outputs = Activation((forward.output, used) if self._run.replays else forward.output)
+            sent = self._sent(cell.inputs, cell.outputs, [])
+            del self._run.forwards[i]
+        self._end_forward(i)
+        if not self._spec.trains:
+            del self._parts[i]
+        self._send(i, sent)
+
+    def recompute(self, i: int) -> None:
+        """Recompute the last block, which the backward needs first, while its gradients are on their way."""
+        calls = self._parts[i][self.stage.index].calls
+        if calls:
+            calls[-1].early()
+
+    def backward(self, i: int) -> None:
+        seeds = self._prepared(i)
+        gradients = backward(self._cells[i], seeds, self._sums)
+        del self._cells[i]
+        self._deliver(i, gradients)
+
+    def backward_input(self, i: int) -> None:
+        seeds = self._prepared(i)
+        self._deliver(i, backward_input(self._cells[i], seeds, self._sums, self.stage))
+
+    def _prepared(self, i: int) -> list[Tensor | None]:
+        """Complete the outputs of a cell by what later stages have used; return the gradients of all of them."""
+        cell, part = self._cells[i], self._parts[i][self.stage.index]
+        seeds = list(self._seeds(i))
+        outputs = () if cell.outputs is None else cell.outputs.tensors
+        arrived = [(part.sent[key], [get() for get in gradients]) for key, gradients in part.gradients.items()]
+        cell.outputs = Activation((*outputs, *[tensor for tensor, _ in arrived]))
+        part.sent, part.gradients, part.calls = {}, {}, []  # freed as the backward goes on
+        if not self.adds:
+            self._hold(i)
+        # In the order of the stages, since sums of floats depend on it.
+        return [*seeds, *[sum(found[1:], found[0]) for _, found in arrived]]
+
+    def _deliver(self, i: int, gradients: Sequence[Tensor | None]) -> None:
+        """Send the gradients of leaves to the stages that computed them."""
+        parts, j = self._parts.pop(i), self.stage.index
+        leaves, parts[j] = parts[j].leaves.values(), Part()
+        if not j:
+            self._arrival.put_gradients(i, list(gradients))
+            return
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                arrives = self._run.returned(gradient, j, leaf.home)
+                parts[leaf.home].gradients.setdefault(id(leaf.tensor), []).append(arrives)
+        self._arrival.put_gradients(i, [])
