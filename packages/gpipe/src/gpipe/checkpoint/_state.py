@@ -203,7 +203,7 @@ def _expect_readable(name: str, module: nn.Module) -> None:
         )
 
 
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+_OF_ANY_MODULE = frozenset([*vars(nn.Module()), "_compiled_call_impl"])
 """The names of attributes that every module has."""
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)

@@ -49,7 +49,8 @@ def answered(blocks: Mapping[str, nn.Module], stages: Mapping[nn.Module, int]) -
 
     torch looks for a compiled call before the hooks of a module; ``nn.Module.compile`` sets the same attribute.
     """
-    before = {module: vars(module).get("_compiled_call_impl") for module in blocks.values()}
+    # The name stays in the module afterwards, as None: what is added to a module counts as a change of its state.
+    before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in blocks.values()}
     try:
         for name, module in blocks.items():
             function = before[module] or module._call_impl

@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     tree: Any
 
     def filled(self, tensors: Mapping[int, Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return the output with these ``tensors``, by number, and the placeholders in place of all others."""
+        """Return output and collected values with these ``tensors``, by number; and placeholders for all others."""
         placeholders: list[Tensor] = []
         leaves = list(self.leaves)
         for k, leaf in enumerate(leaves):
@@ -46,9 +46,9 @@ class Answer(NamedTuple):
         return unflatten(leaves, self.tree), placeholders
 
 
-def answer_of(block: str, output: Any) -> tuple[Answer, Sequence[Any]]:
-    """Return the answer of ``block`` without tensors, and the leaves of its output."""
-    leaves, tree = flatten(output)
+def answer_of(block: str, output: Any, collected: Any) -> tuple[Answer, Sequence[Any]]:
+    """Return the answer of ``block`` without tensors, and its leaves: its output, and what hooks inside collected."""
+    leaves, tree = flatten((output, collected))
     return Answer(block, [Shape(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves], tree), leaves
 
 

@@ -15,7 +15,9 @@ from torch.autograd.graph import Node
 from streams import AbstractEvent, Context, limit_threads, record_event, use_stream
 
 from .._current import Work, current
+from .._flatten._collected import collector
 from .._torch import next_sequence_number, set_intercepting
+from ..checkpoint._state import last_entry
 from ..engine._block import BlockForward
 from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..values._leaves import Activation, AsNonleaf, Arguments, as_arguments
@@ -98,6 +100,7 @@ class Forward:
         self.used: dict[Place, Tensor] = {}
         self.answers: list[Answer] = []
         self.is_complete = False
+        self._left: dict[int, tuple[ref[Tensor], str]] = {}
         self._returned: dict[int, tuple[ref[Tensor], Place]] = {}
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
@@ -205,20 +208,26 @@ class Forward:
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block by ``function``, in the turn of its stage."""
         number = len(self.answers)
+        # What a block leaves in attributes belongs to the micro-batch that has left it last.
+        watched, known = (None if self.microbatch else module), set[int]()
+        before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage)
             current.work.rng.at = 2 * number + 1
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
+                known |= _tensors_left(name, watched).keys()
                 with answered_by(None):
                     output = self._computed(module, function, args, kwargs)
         if stage < self.stage:
             # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
             with answered_by(None):
                 output = function(*args, **kwargs)
+        changed((args, kwargs, output), lambda tensor: known.add(id(tensor)) or tensor)  # type: ignore[func-returns-value]
         current.work.rng.at = 2 * number + 2
         with self._between.off():
-            self._record(name, number, output)
+            self._record(name, number, output, {kind: collector()[kind][size:] for kind, size in before.items()})
+            self._left.update((at, each) for at, each in _tensors_left(name, watched).items() if at not in known)
         if self._ends_after == len(self.answers):
             with self._between.off():
                 self._enter(self._run.stages[-1].index)
@@ -256,6 +265,12 @@ class Forward:
         found = self._returned.get(id(tensor))
         if found is not None and found[0]() is tensor:
             self.used[found[1]] = tensor
+        left = self._left.get(id(tensor))
+        if left is not None and left[0]() is tensor:
+            raise RuntimeError(
+                f"{type(self._run.model).__name__} reads {left[1]}, where a block has left a tensor; by the time that "
+                "it is read, the block may have left that of another micro-batch there; let the block return it"
+            )
 
     def _here(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -318,12 +333,12 @@ class Forward:
             known = copies[id(tensor)] = tensor, tensor._version, copy
         return known[2]
 
-    def _record(self, name: str, number: int, output: Any) -> None:
+    def _record(self, name: str, number: int, output: Any, collected: Any) -> None:
         """Remember what a block has returned, until the model uses it."""
         if not self._run.replays:
             self.answers.append(_UNKNOWN)
             return
-        answer, leaves = answer_of(name, output)
+        answer, leaves = answer_of(name, output, collected)
         self.answers.append(answer)
         known = frozenset() if self._ends_after is None else self._run.known.used
         for k, tensor in enumerate(leaves):
@@ -336,6 +351,18 @@ class Forward:
         """Take the used outputs of blocks to the last stage, from where the caller gets them."""
         self.used = {place: self._here(tensor) for place, tensor in self.used.items()}
         self._returned.clear()
+
+
+def _tensors_left(name: str, block: nn.Module | None) -> dict[int, tuple[ref[Tensor], str]]:
+    """Return the tensors in attributes of ``block``, or at the end of lists there, by identity, with their names."""
+    found = {}
+    for path, module in () if block is None else block.named_modules(prefix=name):
+        if not type(module).__module__.startswith("torch.nn."):
+            for attribute, value in vars(module).items():
+                last = last_entry(value)
+                if isinstance(last, Tensor):
+                    found[id(last)] = ref(last), f"{path}.{attribute}"
+    return found
 
 
 _UNKNOWN = Answer("", (), None)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._flatten._collected import collector
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments
 from ..values._sharing import marks_of, with_marks
@@ -68,7 +69,9 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            output, placeholders = answer.filled(self._used.get(self._calls, {}))
+            (output, collected), placeholders = answer.filled(self._used.get(self._calls, {}))
+            for kind, values in collected.items():
+                collector()[kind].extend(values)
         self._placeholders.update((id(each), each) for each in placeholders)
         self._calls += 1
         return output
