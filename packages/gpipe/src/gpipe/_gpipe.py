@@ -101,6 +101,7 @@ class GPipe(Stepping):
     torch.Size([8, 2])
     """
 
+    _of_models: type[GPipe]
     _chooser: Chooser
     _copy_streams: list[CopyStreams]
     _workers: Workers
@@ -108,11 +109,15 @@ class GPipe(Stepping):
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> GPipe:
         """A model with a forward of its own, without a sample, gets a class of its own."""
         has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
-        if cls is not GPipe or not has_own or kwargs.get("sample") is not None:
-            return super().__new__(cls)
-        from .model._pipe import ModelPipe  # which is a subclass of this one
+        if cls is GPipe and has_own and kwargs.get("sample") is None:
+            return super().__new__(GPipe._of_models)
+        return super().__new__(cls)
 
-        return super().__new__(ModelPipe)
+    def __init_subclass__(cls, *, of_models: bool = False) -> None:
+        """Register the class that pipes of models have, if ``of_models``."""
+        super().__init_subclass__()
+        if of_models:
+            GPipe._of_models = cls
 
     def __init__(
         self,

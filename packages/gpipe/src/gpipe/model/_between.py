@@ -78,7 +78,14 @@ _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.st
 """What reads shapes."""
 
 _ABOUT = {
-    *(Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.is_contiguous),
+    *(
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+        Tensor.is_contiguous,
+    ),
     *(Tensor.element_size, Tensor.__hash__, torch.is_floating_point, torch.is_complex),
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.requires_grad_, Tensor.detach_),

@@ -7,11 +7,10 @@ the largest stage are replaced by the elements of lists inside them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
-
-from blockpartition import solve
 
 Blocks = dict[str, nn.Module]
 """Modules by their names in the model, in the order in which the model registers them."""
@@ -82,11 +81,13 @@ def unevenness(model: nn.Module, division: Division) -> float:
     costs, ends = _costs(model, division.blocks), [0]
     for size in division.balance:
         ends.append(ends[-1] + size)
-    sums = [sum(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
     return max(sums) * len(sums) / max(1, sum(sums))
 
 
 def _balance(model: nn.Module, blocks: Blocks, stages: int) -> list[int]:
+    from blockpartition import solve  # here, since a training loop does without
+
     return [len(part) for part in solve(_costs(model, blocks), stages)]
 
 

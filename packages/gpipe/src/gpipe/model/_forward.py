@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import Semaphore
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from streams import AbstractEvent, Context, limit_threads, record_event, use_stream
+from streams import AbstractEvent, limit_threads, record_event, use_stream
 
 from .._current import Work, current
 from .._flatten._collected import collector
 from .._torch import next_sequence_number, set_intercepting
 from ..checkpoint._state import last_entry
-from ..engine._block import BlockForward
+from ..engine._block import Block, BlockForward
+from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
-from ..values._leaves import Activation, AsNonleaf, Arguments, as_arguments
-from ._answers import answered_by
+from ..engine._spec import RunSpec
+from ..engine._stage import Stage
+from ..transport._copy import StagePlace
+from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments
 from ._between import Between
-from ._facts import Answer, Place, answer_of
+from ._called import answered_by
+from ._facts import Answer, Facts, Place, answer_of
 from ._tree import changed, is_plain
 
-if TYPE_CHECKING:
-    from ._stage_run import ModelRun
+
+class AnyRun(Protocol):
+    """What a forward needs of the run that it is a part of.
+
+    Attributes:
+        model: the model.
+        stages: its stages.
+        places: the device, stream and copy streams of each stage.
+        devices: the devices of the stages.
+        copies: whether there are several.
+        spec: the description of the run.
+        replays: whether the output is computed for all rows, from what blocks have returned.
+        known: what earlier forwards have shown, if anything.
+        start: calls a function in a thread of a forward.
+    """
+
+    model: nn.Module
+    stages: Sequence[Stage]
+    places: Mapping[int, StagePlace]
+    devices: set[torch.device]
+    copies: bool
+    spec: RunSpec
+    replays: bool
+    known: Facts | None
+    start: Callable[[Callable[[], None]], Any]
+
+    def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
+        """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
+
+    def tell_of_objects(self, module: nn.Module) -> None:
+        """Log that ``module`` is not recomputed."""
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a parameter or buffer of the model."""
+
+    def parameter(self, tensor: Tensor, stage: int) -> Tensor:
+        """Return a parameter or buffer of the model for an operation of ``stage``."""
+
+    def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Tensor:
+        """Return a leaf like ``tensor`` on the device of ``target``."""
 
 
 class Leaf(NamedTuple):
@@ -91,7 +133,7 @@ class Forward:
         answers: what blocks have returned.
     """
 
-    def __init__(self, run: ModelRun, microbatch: int, inputs: Activation, ends_after: int | None) -> None:
+    def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, ends_after: int | None) -> None:
         self._run, self._inputs, self._ends_after = run, inputs, ends_after
         self.microbatch = microbatch
         self.stage = -1
@@ -109,7 +151,7 @@ class Forward:
         self._error: BaseException | None = None
         self._work = current.work
         self._sections: Sections = ()
-        self._threads = 1
+        self._threads, self._cores = 1, Cores()
 
     # The side of the workers.
 
@@ -118,6 +160,7 @@ class Forward:
         self.stage += 1
         if not self._is_over:
             self._work = current.work
+            self._cores = usable()
             if not self._is_on:
                 self._is_on, self._sections, self._threads = True, sections_of_thread(), torch.get_num_threads()
                 self._run.start(self._compute)
@@ -182,9 +225,10 @@ class Forward:
     def _nonleaf(self, inputs: Activation) -> Any:
         return inputs.with_tensors([self._alias(leaf) for leaf in inputs.tensors]).value
 
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Generator[None]:
         """The settings of a turn, until the generator is closed."""
         current.work = self._work
+        bind(self._cores)  # those of the worker, which waits on them
         with use_stream(self._run.places[self.stage][1]):
             yield
 
@@ -340,7 +384,7 @@ class Forward:
             return
         answer, leaves = answer_of(name, output, collected)
         self.answers.append(answer)
-        known = frozenset() if self._ends_after is None else self._run.known.used
+        known = self._run.known.used if self._run.known is not None else ()
         for k, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor):
                 self._returned[id(tensor)] = ref(tensor), (number, k)
@@ -368,6 +412,6 @@ def _tensors_left(name: str, block: nn.Module | None) -> dict[int, tuple[ref[Ten
 _UNKNOWN = Answer("", (), None)
 
 
-def _nothing() -> Iterator[None]:
+def _nothing() -> Generator[None]:
     return
     yield

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from microbatch import Batch, map_tensors, unwrap
+from microbatch import map_tensors, unwrap
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
@@ -20,7 +19,7 @@ from .._flatten._own_loss import with_whole_count
 from .._gpipe import GPipe
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
-from ..engine._mini_batch import compute_outputs, evaluate, train
+from ..engine._mini_batch import compute_outputs
 from ..engine._walks import Size, waits
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
@@ -28,22 +27,22 @@ from ..module._cut import checked
 from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
-from ..module._partition import checked_balance
 from ..module._modes import checked_modes, expect_fitting
-from ..module._rule import SeenSums, has_loss, is_left_open, named_for, of_model_under
+from ..module._partition import checked_balance
+from ..module._rule import SeenSums, has_loss, is_left_open, of_model_under
 from ..module._signature import class_for
-from ..module._step import Asked, Prepared
+from ..module._step import Asked
 from ..module._tied import expect_shareable, move_all
-from ..module._training import losses_of, takes_output_alone
+from ..module._training import takes_output_alone
 from ..module._transforms import not_compiled, refuse_transforms
-from ..schedule import SCHEDULES, Schedule
+from ..schedule import SCHEDULES
 from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout
 from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
 from ..values._sharing import gathered
-from ._blocks import Division, divide, named_blocks
+from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
@@ -51,7 +50,7 @@ from ._replay import Replay, ReplayedLoss, joined
 from ._stage import ModelStage
 
 
-class ModelPipe(GPipe):
+class ModelPipe(GPipe, of_models=True):
     """What :class:`gpipe.GPipe` makes of a model that is no ``nn.Sequential``, without a ``sample``.
 
     Attributes:
@@ -59,6 +58,7 @@ class ModelPipe(GPipe):
         blocks: the names of the blocks: the modules at which the forward is cut.
     """
 
+    _blocks: Blocks
     _ANEW = "; make a new pipe of the model: GPipe(pipe[:], devices=...); the same optimizer may go on"
 
     def __init__(
@@ -80,7 +80,9 @@ class ModelPipe(GPipe):
         nn.Module.__init__(self)
         assert sample is None
         if init is not None or pick is not None:
-            raise TypeError(f"{'init' if init is not None else 'pick'}= goes with a sample, of a model with a forward of its own")
+            raise TypeError(
+                f"{'init' if init is not None else 'pick'}= goes with a sample, of a model with a forward of its own"
+            )
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -137,13 +139,11 @@ class ModelPipe(GPipe):
         batches, versions = self._cut(inputs)
         with self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
-            outputs = compute_outputs(
-                self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions
-            )
+            outputs = compute_outputs(self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions)
             if self.out_spec is not None:
                 return gathered(outputs, batches, self.out_spec)
             used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
-            with self._shown().answering(), without_cache(self._whole_model):
+            with self._shown().divided.answering(), without_cache(self._whole_model):
                 return self._replay(used.value).output(inputs.bare)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,9 @@ class ModelPipe(GPipe):
     def _prepare(self) -> None:
         parts, devices = [*self._partitions], self._devices
         layout = inspect_skip_layout(parts)
-        stages = [ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))]
+        stages = [
+            ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
+        ]
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
         pipeline = ModelPipeline(self._whole_model, self._blocks, stages, layout, streams, workers)
         self.__dict__.update(
@@ -193,7 +195,7 @@ class ModelPipe(GPipe):
         return self._whole_model
 
     def _layers(self) -> dict[str, nn.Module]:
-        return self._blocks
+        return dict(self._blocks)
 
     def _follow_model(self, inputs: Any) -> None:
         """Before a run: expect the blocks to be in the model, and take over its mode."""
@@ -208,8 +210,9 @@ class ModelPipe(GPipe):
 
     @property
     def _whole_model(self) -> nn.Module:
-        assert self._model is not None
-        return self._model
+        model = self._model
+        assert model is not None
+        return model
 
     def _shown(self) -> ModelPipeline:
         assert isinstance(self._pipeline, ModelPipeline)
@@ -266,7 +269,9 @@ def expect_own_forward(module: object) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
     if any(True for _ in skippables(module)):
-        raise TypeError("module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors")
+        raise TypeError(
+            "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
+        )
 
 
 def _division(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -21,10 +20,9 @@ from ..engine._workers import Workers
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
-from ._answers import answered
 from ._facts import Facts
 from ._replay import ReplayedLoss
-from ._stage import ModelStage
+from ._stage import Divided, ModelStage
 from ._stage_run import ModelRun
 
 
@@ -54,9 +52,7 @@ class ModelPipeline(Pipeline):
     """The stages of a model.
 
     Attributes:
-        model: the model.
-        blocks: its blocks, by name.
-        model_stages: the stages.
+        divided: the model, its blocks and stages.
         threads: the threads of its forwards.
     """
 
@@ -70,15 +66,10 @@ class ModelPipeline(Pipeline):
         workers: Workers,
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
-        self.model, self.blocks, self.model_stages = model, blocks, stages
+        self.divided = Divided(model, blocks, stages)
         self.threads = Threads()
         self._known: dict[Any, Facts] = {}
         self._run: ModelRun | None = None
-
-    def answering(self) -> AbstractContextManager[None]:
-        """Return a context in which the blocks are answered by stages, or by a replay."""
-        stages = {block: stage.index for stage in self.model_stages for block in stage.blocks_of(self.blocks)}
-        return answered(self.blocks, stages)
 
     def spec(
         self,
@@ -94,15 +85,16 @@ class ModelPipeline(Pipeline):
 
     def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
         # Of what is known of another mode the calls may differ, as those of layers that training drops.
-        mode = self.model.training, spec.trains
-        self._run = ModelRun(self, places, spec, tied, self._known.get(mode))
+        mode = self.divided.model.training, spec.trains
+        self._run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known.get(mode))
         return self._run
 
     def shown(self) -> Facts:
         """Return what the forwards of the last run have shown, and keep it for later ones."""
         run = self._run
-        assert run is not None and run.facts is not None
-        self._known[self.model.training, run.spec.trains] = run.facts
+        assert run is not None
+        assert run.facts is not None
+        self._known[self.divided.model.training, run.spec.trains] = run.facts
         return run.facts
 
     def forget(self) -> None:

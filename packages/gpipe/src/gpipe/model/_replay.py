@@ -16,8 +16,8 @@ from .._flatten._collected import collector
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments
 from ..values._sharing import marks_of, with_marks
-from ._answers import answered_by
 from ._between import Between
+from ._called import answered_by
 from ._facts import Answer, Facts
 from ._tree import changed
 
@@ -130,9 +130,10 @@ def _cat(parts: Sequence[Tensor | None], rows: Sequence[int], block: str) -> Ten
     tensors = [part for part in parts if part is not None]
     if len(tensors) < len(parts):
         raise RuntimeError(f"the model uses an output of block {block!r} for some micro-batches only; {_SAME}")
-    has_rows = all(tensor.dim() for tensor in tensors) and len(
-        {tensor.shape[0] / max(1, count) for tensor, count in zip(tensors, rows, strict=True)}
-    ) == 1
+    has_rows = (
+        all(tensor.dim() for tensor in tensors)
+        and len({tensor.shape[0] / max(1, count) for tensor, count in zip(tensors, rows, strict=True)}) == 1
+    )
     if not has_rows:
         raise RuntimeError(
             f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {rows[0]} rows, which the model "
@@ -140,5 +141,3 @@ def _cat(parts: Sequence[Tensor | None], rows: Sequence[int], block: str) -> Ten
             "gpipe.LossSum(total, count)"
         )
     return torch.cat(tensors)
-
-

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from ..engine._recomputation import Recomputation
 from ..engine._stage import Stage
 from ..skip import SkipLayout
+from ._called import answered
 
 
 class ModelStage(Stage):
@@ -24,6 +27,20 @@ class ModelStage(Stage):
             self._recomputations[block] = Recomputation(block)
         return self._recomputations[block]
 
-    def blocks_of(self, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
-        """Return those of the ``blocks`` that belong to this stage."""
-        return [module for name, module in blocks.items() if self.module._modules.get(name) is module]
+
+class Divided(NamedTuple):
+    """A model, its blocks by name, and its stages."""
+
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    stages: Sequence[ModelStage]
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Return a context in which stages, or a replay, answer the calls of blocks."""
+        stages = {
+            module: stage.index
+            for stage in self.stages
+            for name, module in self.blocks.items()
+            if stage.module._modules.get(name) is module
+        }
+        return answered(self.blocks, stages)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,7 @@ from ..transport._transport import AnyChannel
 from ..values._leaves import Activation
 from ._facts import Facts
 from ._forward import Forward, Part
-
-if TYPE_CHECKING:
-    from ._pipeline import ModelPipeline
+from ._stage import Divided
 
 _log = logging.getLogger("gpipe")
 
@@ -38,6 +35,7 @@ class ModelRun(StageRuns):
     """The forwards of all micro-batches, in one run.
 
     Args:
+        start: calls a function in a thread of a forward.
         known: what earlier forwards have shown; None if it is to be found out.
 
     Attributes:
@@ -50,15 +48,17 @@ class ModelRun(StageRuns):
 
     def __init__(
         self,
-        pipeline: ModelPipeline,
+        divided: Divided,
+        start: Callable[[Callable[[], None]], Any],
         places: Mapping[int, StagePlace],
         spec: RunSpec,
         tied: Tied,
         known: Facts | None,
     ) -> None:
-        self.model, self.stages = pipeline.model, pipeline.model_stages
+        self.model, self._divided = divided.model, divided
+        self.stages: Sequence[Stage] = divided.stages
         self.places, self.spec = places, spec
-        self.start, self._answering = pipeline.threads.pool.submit, pipeline.answering
+        self.start = start
         self.known, self.replays, self.facts = known, spec.replays, known
         self.devices = {place[0] for place in places.values()}
         self.copies = len(self.devices) > 1
@@ -88,7 +88,7 @@ class ModelRun(StageRuns):
         for stage in reversed(self.stages):
             self._homes.update(dict.fromkeys(contents_of(stage.module).tensors, stage.index))
         try:
-            with self._answering(), without_cache(self.model):
+            with self._divided.answering(), without_cache(self.model):
                 yield
         finally:
             for forward in self.forwards.values():
@@ -107,8 +107,8 @@ class ModelRun(StageRuns):
             if self.facts is not None and len(self.facts.answers) != len(forward.answers):
                 raise RuntimeError(
                     f"{type(self.model).__name__} called {len(forward.answers)} blocks for micro-batch "
-                    f"{forward.microbatch}, and {len(self.facts.answers)} for another one; what it computes of all rows "
-                    "then cannot be computed from what blocks returned; give a loss_fn that returns "
+                    f"{forward.microbatch}, and {len(self.facts.answers)} for another one; what it computes of all "
+                    "rows then cannot be computed from what blocks returned; give a loss_fn that returns "
                     "gpipe.LossSum(total, count), or out_spec="
                 )
             used = frozenset(forward.used) | (frozenset() if self.facts is None else self.facts.used)
@@ -119,7 +119,7 @@ class ModelRun(StageRuns):
         if microbatch >= self.spec.size.checkpoint_stops[stage]:
             return None
         if module not in self._blocks:
-            own = self.stages[stage]
+            own = self._divided.stages[stage]
             self._blocks[module] = Block(own, own.recomputation_of(module), self.spec.context)
         return self._blocks[module]
 
