@@ -45,6 +45,15 @@ class Answer(NamedTuple):
                     placeholders.append(leaves[k])
         return unflatten(leaves, self.tree), placeholders
 
+    def is_like(self, other: Answer) -> bool:
+        """Return whether both are of one block, with tensors and constants in the same places."""
+        kinds = [isinstance(leaf, Shape) for leaf in self.leaves]
+        return (
+            self.block == other.block
+            and self.tree == other.tree
+            and kinds == [isinstance(leaf, Shape) for leaf in other.leaves]
+        )
+
 
 def answer_of(block: str, output: Any, collected: Any) -> tuple[Answer, Sequence[Any]]:
     """Return the answer of ``block`` without tensors, and its leaves: its output, and what hooks inside collected."""
@@ -62,3 +71,31 @@ class Facts(NamedTuple):
 
     answers: Sequence[Answer]
     used: frozenset[Place]
+
+
+def joined_facts(found: Sequence[Facts], model: str) -> Facts:
+    """Return what several complete forwards of one run have shown.
+
+    Raises:
+        RuntimeError: they called different blocks.
+    """
+    first = found[0]
+    for facts in found[1:]:
+        same = len(first.answers) == len(facts.answers) and all(map(Answer.is_like, first.answers, facts.answers))
+        if not same:
+            raise RuntimeError(
+                f"the forward of {model} called other blocks for one micro-batch ({_names(facts)}) than for another "
+                f"({_names(first)}); so what it computes of all rows cannot be computed from what its blocks returned; "
+                "give a loss_fn that returns gpipe.LossSum(total, count), or out_spec="
+            )
+    return Facts(first.answers, frozenset[Place]().union(*[facts.used for facts in found]))
+
+
+def _names(facts: Facts) -> str:
+    return f"{len(facts.answers)} calls, the last of {facts.answers[-1].block!r}" if facts.answers else "none"
+
+
+def kind_of(value: Any) -> tuple[Any, ...]:
+    """Return what may decide which blocks a forward calls: names, constants, and the dtypes and ranks of tensors."""
+    leaves, tree = flatten(value)
+    return repr(tree), *[(x.dtype, x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]

@@ -42,7 +42,6 @@ class AnyRun(Protocol):
         copies: whether there are several.
         spec: the description of the run.
         replays: whether the output is computed for all rows, from what blocks have returned.
-        known: what earlier forwards have shown, if anything.
         start: calls a function in a thread of a forward.
     """
 
@@ -53,7 +52,6 @@ class AnyRun(Protocol):
     copies: bool
     spec: RunSpec
     replays: bool
-    known: Facts | None
     start: Callable[[Callable[[], None]], Any]
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
@@ -123,7 +121,7 @@ class Forward:
     Args:
         run: the run that it is a part of.
         inputs: the arguments of the model, as leaves.
-        ends_after: the number of calls of blocks after which it ends; None for a complete forward.
+        known: what earlier forwards have shown, if this one is to end after its last block; None for a complete one.
 
     Attributes:
         stage: the stage whose turn it is, or was last.
@@ -133,8 +131,8 @@ class Forward:
         answers: what blocks have returned.
     """
 
-    def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, ends_after: int | None) -> None:
-        self._run, self._inputs, self._ends_after = run, inputs, ends_after
+    def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
+        self._run, self._inputs, self._known = run, inputs, known
         self.microbatch = microbatch
         self.stage = -1
         self.parts = [Part() for _ in run.stages]
@@ -143,7 +141,7 @@ class Forward:
         self.answers: list[Answer] = []
         self.is_complete = False
         self._left: dict[int, tuple[ref[Tensor], str]] = {}
-        self._returned: dict[int, tuple[ref[Tensor], Place]] = {}
+        self._returned: dict[int, tuple[ref[Tensor], list[Place]]] = {}
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
         self._go, self._stopped = Semaphore(0), Semaphore(0)
@@ -272,7 +270,7 @@ class Forward:
         with self._between.off():
             self._record(name, number, output, {kind: collector()[kind][size:] for kind, size in before.items()})
             self._left.update((at, each) for at, each in _tensors_left(name, watched).items() if at not in known)
-        if self._ends_after == len(self.answers):
+        if self._known is not None and len(self._known.answers) == len(self.answers):
             with self._between.off():
                 self._enter(self._run.stages[-1].index)
                 self._collect()
@@ -308,7 +306,7 @@ class Forward:
         """Note that the model uses ``tensor`` itself, in case a block has returned it."""
         found = self._returned.get(id(tensor))
         if found is not None and found[0]() is tensor:
-            self.used[found[1]] = tensor
+            self.used.update(dict.fromkeys(found[1], tensor))
         left = self._left.get(id(tensor))
         if left is not None and left[0]() is tensor:
             raise RuntimeError(
@@ -384,10 +382,14 @@ class Forward:
             return
         answer, leaves = answer_of(name, output, collected)
         self.answers.append(answer)
-        known = self._run.known.used if self._run.known is not None else ()
+        if self._known is not None and not self._known.answers[number].is_like(answer):
+            self._known = None  # it does something else than before, and runs to its end to show what
+        known = frozenset[Place]() if self._known is None else self._known.used
         for k, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor):
-                self._returned[id(tensor)] = ref(tensor), (number, k)
+                known_as = self._returned.get(id(tensor))
+                places = known_as[1] if known_as is not None and known_as[0]() is tensor else []
+                self._returned[id(tensor)] = ref(tensor), [*places, (number, k)]
                 if (number, k) in known:
                     self.used[number, k] = tensor
 

@@ -23,7 +23,7 @@ from ..engine._mini_batch import compute_outputs
 from ..engine._walks import Size, waits
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
-from ..module._cut import checked
+from ..module._cut import Checked, checked
 from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
@@ -135,7 +135,7 @@ class ModelPipe(GPipe, of_models=True):
             The output of the model for the whole mini-batch, on the last device.
         """
         refuse_transforms()
-        inputs = checked(as_value(args, kwargs), self.in_spec)
+        inputs = self._checked(as_value(args, kwargs))
         batches, versions = self._cut(inputs)
         with self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
@@ -144,7 +144,7 @@ class ModelPipe(GPipe, of_models=True):
                 return gathered(outputs, batches, self.out_spec)
             used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
             with self._shown().divided.answering(), without_cache(self._whole_model):
-                return self._replay(used.value).output(inputs.bare)
+                return self._replayed(used.value, inputs.bare)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``generate()`` of the model returns; stages take turns, with all rows."""
@@ -218,12 +218,21 @@ class ModelPipe(GPipe, of_models=True):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _replay(self, used: Any) -> Replay:
-        return Replay(self._whole_model, self._shown().shown(), used, self._devices)
+    def _replayed(self, used: Any, inputs: Any) -> Any:
+        """Return what the model computes for all rows, of the outputs of blocks that it uses."""
+        pipeline = self._shown()
+        try:
+            return Replay(self._whole_model, pipeline.shown(), used, self._devices).output(inputs)
+        except BaseException:
+            pipeline.forget()
+            raise
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
-        inputs = with_whole_count(asked.inputs) if self._cuts_by_name else asked.inputs
-        return asked._replace(batches=self._cut(checked(inputs, self.in_spec))[0])
+        return asked._replace(batches=self._cut(self._checked(asked.inputs))[0])
+
+    def _checked(self, inputs: Any) -> Checked:
+        """Check that ``inputs`` can be cut; the number of items of a mini-batch goes whole to each micro-batch."""
+        return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
         schedule = asked.schedule
@@ -251,10 +260,10 @@ class ModelPipe(GPipe, of_models=True):
             arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
         if call.loss_fn is not None:
             self._tell_of_whole(asked)
-        inputs = checked(asked.inputs, self.in_spec).bare
+        inputs = self._checked(asked.inputs).bare
 
         def loss(used: Any, *others: Any) -> Any:
-            return loss_fn(self._replay(used).output(inputs), *others)
+            return loss_fn(self._replayed(used, inputs), *others)
 
         rows = [batch.rows[0] for batch in batches]
         join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731

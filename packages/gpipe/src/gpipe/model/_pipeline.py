@@ -84,19 +84,15 @@ class ModelPipeline(Pipeline):
         return found._replace(replays=isinstance(loss, ReplayedLoss))
 
     def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
-        # Of what is known of another mode the calls may differ, as those of layers that training drops.
-        mode = self.divided.model.training, spec.trains
-        self._run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known.get(mode))
+        self._run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known)
         return self._run
 
     def shown(self) -> Facts:
-        """Return what the forwards of the last run have shown, and keep it for later ones."""
-        run = self._run
-        assert run is not None
-        assert run.facts is not None
-        self._known[self.divided.model.training, run.spec.trains] = run.facts
-        return run.facts
+        """Return what the forwards of the last run have shown, and keep it for later ones of their kind."""
+        assert self._run is not None
+        facts = self._known[self._run.kind] = self._run.facts
+        return facts
 
     def forget(self) -> None:
-        """Let the next forwards be complete, after one did something else than before."""
+        """Let the next forwards be complete, after one that did something else for all rows."""
         self._known.clear()

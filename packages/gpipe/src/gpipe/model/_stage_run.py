@@ -24,7 +24,7 @@ from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, StagePlace, carriers
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation
-from ._facts import Facts
+from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward, Part
 from ._stage import Divided
 
@@ -36,14 +36,14 @@ class ModelRun(StageRuns):
 
     Args:
         start: calls a function in a thread of a forward.
-        known: what earlier forwards have shown; None if it is to be found out.
+        known: what forwards of earlier runs have shown, by kind.
 
     Attributes:
         replays: whether the output is computed for all rows, from what blocks have returned.
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
         copies: whether there are several.
-        facts: what forwards of this run have shown, with ``known``.
+        kind: what the forwards have in common with earlier ones that do the same.
     """
 
     def __init__(
@@ -53,13 +53,15 @@ class ModelRun(StageRuns):
         places: Mapping[int, StagePlace],
         spec: RunSpec,
         tied: Tied,
-        known: Facts | None,
+        known: Mapping[Any, Facts],
     ) -> None:
         self.model, self._divided = divided.model, divided
         self.stages: Sequence[Stage] = divided.stages
         self.places, self.spec = places, spec
         self.start = start
-        self.known, self.replays, self.facts = known, spec.replays, known
+        self.replays = spec.replays
+        self.kind: tuple[Any, ...] = ()
+        self._known, self._shown = known, list[Facts]()
         self.devices = {place[0] for place in places.values()}
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
@@ -97,22 +99,20 @@ class ModelRun(StageRuns):
     def forward(self, microbatch: int, inputs: Activation) -> Forward:
         """Return the forward of a micro-batch; a new one in the turn of the first stage."""
         if microbatch not in self.forwards:
-            ends_after = len(self.known.answers) if self.replays and self.known is not None else None
-            self.forwards[microbatch] = Forward(self, microbatch, inputs, ends_after)
+            mode = self.model.training, self.spec.trains
+            self.kind = self.kind or (*mode, *(kind_of(inputs.value) if self.replays else ()))
+            self.forwards[microbatch] = Forward(self, microbatch, inputs, self._known.get(self.kind))
         return self.forwards[microbatch]
 
     def learn(self, forward: Forward) -> None:
         """Keep what a complete forward has shown."""
         if self.replays and forward.is_complete:
-            if self.facts is not None and len(self.facts.answers) != len(forward.answers):
-                raise RuntimeError(
-                    f"{type(self.model).__name__} called {len(forward.answers)} blocks for micro-batch "
-                    f"{forward.microbatch}, and {len(self.facts.answers)} for another one; what it computes of all "
-                    "rows then cannot be computed from what blocks returned; give a loss_fn that returns "
-                    "gpipe.LossSum(total, count), or out_spec="
-                )
-            used = frozenset(forward.used) | (frozenset() if self.facts is None else self.facts.used)
-            self.facts = Facts(forward.answers if self.facts is None else self.facts.answers, used)
+            self._shown.append(Facts(forward.answers, frozenset(forward.used)))
+
+    @property
+    def facts(self) -> Facts:
+        """What the forwards of this run have shown, or earlier ones of their kind."""
+        return joined_facts(self._shown, type(self.model).__name__) if self._shown else self._known[self.kind]
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
