@@ -84,7 +84,7 @@ class State:
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return copies of the buffers among ``values`` that can be restored, by index."""
-        small = [at for at in self._buffers if _is_small(values[at])]
+        small = [at for at in self._buffers if is_small(values[at])]
         copies = {id(values[at]): _copied(values[at]) for at in small}  # one copy of a buffer that is in two places
         return {at: copies[id(values[at])] for at in small}
 
@@ -216,7 +216,7 @@ def _may_keep(module: nn.Module) -> bool:
     )
 
 
-def _is_small(buffer: Any) -> bool:
+def is_small(buffer: Any) -> bool:
     if not isinstance(buffer, Tensor):
         return True
     # A buffer that requires grad is part of a graph, and a lazy one has no values yet.

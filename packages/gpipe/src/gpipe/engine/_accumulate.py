@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .._torch import used_by_graphs
 from ..values._leaves import accumulated, is_custom, own_memory, storage_id
@@ -39,19 +39,8 @@ class Below(NamedTuple):
 
 def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
     """Return the leaves below ``tensors`` except ``inputs``, in an order that depends only on the graph."""
-    # A layer may return a leaf, such as a parameter. Its gradient edge is its AccumulateGrad node.
-    roots = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
-    nodes = dict.fromkeys(roots)
-    stack, ends = list(nodes), []
-    while stack:
-        node = stack.pop()
-        children = node.next_functions
-        if not children:
-            ends.append(node)
-        for child, _ in children:
-            if child is not None and child not in nodes:
-                nodes[child] = None
-                stack.append(child)
+    nodes = nodes_below(tensors)
+    ends = [node for node in nodes if not node.next_functions]
     known = {id(tensor) for tensor in inputs}
     leaves = [leaf for node in ends if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in known]
     kinds = {type(node) for node in nodes}
@@ -59,6 +48,21 @@ def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
 
 
 _HIDING = ("CheckpointFunctionBackward", "PipelineBackwardBackward")
+
+
+def nodes_below(tensors: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes of the graph below ``tensors``, in an order that depends only on the graph."""
+    # A layer may return a leaf, such as a parameter. Its gradient edge is its AccumulateGrad node.
+    known = dict.fromkeys(get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad)
+    stack, nodes = list(known), list[Node]()
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        for child, _ in node.next_functions:
+            if child is not None and child not in known:
+                known[child] = None
+                stack.append(child)
+    return nodes
 
 
 class GradientSums:

@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import pop_function_mode, push_function_mode, top_function_mode
-from ._tree import changed
 
 
 class Looks(Protocol):
     """Sees the tensors of operations."""
 
-    def here(self, tensor: Tensor) -> Tensor:
-        """Return what an operation uses in place of ``tensor``."""
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the operation ``function`` computes."""
 
     def read(self, tensor: Tensor) -> None:
         """Note that the model reads the shape of ``tensor``."""
@@ -43,8 +42,7 @@ class Between(TorchFunctionMode):
             if kind and args and isinstance(args[0], Tensor):
                 self._looks.read(args[0])
             return function(*args, **kwargs)
-        looked: Any = changed(args, self._looks.here)
-        return function(*looked, **(changed(kwargs, self._looks.here) if kwargs else kwargs))
+        return self._looks.operate(function, args, kwargs)
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -97,10 +97,11 @@ class Part:
         gradients: what arrives from later stages: functions that return gradients of what was ``sent``.
         copies: tensors without gradients from other devices, each with its version.
         calls: the calls of blocks that are recomputed.
+        first: the number of the first node of its graph.
         done: follows all that the stage has queued on its device.
     """
 
-    __slots__ = ("calls", "copies", "done", "gradients", "leaves", "sent")
+    __slots__ = ("calls", "copies", "done", "first", "gradients", "leaves", "sent")
 
     def __init__(self) -> None:
         self.leaves: dict[int, Leaf] = {}
@@ -109,6 +110,7 @@ class Part:
         self.copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.calls: list[BlockForward] = []
         self.done: AbstractEvent | None = None
+        self.first = 0
 
 
 class Ended(BaseException):
@@ -245,6 +247,7 @@ class Forward:
                 raise Ended
             self._change = self._turn()
             next(self._change)
+            self.parts[self.stage].first = next_sequence_number()
             current.work.rng.at = at
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -296,6 +299,11 @@ class Forward:
         return output
 
     # Tensors that the model uses.
+
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute an operation of the model itself, with the tensors of this stage."""
+        looked: Any = changed(args, self.here)
+        return function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs))
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` for an operation of the model itself, in this stage."""

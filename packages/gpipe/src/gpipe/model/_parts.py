@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from ..module._init._model import Own
 from ._blocks import Blocks, names_by_stage
 
 
@@ -14,6 +15,11 @@ class Part(nn.Module):
 
     A second view of the model: it is moved and searched, but never called, nor registered in the pipe.
     """
+
+    def __repr__(self) -> str:
+        shown = {name: each for name, each in self.named_children() if not isinstance(each, Own)}
+        lines = [f"  ({name}): {_indented(repr(each))}" for name, each in shown.items()]
+        return "\n".join([f"{type(self).__name__}(", *lines, ")"])
 
     def forward(self) -> None:
         raise RuntimeError("a part of a model cannot be called; call the pipe")
@@ -44,9 +50,9 @@ def _fill(
             parts[at]._modules[path] = module
         seen.update(module.modules())
         return at
+    if not path or module._parameters or module._buffers:
+        parts[at]._modules[path] = Own(module)
     prefix = f"{path}." if path else ""
-    parts[at]._parameters.update({prefix + name: own for name, own in module._parameters.items()})
-    parts[at]._buffers.update({prefix + name: own for name, own in module._buffers.items()})
     for name, child in module._modules.items():
         if child is not None:
             at = _fill(parts, child, prefix + name, stages, at, seen)
@@ -55,3 +61,7 @@ def _fill(
 
 def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
     return any(each in stages for each in module.modules())
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n  ")

@@ -27,6 +27,7 @@ from ..module._cut import Checked, checked
 from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
+from ..module._init import expect_materializable, initializer_of, materialize
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import checked_balance
 from ..module._rule import SeenSums, has_loss, is_left_open, of_model_under
@@ -79,10 +80,9 @@ class ModelPipe(GPipe, of_models=True):
     ) -> None:
         nn.Module.__init__(self)
         assert sample is None
-        if init is not None or pick is not None:
-            raise TypeError(
-                f"{'init' if init is not None else 'pick'}= goes with a sample, of a model with a forward of its own"
-            )
+        initializer = initializer_of(init)
+        if pick is not None:
+            raise TypeError("pick= goes with a sample; without one, the output is all that the model returns")
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -96,9 +96,15 @@ class ModelPipe(GPipe, of_models=True):
             places = checked_places(devices, len(division.balance))
             parts = parts_of(module, *division)
             expect_shareable(parts, places)
+            if initializer is not None:
+                layers = {name: layer for part in parts for name, layer in part.named_children()}
+                expect_materializable(layers, places, initializer)
             for j, (part, place) in enumerate(zip(parts, places, strict=True)):
-                expect_movable(part, place, j)
+                if initializer is None:
+                    expect_movable(part, place, j)
                 expect_no_graphs(part, place, j)
+            if initializer is not None:
+                materialize(parts, places, initializer)
             move_all(parts, places)
         has_deferred = any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__.update(
@@ -222,7 +228,9 @@ class ModelPipe(GPipe, of_models=True):
         """Return what the model computes for all rows, of the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
-            return Replay(self._whole_model, pipeline.shown(), used, self._devices).output(inputs)
+            return Replay(self._whole_model, self._blocks.values(), pipeline.shown(), used, self._devices).output(
+                inputs
+            )
         except BaseException:
             pipeline.forget()
             raise
@@ -275,6 +283,10 @@ class ModelPipe(GPipe, of_models=True):
 def expect_own_forward(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module; got {type(module).__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "module was compiled as a whole by torch.compile, so that its forward cannot be cut; compile its blocks"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
     if any(True for _ in skippables(module)):

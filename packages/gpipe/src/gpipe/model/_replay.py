@@ -6,18 +6,20 @@ with each other, an output of any class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._flatten._collected import collector
+from ..checkpoint._state import is_small
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
+from ._drawn import Draws
 from ._facts import Answer, Facts
 from ._tree import changed
 
@@ -27,13 +29,19 @@ class Replay:
 
     Args:
         model: the model.
+        blocks: its blocks.
         facts: what blocks have returned, without tensors.
         used: the tensors of these that the model uses, for all rows.
         devices: the device of each stage.
     """
 
     def __init__(
-        self, model: nn.Module, facts: Facts, used: Mapping[str, Tensor], devices: Sequence[torch.device]
+        self,
+        model: nn.Module,
+        blocks: Collection[nn.Module],
+        facts: Facts,
+        used: Mapping[str, Tensor],
+        devices: Sequence[torch.device],
     ) -> None:
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._used: dict[int, dict[int, Tensor]] = {}
@@ -43,16 +51,18 @@ class Replay:
         self._calls = self._stage = 0
         self._moves = len({*devices}) > 1
         self._placeholders: dict[int, Tensor] = {}
+        self._draws = Draws()
+        self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._between = Between(self)
 
     def output(self, inputs: Any) -> Any:
         """Return what the model returns for ``inputs``."""
         arguments = as_arguments(inputs)
-        with answered_by(self), self._between:
+        with answered_by(self), self._draws.watched(), self._between:
             output = self._model(*arguments.args, **arguments.kwargs)
             with self._between.off():
                 self._stage = len(self._devices) - 1
-                output = changed(output, self.here)
+                output = changed(output, self._returned)
         if self._calls != len(self._answers):
             raise _other(self._model, self._calls, len(self._answers))
         return output
@@ -74,6 +84,31 @@ class Replay:
                 collector()[kind].extend(values)
         self._placeholders.update((id(each), each) for each in placeholders)
         self._calls += 1
+        if self._calls == len(self._answers):
+            self._end_blocks()
+        return output
+
+    def _end_blocks(self) -> None:
+        """After the last block: what the model did before it, it has also done for each micro-batch."""
+        if source := self._draws.elsewhere():
+            raise self._random(source)
+        with self._between.off(), torch.no_grad():
+            for buffer, version, before in self._buffers:  # statistics have been counted
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute an operation of the model itself, on the device of the stage that computes here."""
+        count, tensors = self._draws.count, list[Tensor]()
+
+        def looked(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return self.here(tensor)
+
+        output = function(*changed(args, looked), **changed(kwargs, looked))
+        is_drawn = self._draws.count > count and self._calls < len(self._answers)
+        if is_drawn or any(tensor in self._draws for tensor in tensors):
+            changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
 
     def here(self, tensor: Tensor) -> Tensor:
@@ -83,6 +118,18 @@ class Replay:
         if not self._moves or tensor.device == device or tensor.device not in self._devices:
             return tensor
         return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
+
+    def _returned(self, tensor: Tensor) -> Tensor:
+        if tensor in self._draws:
+            raise self._random("torch")
+        return self.here(tensor)
+
+    def _random(self, source: str) -> RuntimeError:
+        return RuntimeError(
+            f"between its blocks {type(self._model).__name__} draws random numbers ({source}) for what its output "
+            "depends on; the output of all rows would depend on other ones than the blocks; draw them in a block, or "
+            "give step() a loss_fn of which is known how the losses of micro-batches add up: reduction="
+        )
 
     def read(self, tensor: Tensor) -> None:
         if self._placeholders.get(id(tensor)) is tensor:
@@ -99,6 +146,14 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     return RuntimeError(
         f"{type(model).__name__} called {calls} blocks for all rows, and {known} for a micro-batch; {_SAME}"
     )
+
+
+def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
+    """Yield the small buffers of modules outside of blocks; in training their forwards may change them."""
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules() if model.training else ():
+        if module not in inside:
+            yield from (each for each in module.buffers(recurse=False) if is_small(each))
 
 
 class ReplayedLoss(WholeLoss):

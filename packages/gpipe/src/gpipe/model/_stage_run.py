@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._flatten._cache import without_cache
 from ..checkpoint._random import CellRNG
-from ..engine._accumulate import DeferredGradients
+from ..engine._accumulate import DeferredGradients, nodes_below
 from ..engine._block import Block
 from ..engine._cell import Cell, backward, backward_input
 from ..engine._left_behind import guard
@@ -43,6 +43,7 @@ class ModelRun(StageRuns):
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
         copies: whether there are several.
+        is_known: whether earlier forwards have done the same.
         kind: what the forwards have in common with earlier ones that do the same.
     """
 
@@ -53,7 +54,7 @@ class ModelRun(StageRuns):
         places: Mapping[int, StagePlace],
         spec: RunSpec,
         tied: Tied,
-        known: Mapping[Any, Facts],
+        known: dict[Any, Facts],
     ) -> None:
         self.model, self._divided = divided.model, divided
         self.stages: Sequence[Stage] = divided.stages
@@ -61,6 +62,7 @@ class ModelRun(StageRuns):
         self.start = start
         self.replays = spec.replays
         self.kind: tuple[Any, ...] = ()
+        self.is_known = False
         self._known, self._shown = known, list[Facts]()
         self.devices = {place[0] for place in places.values()}
         self.copies = len(self.devices) > 1
@@ -92,6 +94,8 @@ class ModelRun(StageRuns):
         try:
             with self._divided.answering(), without_cache(self.model):
                 yield
+            if not self.replays:
+                self._known.setdefault(self.kind, Facts((), frozenset()))
         finally:
             for forward in self.forwards.values():
                 forward.abandon()
@@ -101,7 +105,9 @@ class ModelRun(StageRuns):
         if microbatch not in self.forwards:
             mode = self.model.training, self.spec.trains
             self.kind = self.kind or (*mode, *(kind_of(inputs.value) if self.replays else ()))
-            self.forwards[microbatch] = Forward(self, microbatch, inputs, self._known.get(self.kind))
+            known = self._known.get(self.kind)
+            self.is_known = known is not None
+            self.forwards[microbatch] = Forward(self, microbatch, inputs, known if self.replays else None)
         return self.forwards[microbatch]
 
     def learn(self, forward: Forward) -> None:
@@ -233,6 +239,7 @@ class ModelStageRun(StageRun):
         """Complete the outputs of a cell by what later stages have used; return the gradients of all of them."""
         cell, part = self._cells[i], self._parts[i][self.stage.index]
         seeds = list(self._seeds(i))
+        self._expect_own(i)
         outputs = () if cell.outputs is None else cell.outputs.tensors
         arrived = [(part.sent[key], [get() for get in gradients]) for key, gradients in part.gradients.items()]
         cell.outputs = Activation((*outputs, *[tensor for tensor, _ in arrived]))
@@ -241,6 +248,16 @@ class ModelStageRun(StageRun):
             self._hold(i)
         # In the order of the stages, since sums of floats depend on it.
         return [*seeds, *[sum(found[1:], found[0]) for _, found in arrived]]
+
+    def _expect_own(self, i: int) -> None:
+        """In the first run of its kind: expect the graph to end where the stage has begun."""
+        part = self._parts[i][self.stage.index]
+        if i or not part.first or self._run.is_known:
+            return
+        outputs = self._cells[i].outputs
+        for node in nodes_below([*(() if outputs is None else outputs.tensors), *part.sent.values()]):
+            if node._sequence_nr() < part.first:
+                raise RuntimeError(_UNSEEN.format(type(self._run.model).__name__, node.name()))
 
     def _deliver(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of leaves to the stages that computed them."""
@@ -254,3 +271,10 @@ class ModelStageRun(StageRun):
                 arrives = self._run.returned(gradient, j, leaf.home)
                 parts[leaf.home].gradients.setdefault(id(leaf.tensor), []).append(arrives)
         self._arrival.put_gradients(i, [])
+
+
+_UNSEEN = (
+    "between its blocks {} passes a tensor of an earlier stage to what torch does not show to function modes, such as "
+    "a torch.autograd.Function ({}), so that its gradient would not get back; pass it tensor.clone(), or name a module "
+    "around it as one of the blocks: GPipe(model, blocks=[...])"
+)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._flatten._names import Flattened
 from ..._flatten._placeholders import is_placeholder
-from ._model import Layers, Owned, modules_of, modules_of_layer, names_of
+from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefix_of
 from ._sources import state_dict_at
 
 Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
@@ -112,7 +112,20 @@ class Loaded:
             {key: self._state[self._saved[key]] if key in read else value.detach() for key, value in names.items()}
         )
         state._metadata = getattr(self._state, "_metadata", None)  # type: ignore[attr-defined]  # versions of modules
-        Flattened(OrderedDict({name: layers[name]})).load_state_dict(state)
+        _load(layers[name], name, state)
+
+
+def _load(layer: nn.Module, name: str, state: OrderedDict[str, Any]) -> None:
+    if name and "." not in name:
+        Flattened(OrderedDict({name: layer})).load_state_dict(state)  # whose errors have the whole names
+        return
+    size = len(prefix_of(name))
+    own = OrderedDict({key[size:]: value for key, value in state.items()})
+    versions = getattr(state, "_metadata", None) or {}
+    own._metadata = {  # type: ignore[attr-defined]
+        key[size:]: value for key, value in versions.items() if f"{key}.".startswith(prefix_of(name))
+    }
+    layer.load_state_dict(own)
 
 
 def _is_allowed(layers: Layers, name: str) -> bool:

@@ -14,6 +14,20 @@ from ..._flatten._standins import StandIn
 Layers = Mapping[str, nn.Module]
 
 
+class Own(nn.Module):
+    """The parameters and buffers of one module of a model, without its children; ``of`` is the module itself."""
+
+    of: nn.Module
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        # The dicts themselves, and past nn.Module.__setattr__: a second view of the same tensors.
+        vars(self).update({name: vars(of)[name] for name in _TENSORS}, of=of, training=of.training)
+
+
+_TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
 class Owned(NamedTuple):
     """A module of a layer.
 
@@ -50,7 +64,9 @@ def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
     layer = layers[name]
     if isinstance(layer, Part):
         return _walk(layer.path, layer.net, _owner_around(layers, layer.path))
-    return _walk(name, layer, None)
+    if isinstance(layer, Own):
+        return iter([Owned(name, layer.of, layer.of if _initialises(layer.of) else _owner_around(layers, name))])
+    return _walk(name, layer, _owner_around(layers, name))
 
 
 def _walk(path: str, module: nn.Module, owner: Any) -> Iterator[Owned]:
@@ -69,7 +85,7 @@ def _initialises(module: nn.Module) -> bool:
 def _owner_around(layers: Layers, path: str) -> Any:
     """For a block, which does not know the model around it: what the first segment has above it."""
     first = next(iter(layers.values()))
-    module: nn.Module | None = first.net if isinstance(first, Part) else None
+    module: nn.Module | None = first.net if isinstance(first, Part) else first.of if isinstance(first, Own) else None
     owner = None
     for name in path.split("."):
         if module is None or isinstance(module, StandIn):
@@ -81,5 +97,10 @@ def _owner_around(layers: Layers, path: str) -> Any:
 
 def names_of(layers: Layers, name: str) -> dict[str, Any]:
     """The entries of one layer in the model's state dict."""
-    found: dict[str, Any] = layers[name].state_dict(prefix=f"{name}.", keep_vars=True)
+    found: dict[str, Any] = layers[name].state_dict(prefix=prefix_of(name), keep_vars=True)
     return found
+
+
+def prefix_of(name: str) -> str:
+    """Return what the names in a layer begin with; nothing for the model itself."""
+    return f"{name}." if name else ""

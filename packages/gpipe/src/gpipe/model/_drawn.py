@@ -1,0 +1,84 @@
+"""Random numbers that a replay draws: micro-batches have drawn others for the same place.
+
+A dropout after the embedding does no harm: its result only goes to the first block, whose answer is known. But a result
+that reaches the output would belong to other random numbers than those that blocks have computed with.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from .._current import current, doing
+from .._torch import is_intercepting, set_intercepting
+from ..checkpoint._random import PROCESS
+
+
+class Draws:
+    """Counts what this thread draws inside of :meth:`watched`, and knows which tensors depend on it."""
+
+    module = None
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._around: Any = current.work.rng
+        self._tensors: dict[int, ref[Tensor]] = {}
+        self._before: Any = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = is_intercepting()
+        set_intercepting(True)
+        self._before = _states()
+        try:
+            with doing(rng=self):
+                yield
+        finally:
+            set_intercepting(before)
+
+    # As of CellRNG.
+
+    def draw(self) -> torch.Generator:
+        self.count += 1
+        generator: torch.Generator = PROCESS if self._around is None else self._around.draw()
+        return generator
+
+    def draw_on(self, device: torch.device) -> None:
+        self.count += 1
+        if self._around is not None:
+            self._around.draw_on(device)
+
+    def saw(self, generator: torch.Generator) -> None:
+        self.count += 1
+        if self._around is not None:
+            self._around.saw(generator)
+
+    # What depends on draws.
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors.update((id(tensor), ref(tensor)) for tensor in tensors)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        found = self._tensors.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def elsewhere(self) -> str:
+        """Return which other generator was drawn from, if any: Python's, or that of NumPy."""
+        changed = [name for name, state in _states().items() if self._before[name] != state]
+        return changed[0] if changed else ""
+
+
+def _states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    if numpy is not None:
+        _, numbers, at, *_ = numpy.random.get_state()
+        states["numpy.random"] = numbers.tobytes(), at
+    return states
