@@ -27,11 +27,12 @@ from ..module._cut import checked
 from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
+from ..module._keywords import Call
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import checked_balance
 from ..module._rule import SeenSums, has_loss, is_left_open, of_model_under
 from ..module._signature import class_for
-from ..module._step import Asked
+from ..module._step import Asked, Prepared
 from ..module._tied import expect_shareable, move_all
 from ..module._training import takes_output_alone
 from ..module._transforms import not_compiled, refuse_transforms
@@ -40,7 +41,7 @@ from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout
 from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
-from ..values._leaves import as_value
+from ..values._leaves import Activation, as_value
 from ..values._sharing import gathered
 from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
@@ -252,15 +253,28 @@ class ModelPipe(GPipe, of_models=True):
         if call.loss_fn is not None:
             self._tell_of_whole(asked)
         inputs = checked(asked.inputs, self.in_spec).bare
+        kept: dict[int, Activation] = {}
 
         def loss(used: Any, *others: Any) -> Any:
-            return loss_fn(self._replay(used).output(inputs), *others)
+            output = self._replay(used).output(inputs)
+            if call.return_outputs:  # a copy: loss_fn may change it
+                kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
+            return loss_fn(output, *others)
 
         rows = [batch.rows[0] for batch in batches]
         join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        return ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike, keep_outputs=call.return_outputs)
+        losses = ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike)
+        losses.outputs = kept
+        return losses
+
+    def _returned(self, prepared: Prepared, call: Call) -> Any:
+        losses = prepared.losses
+        if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
+            return super()._returned(prepared, call)
+        found = super()._returned(prepared, call._replace(return_outputs=False))
+        return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
 
 def expect_own_forward(module: object) -> None:

@@ -102,7 +102,11 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
 
 
 class ReplayedLoss(WholeLoss):
-    """The loss of all rows, of what the model computes for them from what its blocks have returned."""
+    """The loss of all rows, of what the model computes for them from what its blocks have returned.
+
+    Attributes:
+        outputs: the output for all rows, as the only one, if it is kept.
+    """
 
 
 def joined(outputs: Sequence[Activation], rows: Sequence[int], facts: Facts) -> Activation:
