@@ -12,7 +12,7 @@ layers of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -108,15 +108,12 @@ class Tied:
         # Layers may only read shared state, so it is compared with this record after the forwards.
         self._then = self._seen() if shared or self._modules else {}
 
-    def applied(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def applied(self) -> Iterator[None]:
         """Let the modules of each stage hold its copies. No other run of the stages may be active.
 
         The first use, which includes all forwards, raises RuntimeError if a forward has changed shared state.
         """
-        return self._swapped() if self._then else nullcontext()
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
         before = [entries.get(name) for entries, name, _ in self._swaps]
         try:
             for entries, name, copy in self._swaps:
@@ -140,6 +137,8 @@ class Tied:
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
+            for each in (own, copy):  # from now on, since the stage of its own may have changed it before
+                self._then.setdefault((each, ""), _state(each))
         return copy
 
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
