@@ -92,6 +92,7 @@ class Tied:
         # Entries in the dicts of modules that refer to copies during a run, with these copies.
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
+        self._given: dict[Tensor, tuple[int, Tensor]] = {}
         self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
         for number, (modules, _, _) in enumerate(parts):
@@ -141,6 +142,11 @@ class Tied:
                 self._then.setdefault((each, ""), _state(each))
         return copy
 
+    def give(self, leaf: Tensor, tensor: Tensor) -> None:
+        """Give the gradient of ``leaf``, which the loss uses in place of it, to a ``tensor`` of the caller."""
+        self.shares = True
+        self._given[leaf] = len(self._stages), tensor
+
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
         """Raise RuntimeError if ``leaves`` of a loss include several copies of one tensor, e.g. found by a loop."""
         owners = [self._owners[leaf][1] for leaf in leaves if leaf in self._owners]
@@ -153,7 +159,8 @@ class Tied:
 
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
         """Return ``gradients`` with copies replaced by owners, on the owners' devices, in the order of the stages."""
-        found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
+        owners = {**self._given, **self._owners}
+        found = [(*owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.
         found.sort(key=lambda each: each[0])
         # If an owner was frozen since the forward, its gradient is dropped, as in autograd.

@@ -255,7 +255,7 @@ class ModelPipe(GPipe, of_models=True):
         inputs = checked(asked.inputs, self.in_spec).bare
         kept: dict[int, Activation] = {}
 
-        def loss(used: Any, *others: Any) -> Any:
+        def loss(used: Any, inputs: Any, *others: Any) -> Any:
             output = self._replay(used).output(inputs)
             if call.return_outputs:  # a copy: loss_fn may change it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
@@ -265,7 +265,7 @@ class ModelPipe(GPipe, of_models=True):
         join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        losses = ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike)
+        losses = ReplayedLoss(loss, inputs, arguments, join, weight=weight, unlike=unlike)
         losses.outputs = kept
         return losses
 
