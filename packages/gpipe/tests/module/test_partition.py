@@ -45,7 +45,7 @@ def test_a_wrong_sum_is_refused_with_both_numbers(balance: list[int], more: int)
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
 def test_what_is_no_sequential_is_refused(module: Any) -> None:
     name = type(module).__name__
-    with pytest.raises(TypeError, match=rf"module must be nn.Sequential to be partitioned; got {name}"):
+    with pytest.raises(TypeError, match=name):
         GPipe(module, [1], devices=["cpu"])
     with pytest.raises(TypeError, match=name):
         verify_module(module)

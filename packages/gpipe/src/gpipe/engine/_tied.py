@@ -12,7 +12,7 @@ layers of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ class Tied:
         # Entries in the dicts of modules that refer to copies during a run, with these copies.
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
+        self._given: dict[Tensor, tuple[int, Tensor]] = {}
         self._modules: dict[nn.Module, nn.Module] = {}
         earlier: set[nn.Module] = set()
         for number, (modules, _, _) in enumerate(parts):
@@ -108,15 +109,12 @@ class Tied:
         # Layers may only read shared state, so it is compared with this record after the forwards.
         self._then = self._seen() if shared or self._modules else {}
 
-    def applied(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def applied(self) -> Iterator[None]:
         """Let the modules of each stage hold its copies. No other run of the stages may be active.
 
         The first use, which includes all forwards, raises RuntimeError if a forward has changed shared state.
         """
-        return self._swapped() if self._then else nullcontext()
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
         before = [entries.get(name) for entries, name, _ in self._swaps]
         try:
             for entries, name, copy in self._swaps:
@@ -140,7 +138,14 @@ class Tied:
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
+            for each in (own, copy):  # from now on, since the stage of its own may have changed it before
+                self._then.setdefault((each, ""), _state(each))
         return copy
+
+    def give(self, leaf: Tensor, tensor: Tensor) -> None:
+        """Give the gradient of ``leaf``, which the loss uses in place of it, to a ``tensor`` of the caller."""
+        self.shares = True
+        self._given[leaf] = len(self._stages), tensor
 
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
         """Raise RuntimeError if ``leaves`` of a loss include several copies of one tensor, e.g. found by a loop."""
@@ -154,7 +159,8 @@ class Tied:
 
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
         """Return ``gradients`` with copies replaced by owners, on the owners' devices, in the order of the stages."""
-        found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
+        owners = {**self._given, **self._owners}
+        found = [(*owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.
         found.sort(key=lambda each: each[0])
         # If an owner was frozen since the forward, its gradient is dropped, as in autograd.

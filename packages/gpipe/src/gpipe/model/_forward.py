@@ -259,9 +259,9 @@ class Forward:
         with self._between.off():
             self._enter(stage)
             current.work.rng.at = 2 * number + 1
+            known |= _tensors_left(name, watched).keys()
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
-                known |= _tensors_left(name, watched).keys()
                 with answered_by(None):
                     output = self._computed(module, function, args, kwargs)
         if stage < self.stage:

@@ -28,11 +28,12 @@ from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
 from ..module._init import expect_materializable, initializer_of, materialize
+from ..module._keywords import Call
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import checked_balance
 from ..module._rule import SeenSums, has_loss, is_left_open, of_model_under
 from ..module._signature import class_for
-from ..module._step import Asked
+from ..module._step import Asked, Prepared
 from ..module._tied import expect_shareable, move_all
 from ..module._training import takes_output_alone
 from ..module._transforms import not_compiled, refuse_transforms
@@ -41,7 +42,7 @@ from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout
 from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
-from ..values._leaves import as_value
+from ..values._leaves import Activation, as_value
 from ..values._sharing import gathered
 from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
@@ -269,20 +270,39 @@ class ModelPipe(GPipe, of_models=True):
         if call.loss_fn is not None:
             self._tell_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
+        kept: dict[int, Activation] = {}
 
-        def loss(used: Any, *others: Any) -> Any:
-            return loss_fn(self._replayed(used, inputs), *others)
+        def loss(used: Any, inputs: Any, *others: Any) -> Any:
+            output = self._replayed(used, inputs)
+            if call.return_outputs:  # a copy: loss_fn may change it
+                kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
+            return loss_fn(output, *others)
 
         rows = [batch.rows[0] for batch in batches]
         join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        return ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike, keep_outputs=call.return_outputs)
+        losses = ReplayedLoss(loss, inputs, arguments, join, weight=weight, unlike=unlike)
+        losses.outputs = kept
+        return losses
+
+    def _returned(self, prepared: Prepared, call: Call) -> Any:
+        losses = prepared.losses
+        if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
+            return super()._returned(prepared, call)
+        found = super()._returned(prepared, call._replace(return_outputs=False))
+        return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
 
-def expect_own_forward(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module; got {type(module).__name__}")
+def expect_own_forward(module: nn.Module) -> None:
+    """Raise TypeError unless the forward of ``module`` is Python code that calls modules."""
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(f"module must have a forward; {type(module).__name__} has none")
+    if not any(True for _ in module.children()):
+        raise TypeError(
+            f"module must be a model that calls modules; got a single {type(module).__name__}; a pipe of one layer is "
+            "GPipe(nn.Sequential(layer), [1], ...)"
+        )
     if hasattr(module, "_orig_mod"):
         raise TypeError(
             "module was compiled as a whole by torch.compile, so that its forward cannot be cut; compile its blocks"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from .._flatten._collected import collector
 from ..checkpoint._state import is_small
+from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
-from ..values._leaves import Activation, as_arguments
+from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
@@ -157,7 +158,40 @@ def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
 
 
 class ReplayedLoss(WholeLoss):
-    """The loss of all rows, of what the model computes for them from what its blocks have returned."""
+    """The loss of all rows, of what the model computes for them from what its blocks have returned.
+
+    Args:
+        loss_fn: is called with these, the arguments of the model, and ``arguments``.
+        inputs: the arguments of the model for the whole mini-batch.
+
+    Attributes:
+        outputs: the output for all rows, as the only one, if it is kept.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        inputs: Any,
+        arguments: tuple[Any, ...],
+        join: Callable[[Sequence[Activation]], Activation],
+        *,
+        weight: float,
+        unlike: Callable[[LossValue], ValueError] | None,
+    ) -> None:
+        super().__init__(loss_fn, arguments, join, weight=weight, unlike=unlike)
+        self._inputs = inputs
+
+    def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
+        return super()._value(i, outputs, (self._entering(), *arguments))
+
+    def _entering(self) -> Any:
+        """Return the inputs as leaves: the caller's graph, if they have one, gets one gradient, with that of stages."""
+        inputs = Activation(self._inputs)
+        leaves = detach_leaves(inputs)
+        for leaf, tensor in zip(leaves.tensors, inputs.tensors, strict=True):
+            if leaf.requires_grad:
+                self._tied.give(leaf, tensor)
+        return as_nonleaf(leaves).value
 
 
 def joined(outputs: Sequence[Activation], rows: Sequence[int], facts: Facts) -> Activation:

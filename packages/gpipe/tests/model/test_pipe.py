@@ -1,0 +1,206 @@
+"""A pipe of a model whose own forward runs leaves what forward and backward of the plain model leave."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, LossSum
+from microbatch import Split, flatten, map_tensors
+
+from ..layers import DOUBLE, MODES, running
+from ..schedules import balance_by, suited
+from .forwards import Told, models
+
+SCHEDULES = ("1f1b", "fill_drain", "zero_bubble", "interleaved")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to compute loss and gradients: all ways lead to the same.
+
+    Attributes:
+        how: a schedule of a step, or "call", "call with out_spec".
+        loss: what kind.
+        stages: of the pipe, at most.
+        cut: which of the balances with so many stages.
+        rows: the rows of each mini-batch.
+    """
+
+    how: str
+    loss: str
+    stages: int
+    cut: int
+    rows: tuple[int, ...]
+    chunks: int
+    mode: str
+    inline: bool
+    input_needs_grad: bool = False
+
+    def pipe(self, model: nn.Module) -> GPipe:
+        count = len(GPipe(copy.deepcopy(model), devices=["cpu"]).blocks)
+        balance = balance_by(self.cut, count, self.stages)
+        workers = max(1, len(balance) // 2) if self.how == "interleaved" and len(balance) % 2 == 0 else len(balance)
+        devices = [f"cpu:{j % workers}" for j in range(len(balance))]
+        spec = Split(0) if self.how == "call with out_spec" else None
+        return GPipe(model, balance, devices=devices, chunks=self.chunks, checkpoint=self.mode, out_spec=spec)
+
+    def where(self) -> AbstractContextManager[None]:
+        return running(self.inline)
+
+
+ways = st.builds(
+    Way,
+    st.sampled_from(["call", "call with out_spec", *SCHEDULES]),
+    st.sampled_from(["mean", "sum", "counted", "whole", "own", "own by items"]),
+    st.integers(1, 4),
+    st.integers(0, 9),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 4),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.booleans(),
+).filter(lambda way: not (way.how.startswith("call") and "own" in way.loss))
+
+
+def rows_losses(output: Any) -> Tensor:
+    """One for each row."""
+    tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sum((k + 1) * tensor.square().sum(1) for k, tensor in enumerate(tensors)) * 0.1
+
+
+def counted(output: Any, target: Any) -> LossSum:
+    return LossSum(rows_losses(output).sum(), len(rows_losses(output)))
+
+
+def contrasted(output: Any, target: Any) -> Tensor:
+    """Each row counts by how it compares with the others."""
+    each = rows_losses(output)
+    return each.softmax(0) @ each
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "mean": (lambda output, _: rows_losses(output).mean(), {"reduction": "mean"}),
+    "sum": (lambda output, _: rows_losses(output).sum(), {"reduction": "sum", "normalizer": 7}),
+    "counted": (counted, {}),
+    "whole": (contrasted, {}),
+}
+
+
+def batches(way: Way) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for count in way.rows:
+        x = torch.randn(count, 2, dtype=DOUBLE, generator=generator).requires_grad_(way.input_needs_grad)
+        own = {"labels": torch.randn(count, 3, dtype=DOUBLE, generator=generator)} if "own" in way.loss else {}
+        items = {"num_items_in_batch": torch.tensor(2.0 * count)} if way.loss == "own by items" else {}
+        made.append({"x": x, **own, **items})
+    return made
+
+
+def plainly(model: nn.Module, batch: dict[str, Any], way: Way) -> tuple[Tensor, Any]:
+    """Loss and output of the plain model, whose gradients it adds; of all rows at once."""
+    x = batch["x"] * 1
+    output = model(**{**batch, "x": x})
+    if "own" in way.loss:
+        loss = output.loss
+    else:
+        function, options = LOSSES[way.loss]
+        loss = function(output, None)
+        loss = loss.total / loss.count if isinstance(loss, LossSum) else loss / options.get("normalizer", 1)
+    if loss.requires_grad:
+        loss.backward()
+    return loss, output
+
+
+def stepped(pipe: GPipe, batch: dict[str, Any], way: Way) -> tuple[Tensor, Any]:
+    batch = {**batch, "x": batch["x"] * 1}
+    with way.where():
+        if way.how.startswith("call"):
+            output = pipe(**batch)
+            function, options = LOSSES[way.loss]
+            loss = function(output, None)
+            loss = loss.total / loss.count if isinstance(loss, LossSum) else loss / options.get("normalizer", 1)
+            loss.backward()
+            return loss, output
+        function, options = LOSSES.get(way.loss, (None, {}))
+        if way.loss == "own by items":  # each micro-batch has a loss of its own, and nothing joins these
+            return pipe.step(schedule=suited(way.how, pipe), reduction="sum", **batch), None
+        schedule = suited(way.how, pipe)
+        if way.loss in ("whole", "own") and schedule != "fill_drain":
+            schedule = None
+        return pipe.step(loss_fn=function, schedule=schedule, return_outputs=True, **options, **batch)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    (a, tree), (b, other) = flatten(found), flatten(expected)
+    assert str(tree) == str(other)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10) if isinstance(y, Tensor) else None
+        assert isinstance(y, Tensor) or x == y
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What is multiplied by nothing has no gradient, or zeros."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def train_by(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.05 * parameter.grad
+            parameter.grad = None
+
+
+def expected_of(plain: nn.Module, batch: dict[str, Any], way: Way) -> tuple[Any, ...] | None:
+    """None if the plain model cannot do it."""
+    try:
+        loss, output = plainly(plain, batch, way)
+    except RuntimeError as error:
+        if "inplace" in str(error) or "in-place" in str(error):
+            return None
+        raise
+    return (loss, output) if loss.requires_grad and loss.isfinite() else None
+
+
+def expect_trained(told: Told, way: Way) -> None:
+    """Some steps leave what those of the plain model leave."""
+    model = told.model()
+    plain = copy.deepcopy(model)
+    with closing(way.pipe(model)) as pipe:
+        for batch in batches(way):
+            leaf = batch["x"]
+            expected = expected_of(plain, batch, way)
+            assume(expected is not None)
+            grad, leaf.grad = leaf.grad, None
+            loss, output = stepped(pipe, batch, way)
+            assert_close(loss.detach(), expected[0].detach())
+            assert_close(detached(output), None if output is None else detached(expected[1]))
+            assert_close(gradients(pipe), gradients(plain))
+            if grad is not None:
+                assert_close(leaf.grad, grad)
+            train_by(plain)
+            train_by(model)
+
+
+@given(models(in_place=False), ways)
+def test_a_pipe_trains_as_its_model(told: Told, way: Way) -> None:
+    expect_trained(told, way)
+
+
+@given(models(), ways)
+def test_what_is_changed_in_place_is_right_or_refused(told: Told, way: Way) -> None:
+    try:
+        expect_trained(told, way)
+    except RuntimeError as refusal:
+        assert "inplace" in str(refusal) or "in place" in str(refusal), refusal  # noqa: PT017
+
+
+def detached(value: Any) -> Any:
+    return map_tensors(Tensor.detach, value)
