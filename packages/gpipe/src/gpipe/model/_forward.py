@@ -339,8 +339,7 @@ class Forward:
             for j in range(self.stage - 1, home, -1):
                 between = self.parts[j].leaves.get(id(tensor))
                 if between is not None and between.alias._version != between.version:
-                    found = leaves[id(tensor)] = self._leaf(between.alias, j)
-                    return found
+                    return self._leaf(between.alias, j)
             leaf = self._run.sent(tensor, home, self.stage, self.parts[home].done)
             alias = self._alias(leaf)
             found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
