@@ -23,6 +23,9 @@ class Looks(Protocol):
     def read(self, tensor: Tensor) -> None:
         """Note that the model reads the shape of ``tensor``."""
 
+    def made(self, output: Any) -> Any:
+        """Return what the model gets for the ``output`` of an operation."""
+
 
 class Between(TorchFunctionMode):
     """Gives each operation the tensors that ``looks`` has for it. Off inside of blocks."""
@@ -44,7 +47,7 @@ class Between(TorchFunctionMode):
                 self._looks.read(args[0])
             return function(*args, **kwargs)
         looked: Any = changed(args, self._looks.here)
-        return function(*looked, **(changed(kwargs, self._looks.here) if kwargs else kwargs))
+        return self._looks.made(function(*looked, **(changed(kwargs, self._looks.here) if kwargs else kwargs)))
 
     @contextmanager
     def off(self) -> Iterator[None]:

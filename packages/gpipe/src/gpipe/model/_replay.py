@@ -43,6 +43,7 @@ class Replay:
         self._calls = self._stage = 0
         self._moves = len({*devices}) > 1
         self._placeholders: dict[int, Tensor] = {}
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         self._between = Between(self)
 
     def output(self, inputs: Any) -> Any:
@@ -79,8 +80,23 @@ class Replay:
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the stage that computes here."""
         self.read(tensor)
+        if not self._moves:
+            return tensor
+        # A copy takes the place of its tensor for good, since it may be changed in place.
+        while (known := self._moved.get(id(tensor))) is not None and known[0] is tensor:
+            tensor = known[1]
+        copy = self._on_device(tensor)
+        if copy is not tensor:
+            self._moved[id(tensor)] = tensor, copy
+        return copy
+
+    def made(self, output: Any) -> Any:
+        """Return the output of an operation on the device of the stage: it may have named that of another one."""
+        return changed(output, self._on_device) if self._moves else output
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
         device = self._devices[self._stage]
-        if not self._moves or tensor.device == device or tensor.device not in self._devices:
+        if tensor.device == device or tensor.device not in self._devices:
             return tensor
         return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
 
