@@ -49,11 +49,13 @@ class GPipe(Stepping):
     such as batch norm.
 
     Args:
-        module: the model: an ``nn.Sequential`` or, with a ``sample``, any model that :func:`flatten` takes. Its layers
-            are moved to the devices, not copied. Parameters that partitions share are on the device of the first one.
-        balance: the number of layers of each partition, as :mod:`gpipe.balance` finds it. With a ``sample`` it is
-            optional: then the layers are measured for a second and balanced over the ``devices``; on ``meta``, by their
-            parameters.
+        module: the model: an ``nn.Sequential``, or a model with a forward of its own. That runs once per micro-batch,
+            and is cut at the elements of its lists of modules; with a ``sample``, :func:`flatten` makes layers of it.
+            Its modules are moved to the devices, not copied. Parameters that partitions share are on the device of the
+            first one.
+        balance: the number of layers, or blocks, of each partition, as :mod:`gpipe.balance` finds it. Of a model with a
+            forward of its own it is optional: blocks are balanced over the ``devices`` by the bytes of their
+            parameters, layers by a measurement of a second, and on ``meta`` by their parameters.
         sample: an input of the model, with as many rows as a micro-batch; see :func:`flatten`.
         devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
             the CPU for each partition if there are none.
@@ -72,8 +74,8 @@ class GPipe(Stepping):
             device. ``"reset"`` calls the modules' own ``reset_parameters()``; a function is called with each module, as
             by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
             ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, as ``snapshot_download()`` returns one.
-        blocks, pick: with a ``sample``: which lists of layers the model is cut at, and what the pipe returns of its
-            output; see :func:`flatten`.
+        blocks: the names of lists of modules, or of modules, at which a model is cut.
+        pick: with a ``sample``: what the pipe returns of the output; see :func:`flatten`.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -83,8 +85,8 @@ class GPipe(Stepping):
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order; an argument
-            has a wrong type.
+        TypeError: ``module`` is an ``nn.Sequential`` that does more than compute its layers in order, or has no
+            forward that can be cut; an argument has a wrong type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
         ValueError: ``chunks`` or ``checkpoint`` is invalid or does not go with a layer, a layer occurs twice,
             partitions share modules that cannot be copied, a device is missing or cannot hold its partition, or

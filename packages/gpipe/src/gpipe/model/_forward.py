@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import Semaphore
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -24,7 +25,7 @@ from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..engine._stage import Stage
 from ..transport._copy import StagePlace
-from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments
+from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments, version
 from ._between import Between
 from ._called import answered_by
 from ._facts import Answer, Facts, Place, answer_of
@@ -66,6 +67,9 @@ class AnyRun(Protocol):
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
         """Return a parameter or buffer of the model for an operation of ``stage``."""
 
+    def on_streams(self) -> AbstractContextManager[None]:
+        """Return a context in which the streams of all stages are current."""
+
     def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Tensor:
         """Return a leaf like ``tensor`` on the device of ``target``."""
 
@@ -88,6 +92,24 @@ class Leaf(NamedTuple):
     version: int
 
 
+class Copied(NamedTuple):
+    """A tensor without gradient, as a later stage on another device uses it.
+
+    Attributes:
+        tensor: the tensor of the earlier stage.
+        version: of ``tensor``, when it was copied.
+        copy: what the model computes with.
+        own: the version of ``copy``, when it was made.
+        stage: the later stage.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+    own: int
+    stage: int
+
+
 class Part:
     """The part of a forward that one stage computes.
 
@@ -95,19 +117,17 @@ class Part:
         leaves: the tensors of earlier stages that it uses, by the identity of these.
         sent: its own tensors that later stages use, by identity.
         gradients: what arrives from later stages: functions that return gradients of what was ``sent``.
-        copies: tensors without gradients from other devices, each with its version.
         calls: the calls of blocks that are recomputed.
         first: the number of the first node of its graph.
         done: follows all that the stage has queued on its device.
     """
 
-    __slots__ = ("calls", "copies", "done", "first", "gradients", "leaves", "sent")
+    __slots__ = ("calls", "done", "first", "gradients", "leaves", "sent")
 
     def __init__(self) -> None:
         self.leaves: dict[int, Leaf] = {}
         self.sent: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Callable[[], Tensor]]] = {}
-        self.copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.calls: list[BlockForward] = []
         self.done: AbstractEvent | None = None
         self.first = 0
@@ -144,6 +164,7 @@ class Forward:
         self.is_complete = False
         self._left: dict[int, tuple[ref[Tensor], str]] = {}
         self._returned: dict[int, tuple[ref[Tensor], list[Place]]] = {}
+        self._copies: dict[int, Copied] = {}  # the latest of each tensor
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
         self._go, self._stopped = Semaphore(0), Semaphore(0)
@@ -191,7 +212,8 @@ class Forward:
                 limit_threads(self._threads)
             set_intercepting(True)
             context = self._run.spec.context
-            with context.applied(), serving(self._sections), torch.autograd.set_multithreading_enabled(False):
+            backwards_stay = torch.autograd.set_multithreading_enabled(False)
+            with context.applied(), serving(self._sections), backwards_stay, self._run.on_streams():
                 self._turns()
         except Ended:
             pass
@@ -263,7 +285,7 @@ class Forward:
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
                 with answered_by(None):
-                    output = self._computed(module, function, args, kwargs)
+                    output = self.made(self._computed(module, function, args, kwargs))
         if stage < self.stage:
             # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
             with answered_by(None):
@@ -303,7 +325,7 @@ class Forward:
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute an operation of the model itself, with the tensors of this stage."""
         looked: Any = changed(args, self.here)
-        return function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs))
+        return self.made(function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs)))
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` for an operation of the model itself, in this stage."""
@@ -328,10 +350,17 @@ class Forward:
             if node is None:
                 return self._run.parameter(tensor, self.stage)
             home = self._home(node)
-            return self._moved(tensor) if home == self.stage else self._leaf(tensor, home).alias
+            return tensor if home == self.stage else self._leaf(tensor, home).alias
         if self._run.copies:
             return self._run.parameter(tensor, self.stage) if self._run.is_of_model(tensor) else self._copy(tensor)
         return tensor
+
+    def made(self, output: Any) -> Any:
+        """Return the output of an operation on the device of this stage: it may have named that of another one.
+
+        At once, since a change in place would be lost in a copy made for one operation.
+        """
+        return changed(output, self._moved) if self._run.copies else output
 
     def _home(self, node: Node) -> int:
         """Return the stage in whose turn ``node`` was made: nodes of a thread are numbered in order."""
@@ -345,8 +374,7 @@ class Forward:
             for j in range(self.stage - 1, home, -1):
                 between = self.parts[j].leaves.get(id(tensor))
                 if between is not None and between.alias._version != between.version:
-                    found = leaves[id(tensor)] = self._leaf(between.alias, j)
-                    return found
+                    return self._leaf(between.alias, j)
             leaf = self._run.sent(tensor, home, self.stage, self.parts[home].done)
             alias = self._alias(leaf)
             found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
@@ -361,27 +389,31 @@ class Forward:
         return alias
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this stage on its device: the model may have made it on that of another tensor."""
-        device = self._run.places[self.stage][0]
-        is_elsewhere = self._run.copies and tensor.device != device and tensor.device in self._run.devices
-        return tensor.to(device) if is_elsewhere else tensor
+        return tensor.to(self._run.places[self.stage][0]) if self._is_elsewhere(tensor) else tensor
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is on the device of another stage."""
+        device = tensor.device
+        if device == self._run.places[self.stage][0] or device not in self._run.devices:
+            return False
+        return bool(tensor.dim()) or device.type != "cpu" or tensor.requires_grad  # torch takes numbers as they are
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a tensor without gradient on the device of this stage."""
-        device, places = tensor.device, self._run.places
-        if device == places[self.stage][0] or device not in self._run.devices:
+        known = self._copies.get(id(tensor))
+        if known is not None and known.version == version(tensor):
+            if known.stage == self.stage:
+                return known.copy
+            if version(known.copy) != known.own or known.copy.is_inference():  # where changes in place are not counted
+                return self._here(known.copy)
+        if not self._is_elsewhere(tensor):
             return tensor
-        if not tensor.dim() and device.type == "cpu":  # torch takes it as it is
-            return tensor
-        copies = self.parts[self.stage].copies
-        known = copies.get(id(tensor))
-        if known is None or known[0] is not tensor or known[1] != tensor._version:
-            home = max((j for j in range(self.stage) if places[j][0] == device), default=None)
-            if home is None:
-                return tensor.to(places[self.stage][0])
-            copy = self._run.sent(tensor, home, self.stage, self.parts[home].done)
-            known = copies[id(tensor)] = tensor, tensor._version, copy
-        return known[2]
+        places = self._run.places
+        home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
+        sent = None if home is None else self._run.sent(tensor, home, self.stage, self.parts[home].done)
+        copy = self._moved(tensor) if sent is None else sent
+        self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
+        return copy
 
     def _record(self, name: str, number: int, output: Any, collected: Any) -> None:
         """Remember what a block has returned, until the model uses it."""

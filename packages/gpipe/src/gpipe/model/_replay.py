@@ -54,6 +54,7 @@ class Replay:
         self._placeholders: dict[int, Tensor] = {}
         self._draws = Draws()
         self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         self._between = Between(self)
 
     def output(self, inputs: Any) -> Any:
@@ -106,7 +107,7 @@ class Replay:
             tensors.append(tensor)
             return self.here(tensor)
 
-        output = function(*changed(args, looked), **changed(kwargs, looked))
+        output = self.made(function(*changed(args, looked), **changed(kwargs, looked)))
         is_drawn = self._draws.count > count and self._calls < len(self._answers)
         if is_drawn or any(tensor in self._draws for tensor in tensors):
             changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
@@ -115,8 +116,23 @@ class Replay:
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the stage that computes here."""
         self.read(tensor)
+        if not self._moves:
+            return tensor
+        # A copy takes the place of its tensor for good, since it may be changed in place.
+        while (known := self._moved.get(id(tensor))) is not None and known[0] is tensor:
+            tensor = known[1]
+        copy = self._on_device(tensor)
+        if copy is not tensor:
+            self._moved[id(tensor)] = tensor, copy
+        return copy
+
+    def made(self, output: Any) -> Any:
+        """Return the output of an operation on the device of the stage: it may have named that of another one."""
+        return changed(output, self._on_device) if self._moves else output
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
         device = self._devices[self._stage]
-        if not self._moves or tensor.device == device or tensor.device not in self._devices:
+        if tensor.device == device or tensor.device not in self._devices:
             return tensor
         return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from streams import is_accelerator, use_device, use_stream
 
 from .._flatten._cache import without_cache
 from ..checkpoint._random import CellRNG
@@ -138,6 +140,18 @@ class ModelRun(StageRuns):
             type(module).__name__,
         )
 
+    @contextmanager
+    def on_streams(self) -> Iterator[None]:
+        """Make the streams of all stages current: the model may name a device of another stage than its turn is."""
+        own = {device: stream for device, stream, _ in self.places.values() if is_accelerator(stream)}
+        with ExitStack() as scope:
+            # First the device, without a stream: another one would get a context of this process at the end.
+            for device in [*own][:1]:
+                scope.enter_context(use_device(device))
+            for stream in own.values():
+                scope.enter_context(use_stream(stream))
+            yield
+
     def is_of_model(self, tensor: Tensor) -> bool:
         return id(tensor) in self._homes
 
@@ -224,6 +238,10 @@ class ModelStageRun(StageRun):
         calls = self._parts[i][self.stage.index].calls
         if calls:
             calls[-1].early()
+
+    def loss(self, i: int) -> None:
+        with self._run.on_streams(), use_stream(self._run.places[self.stage.index][1]):
+            super().loss(i)
 
     def backward(self, i: int) -> None:
         seeds = self._prepared(i)
