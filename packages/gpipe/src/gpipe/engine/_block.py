@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -39,28 +40,29 @@ class Block:
 
     Args:
         recomputation: recomputes its layers.
-        context: the settings of the thread that calls the forward.
     """
 
-    def __init__(self, stage: Stage, recomputation: Recomputation, context: Context) -> None:
+    def __init__(self, stage: Stage, recomputation: Recomputation) -> None:
         self.recomputation = recomputation
         self.recomputation.begin()
-        self.context = context
         self.stage = stage
         # False once a forward has left its input unchanged.
         self._clones = True
 
-    def forward(self, compute: Compute, value: Any, skips: Mapping[Any, Any]) -> tuple[Any, BlockForward]:
+    def forward(
+        self, compute: Compute, value: Any, context: Context, skips: Mapping[Any, Any] = MappingProxyType({})
+    ) -> tuple[Any, BlockForward]:
         """Return the output of ``compute`` for ``value``, and what recomputes it.
 
         Args:
+            context: the settings of the forward, in which it is recomputed.
             skips: skips stashed before the block, which it may pop.
         """
         inputs = Activation((value, *skips.values()))
         before = versions(inputs)
         # Clones of tensors that share memory would not receive each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
-        forward = BlockForward(self, compute, current.work.rng, [*skips])
+        forward = BlockForward(self, compute, context, current.work.rng, [*skips])
         output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
         self._clones = self._clones and versions(inputs) != before
         return output, forward
@@ -83,8 +85,8 @@ class LayersBlock(Block):
                 f"partition {stage.index} is compiled as a whole, but some of its layers are recomputed on their own; "
                 "compile its layers"
             )
-        super().__init__(stage, stage.blocks[numbers], context)
-        self.numbers = numbers
+        super().__init__(stage, stage.blocks[numbers])
+        self.numbers, self._context = numbers, context
         layers = [*skippables(self.recomputation.module)]
         self._pops = [key for layer in layers for key in layer.poppable()]
         self._stashes = [key for layer in layers for key in layer.stashable()]
@@ -95,7 +97,7 @@ class LayersBlock(Block):
         store: Any = current.work.skips
         skips = {key: store[key] for key in self._pops if key in store}
         expect_plain((value, *skips.values()), self.stage.index)
-        return self.forward(compute, value, skips)[0]
+        return self.forward(compute, value, self._context, skips)[0]
 
     def outputs(self, output: Any) -> Activation:
         store: Any = current.work.skips
@@ -105,9 +107,10 @@ class LayersBlock(Block):
 class BlockForward:
     """One forward of a block, and its recomputation. The saved tensors of the graph refer to it."""
 
-    def __init__(self, block: Block, compute: Compute, random: CellRNG, skips: Sequence[Any]) -> None:
+    def __init__(self, block: Block, compute: Compute, context: Context, random: CellRNG, skips: Sequence[Any]) -> None:
         self._block = block
         self._compute = compute
+        self._context = context
         self._skips = skips
         # Separate generators: the recomputation restarts them, while the cell's generators have advanced.
         self._random = random.again(block.stage.device)
@@ -145,7 +148,7 @@ class BlockForward:
 
         repeat, block = self._repeat, self._block
         assert repeat is not None
-        with block.context.applied(), repeat.restored():
+        with self._context.applied(), repeat.restored():
             value, *skips = as_nonleaf(repeat.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
             # Layers must not draw random numbers in a backward, except in this recomputation.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 Blocks = dict[str, nn.Module]
-"""Modules by their names in the model, in the order in which the model registers them."""
+"""Modules by their names in the model, in the order of their stages."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EVEN = 1.1
@@ -57,7 +57,7 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
-    """Return the modules with these ``names``, and the elements in place of a list.
+    """Return the modules with these ``names``, in this order, and the elements in place of a list.
 
     Raises:
         ValueError: there is no such module, or it is inside another block.
@@ -68,12 +68,10 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
         if name not in known:
             raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name")
         found |= _elements(name, known[name]) if isinstance(known[name], _LISTS) else {name: known[name]}
-    wanted = {*found.values()}
-    ordered = {name: module for name, module in known.items() if module in wanted}
-    for name in ordered:
-        if around := [other for other in ordered if name.startswith(f"{other}.")]:
+    for name in found:
+        if around := [other for other in found if name.startswith(f"{other}.")]:
             raise ValueError(f"blocks names {name!r} and {around[0]!r}, which contains it; name one of them")
-    return ordered
+    return found
 
 
 def unevenness(model: nn.Module, division: Division) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from streams import AbstractEvent, limit_threads, record_event, use_stream
+from streams import AbstractEvent, Context, limit_threads, record_event, use_stream
 
 from .._current import Work, current
 from .._flatten._collected import collector
@@ -60,6 +60,9 @@ class AnyRun(Protocol):
 
     def tell_of_objects(self, module: nn.Module) -> None:
         """Log that ``module`` is not recomputed."""
+
+    def tell_of_order(self, name: str, stage: int, later: int) -> None:
+        """Log that a ``later`` stage computes a block of ``stage``."""
 
     def is_of_model(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter or buffer of the model."""
@@ -288,6 +291,7 @@ class Forward:
                     output = self.made(self._computed(module, function, args, kwargs))
         if stage < self.stage:
             # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
+            self._run.tell_of_order(name, stage, self.stage)
             with answered_by(None):
                 output = function(*args, **kwargs)
         changed((args, kwargs, output), lambda tensor: known.add(id(tensor)) or tensor)  # type: ignore[func-returns-value]
@@ -316,9 +320,17 @@ class Forward:
         if not is_plain(value):
             self._run.tell_of_objects(module)
             return function(*args, **kwargs)
-        output, forward = block.forward(compute, value, {})
+        output, forward = block.forward(compute, value, self._context())
         self.parts[self.stage].calls.append(forward)
         return output
+
+    def _context(self) -> Context:
+        """Return the settings in which the model calls a block: its forward may have entered autocast, for example."""
+        context = Context.capture()
+        context.function_modes = tuple(mode for mode in context.function_modes if mode is not self._between)
+        # The variables are those of the caller: by its own a model collects what hooks inside of blocks see.
+        context.variables = self._run.spec.context.variables
+        return context
 
     # Tensors that the model uses.
 

@@ -267,8 +267,7 @@ class ModelPipe(GPipe, of_models=True):
         if call.target is not None:
             target, _ = unwrap(call.target, None, "target")
             arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
-        if call.loss_fn is not None:
-            self._tell_of_whole(asked)
+        self._tell_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 

@@ -16,10 +16,15 @@ from ._called import answered
 
 
 class ModelStage(Stage):
-    """The part of a model on a device."""
+    """The part of a model on a device.
+
+    Attributes:
+        has_told: whether it was logged that a later stage computes one of its blocks.
+    """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout) -> None:
         super().__init__(index, module, device, layout, 0)
+        self.has_told = False
         self._recomputations: dict[nn.Module, Recomputation] = {}
 
     def recomputation_of(self, block: nn.Module) -> Recomputation:

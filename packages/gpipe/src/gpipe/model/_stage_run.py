@@ -128,7 +128,7 @@ class ModelRun(StageRuns):
             return None
         if module not in self._blocks:
             own = self._divided.stages[stage]
-            self._blocks[module] = Block(own, own.recomputation_of(module), self.spec.context)
+            self._blocks[module] = Block(own, own.recomputation_of(module))
         return self._blocks[module]
 
     def tell_of_objects(self, module: nn.Module) -> None:
@@ -139,6 +139,19 @@ class ModelRun(StageRuns):
             "operations save",
             type(module).__name__,
         )
+
+    def tell_of_order(self, name: str, stage: int, later: int) -> None:
+        own = self._divided.stages[stage]
+        if not own.has_told:
+            own.has_told = True
+            _log.warning(
+                "block %r of partition %d is called after blocks of partition %d, which computes it with copies of its "
+                "parameters; if blocks are called in another order than the model registers them, name them in that "
+                "order: GPipe(model, blocks=[...])",
+                name,
+                stage,
+                later,
+            )
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:

@@ -166,6 +166,12 @@ OF_ALL_ROWS = (
     f"add up: all outputs are kept until then. To begin backwards earlier (1F1B): {_WAYS}"
 )
 
+OF_MODEL = (
+    "the loss of step() is computed once, by the model, on what its blocks returned for all micro-batches, since it is "
+    "not known how their losses add up: all activations are kept until then. To begin backwards earlier (1F1B), say "
+    'how: step(**batch, num_items_in_batch=count, reduction="sum") for a model that divides the sum of its losses by '
+    'that number, reduction="mean" for a mean over rows'
+)
 
 _LEAST = torch.finfo(torch.float32).tiny
 

@@ -33,7 +33,7 @@ from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
-from ._rule import OF_ALL_ROWS, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
+from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
 from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
@@ -360,7 +360,7 @@ class Stepping(Divided):
         overlaps = min(len(asked.batches), len(self._balance)) > 1
         if asked.call.trains and asked.schedule is None and overlaps and not self._told_of_whole:
             self._told_of_whole = True
-            _log.warning(OF_ALL_ROWS)
+            _log.warning(OF_ALL_ROWS if asked.call.loss_fn is not None else OF_MODEL)
 
     def _expect_fit(self, call: Call) -> None:
         if call.trains:
