@@ -140,6 +140,8 @@ class Tied:
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
+            if self._then:
+                self._then |= {(each, ""): _state(each) for each in (copy, own)}
         return copy
 
     def expect_once(self, leaves: Iterable[Tensor]) -> None:
