@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from microbatch import flatten, unflatten
+from microbatch import flatten
 
-Place = tuple[int, int]
-"""A tensor that a block has returned: the number of the call in a forward, and of the tensor in its output."""
+
+class Place(NamedTuple):
+    """A tensor that a block has returned: the number of the call in a forward, and of the tensor in its output."""
+
+    call: int
+    leaf: int
 
 
 class Shape(NamedTuple):
@@ -26,30 +30,20 @@ class Answer(NamedTuple):
 
     Attributes:
         block: the name of the block.
-        leaves: constants, and a :class:`Shape` in place of each tensor.
+        leaves: constants; in place of each tensor a :class:`Shape`, or a :class:`Place` if it was returned there first.
+        tree: the structure of output and collected values.
+        arguments: the sizes of the tensors among its arguments.
     """
 
     block: str
     leaves: Sequence[Any]
     tree: Any
-
-    def filled(self, tensors: Mapping[int, Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return output and collected values with these ``tensors``, by number; and placeholders for all others."""
-        placeholders: list[Tensor] = []
-        leaves = list(self.leaves)
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Shape):
-                leaves[k] = tensors.get(k)
-                if leaves[k] is None:
-                    leaves[k] = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
-                    placeholders.append(leaves[k])
-        return unflatten(leaves, self.tree), placeholders
+    arguments: Sequence[torch.Size]
 
 
-def answer_of(block: str, output: Any, collected: Any) -> tuple[Answer, Sequence[Any]]:
-    """Return the answer of ``block`` without tensors, and its leaves: its output, and what hooks inside collected."""
-    leaves, tree = flatten((output, collected))
-    return Answer(block, [Shape(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves], tree), leaves
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in order."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 class Facts(NamedTuple):
@@ -58,7 +52,9 @@ class Facts(NamedTuple):
     Attributes:
         answers: what each call of a block has returned, in the order of the calls.
         used: the tensors among these that the model itself uses, in its own operations or in its output.
+        changed: those among the used ones that the model changes in place afterwards.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
+    changed: frozenset[Place]

@@ -46,7 +46,7 @@ from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, joined
+from ._replay import Replay, ReplayedLoss, used_of
 from ._stage import ModelStage
 
 
@@ -142,9 +142,9 @@ class ModelPipe(GPipe, of_models=True):
             outputs = compute_outputs(self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions)
             if self.out_spec is not None:
                 return gathered(outputs, batches, self.out_spec)
-            used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
+            replay = self._replay(used_of(outputs).value, batches)
             with self._shown().divided.answering(), without_cache(self._whole_model):
-                return self._replay(used.value).output(inputs.bare)
+                return replay.output(inputs.bare)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``generate()`` of the model returns; stages take turns, with all rows."""
@@ -218,8 +218,9 @@ class ModelPipe(GPipe, of_models=True):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _replay(self, used: Any) -> Replay:
-        return Replay(self._whole_model, self._shown().shown(), used, self._devices)
+    def _replay(self, used: Any, batches: Sequence[Any]) -> Replay:
+        rows = [batch.rows[0] for batch in batches]
+        return Replay(self._whole_model, self._shown().shown(), used, rows, self._devices)
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
         inputs = with_whole_count(asked.inputs) if self._cuts_by_name else asked.inputs
@@ -254,13 +255,11 @@ class ModelPipe(GPipe, of_models=True):
         inputs = checked(asked.inputs, self.in_spec).bare
 
         def loss(used: Any, *others: Any) -> Any:
-            return loss_fn(self._replay(used).output(inputs), *others)
+            return loss_fn(self._replay(used, batches).output(inputs), *others)
 
-        rows = [batch.rows[0] for batch in batches]
-        join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        return ReplayedLoss(loss, arguments, join, weight=weight, unlike=unlike, keep_outputs=call.return_outputs)
+        return ReplayedLoss(loss, arguments, used_of, weight=weight, unlike=unlike, keep_outputs=call.return_outputs)
 
 
 def expect_own_forward(module: object) -> None:

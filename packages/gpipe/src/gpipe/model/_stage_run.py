@@ -102,17 +102,22 @@ class ModelRun(StageRuns):
         return self.forwards[microbatch]
 
     def learn(self, forward: Forward) -> None:
-        """Keep what a complete forward has shown."""
-        if self.replays and forward.is_complete:
-            if self.facts is not None and len(self.facts.answers) != len(forward.answers):
-                raise RuntimeError(
-                    f"{type(self.model).__name__} called {len(forward.answers)} blocks for micro-batch "
-                    f"{forward.microbatch}, and {len(self.facts.answers)} for another one; what it computes of all "
-                    "rows then cannot be computed from what blocks returned; give a loss_fn that returns "
-                    "gpipe.LossSum(total, count), or out_spec="
-                )
-            used = frozenset(forward.used) | (frozenset() if self.facts is None else self.facts.used)
-            self.facts = Facts(forward.answers if self.facts is None else self.facts.answers, used)
+        """Keep what a forward has shown."""
+        uses, facts = forward.uses, self.facts
+        if uses is None:
+            return
+        if facts is None:
+            facts = Facts(uses.answers, frozenset(), frozenset())
+        if len(facts.answers) != len(uses.answers):
+            raise RuntimeError(
+                f"{type(self.model).__name__} called {len(uses.answers)} blocks for micro-batch "
+                f"{forward.microbatch}, and {len(facts.answers)} for another one; what it computes of all "
+                "rows then cannot be computed from what blocks returned; give a loss_fn that returns "
+                "gpipe.LossSum(total, count), or out_spec="
+            )
+        # Sizes change from run to run. Those of the first micro-batch are compared with those of all rows.
+        answers = facts.answers if forward.microbatch else uses.answers
+        self.facts = Facts(answers, facts.used.union(forward.used), facts.changed | uses.changed)
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
