@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from microbatch import flatten, unflatten
+from microbatch import flatten
 
-Place = tuple[int, int]
-"""A tensor that a block has returned: the number of the call in a forward, and of the tensor in its output."""
+
+class Place(NamedTuple):
+    """A tensor that a block has returned: the number of the call in a forward, and of the tensor in its output."""
+
+    call: int
+    leaf: int
 
 
 class Shape(NamedTuple):
@@ -26,39 +30,25 @@ class Answer(NamedTuple):
 
     Attributes:
         block: the name of the block.
-        leaves: constants, and a :class:`Shape` in place of each tensor.
+        leaves: constants; in place of each tensor a :class:`Shape`, or a :class:`Place` if it was returned there first.
+        tree: the structure of output and collected values.
+        arguments: the sizes of the tensors among its arguments.
     """
 
     block: str
     leaves: Sequence[Any]
     tree: Any
-
-    def filled(self, tensors: Mapping[int, Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return output and collected values with these ``tensors``, by number; and placeholders for all others."""
-        placeholders: list[Tensor] = []
-        leaves = list(self.leaves)
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Shape):
-                leaves[k] = tensors.get(k)
-                if leaves[k] is None:
-                    leaves[k] = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
-                    placeholders.append(leaves[k])
-        return unflatten(leaves, self.tree), placeholders
+    arguments: Sequence[torch.Size]
 
     def is_like(self, other: Answer) -> bool:
         """Return whether both are of one block, with tensors and constants in the same places."""
-        kinds = [isinstance(leaf, Shape) for leaf in self.leaves]
-        return (
-            self.block == other.block
-            and self.tree == other.tree
-            and kinds == [isinstance(leaf, Shape) for leaf in other.leaves]
-        )
+        same = (self.block, self.tree) == (other.block, other.tree)
+        return same and [*map(_kind, self.leaves)] == [*map(_kind, other.leaves)]
 
 
-def answer_of(block: str, output: Any, collected: Any) -> tuple[Answer, Sequence[Any]]:
-    """Return the answer of ``block`` without tensors, and its leaves: its output, and what hooks inside collected."""
-    leaves, tree = flatten((output, collected))
-    return Answer(block, [Shape(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves], tree), leaves
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in order."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 class Facts(NamedTuple):
@@ -67,14 +57,16 @@ class Facts(NamedTuple):
     Attributes:
         answers: what each call of a block has returned, in the order of the calls.
         used: the tensors among these that the model itself uses, in its own operations or in its output.
+        changed: those among the used ones that the model changes in place afterwards.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
+    changed: frozenset[Place]
 
 
 def joined_facts(found: Sequence[Facts], model: str) -> Facts:
-    """Return what several complete forwards of one run have shown.
+    """Return what the forwards of one run have shown.
 
     Raises:
         RuntimeError: they called different blocks.
@@ -88,7 +80,13 @@ def joined_facts(found: Sequence[Facts], model: str) -> Facts:
                 f"({_names(first)}); so what it computes of all rows cannot be computed from what its blocks returned; "
                 "give a loss_fn that returns gpipe.LossSum(total, count), or out_spec="
             )
-    return Facts(first.answers, frozenset[Place]().union(*[facts.used for facts in found]))
+    used, changed = (frozenset[Place]().union(*each) for each in zip(*[facts[1:] for facts in found], strict=True))
+    # Sizes change from run to run. Those of the first micro-batch are compared with those of all rows.
+    return Facts(first.answers, used, changed)
+
+
+def _kind(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Place) else isinstance(leaf, Shape)
 
 
 def _names(facts: Facts) -> str:

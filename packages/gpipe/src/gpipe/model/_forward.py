@@ -28,8 +28,9 @@ from ..transport._copy import StagePlace
 from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments, version
 from ._between import Between
 from ._called import answered_by
-from ._facts import Answer, Facts, Place, answer_of
+from ._facts import Facts, Place, tensors_in
 from ._tree import changed, is_plain
+from ._used import Uses
 
 
 class AnyRun(Protocol):
@@ -153,20 +154,20 @@ class Forward:
         parts: the part of each stage.
         output: what the model has returned, with the tensors that the last stage holds; None unless it is complete.
         used: the outputs of blocks that the model uses itself.
-        answers: what blocks have returned.
+        uses: the calls of blocks, and the uses of what they returned; None unless the output is for all rows.
     """
 
     def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
-        self._run, self._inputs, self._known = run, inputs, known
+        self._run, self._inputs = run, inputs
         self.microbatch = microbatch
         self.stage = -1
         self.parts = [Part() for _ in run.stages]
         self.output: Any = None
         self.used: dict[Place, Tensor] = {}
-        self.answers: list[Answer] = []
+        self.uses = Uses(type(run.model).__name__, known, self._here) if run.replays else None
+        self._calls = 0
         self.is_complete = False
         self._left: dict[int, tuple[ref[Tensor], str]] = {}
-        self._returned: dict[int, tuple[ref[Tensor], list[Place]]] = {}
         self._copies: dict[int, Copied] = {}  # the latest of each tensor
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
@@ -277,7 +278,8 @@ class Forward:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block by ``function``, in the turn of its stage."""
-        number = len(self.answers)
+        number = self._calls
+        self._calls += 1
         # What a block leaves in attributes belongs to the micro-batch that has left it last.
         watched, known = (None if self.microbatch else module), set[int]()
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
@@ -285,10 +287,16 @@ class Forward:
             self._enter(stage)
             current.work.rng.at = 2 * number + 1
             known |= _tensors_left(name, watched).keys()
+            given = tensors_in((args, kwargs)) if self.uses is not None else []
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
+                here = tensors_in((args, kwargs)) if given else []
+                then = [*map(version, here)]
                 with answered_by(None):
                     output = self.made(self._computed(module, function, args, kwargs))
+                for tensor, own, before_call in zip(given, here, then, strict=True):
+                    if self.uses is not None and version(own) != before_call:
+                        self.uses.alters(name, tensor)
         if stage < self.stage:
             # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
             self._run.tell_of_order(name, stage, self.stage)
@@ -297,9 +305,11 @@ class Forward:
         changed((args, kwargs, output), lambda tensor: known.add(id(tensor)) or tensor)  # type: ignore[func-returns-value]
         current.work.rng.at = 2 * number + 2
         with self._between.off():
-            self._record(name, number, output, {kind: collector()[kind][size:] for kind, size in before.items()})
+            if self.uses is not None:
+                collected = {kind: collector()[kind][size:] for kind, size in before.items()}
+                self.uses.record(name, output, collected, [tensor.shape for tensor in given])
             self._left.update((at, each) for at, each in _tensors_left(name, watched).items() if at not in known)
-        if self._known is not None and len(self._known.answers) == len(self.answers):
+        if self.uses is not None and self.uses.is_complete:
             with self._between.off():
                 self._enter(self._run.stages[-1].index)
                 self._collect()
@@ -346,9 +356,8 @@ class Forward:
 
     def read(self, tensor: Tensor) -> None:
         """Note that the model uses ``tensor`` itself, in case a block has returned it."""
-        found = self._returned.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            self.used.update(dict.fromkeys(found[1], tensor))
+        if self.uses is not None:
+            self.uses.note(tensor)
         left = self._left.get(id(tensor))
         if left is not None and left[0]() is tensor:
             raise RuntimeError(
@@ -427,28 +436,10 @@ class Forward:
         self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
         return copy
 
-    def _record(self, name: str, number: int, output: Any, collected: Any) -> None:
-        """Remember what a block has returned, until the model uses it."""
-        if not self._run.replays:
-            self.answers.append(_UNKNOWN)
-            return
-        answer, leaves = answer_of(name, output, collected)
-        self.answers.append(answer)
-        if self._known is not None and not self._known.answers[number].is_like(answer):
-            self._known = None  # it does something else than before, and runs to its end to show what
-        known = frozenset[Place]() if self._known is None else self._known.used
-        for k, tensor in enumerate(leaves):
-            if isinstance(tensor, Tensor):
-                known_as = self._returned.get(id(tensor))
-                places = known_as[1] if known_as is not None and known_as[0]() is tensor else []
-                self._returned[id(tensor)] = ref(tensor), [*places, (number, k)]
-                if (number, k) in known:
-                    self.used[number, k] = tensor
-
     def _collect(self) -> None:
         """Take the used outputs of blocks to the last stage, from where the caller gets them."""
-        self.used = {place: self._here(tensor) for place, tensor in self.used.items()}
-        self._returned.clear()
+        if self.uses is not None:
+            self.used = self.uses.collected()
 
 
 def _tensors_left(name: str, block: nn.Module | None) -> dict[int, tuple[ref[Tensor], str]]:
@@ -461,9 +452,6 @@ def _tensors_left(name: str, block: nn.Module | None) -> dict[int, tuple[ref[Ten
                 if isinstance(last, Tensor):
                     found[id(last)] = ref(last), f"{path}.{attribute}"
     return found
-
-
-_UNKNOWN = Answer("", (), None)
 
 
 def _nothing() -> Generator[None]:

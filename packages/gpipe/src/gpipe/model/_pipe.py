@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch import map_tensors, unwrap
+from microbatch import Batch, map_tensors, unwrap
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
@@ -48,7 +48,7 @@ from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, joined
+from ._replay import Replay, ReplayedLoss, used_of
 from ._stage import ModelStage
 
 
@@ -149,9 +149,9 @@ class ModelPipe(GPipe, of_models=True):
             outputs = compute_outputs(self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions)
             if self.out_spec is not None:
                 return gathered(outputs, batches, self.out_spec)
-            used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
+            used = used_of(outputs).value
             with self._shown().divided.answering(), without_cache(self._whole_model):
-                return self._replayed(used.value, inputs.bare)
+                return self._replayed(used, batches, inputs.bare)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``generate()`` of the model returns; stages take turns, with all rows."""
@@ -225,13 +225,13 @@ class ModelPipe(GPipe, of_models=True):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _replayed(self, used: Any, inputs: Any) -> Any:
+    def _replayed(self, used: Any, batches: Sequence[Batch], inputs: Any) -> Any:
         """Return what the model computes for all rows, of the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
-            return Replay(self._whole_model, self._blocks.values(), pipeline.shown(), used, self._devices).output(
-                inputs
-            )
+            facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
+            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._devices)
+            return replay.output(inputs)
         except BaseException:
             pipeline.forget()
             raise
@@ -272,16 +272,14 @@ class ModelPipe(GPipe, of_models=True):
         kept: dict[int, Activation] = {}
 
         def loss(used: Any, inputs: Any, *others: Any) -> Any:
-            output = self._replayed(used, inputs)
+            output = self._replayed(used, batches, inputs)
             if call.return_outputs:  # a copy: loss_fn may change it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             return loss_fn(output, *others)
 
-        rows = [batch.rows[0] for batch in batches]
-        join = lambda outputs: joined(outputs, rows, self._shown().shown())  # noqa: E731
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        losses = ReplayedLoss(loss, inputs, arguments, join, weight=weight, unlike=unlike)
+        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike)
         losses.outputs = kept
         return losses
 

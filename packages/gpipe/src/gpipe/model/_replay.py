@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from microbatch import unflatten
+
 from .._flatten._collected import collector
 from ..checkpoint._state import is_small
 from ..engine._loss_value import LossFunction, LossValue
@@ -21,7 +23,8 @@ from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
 from ._drawn import Draws
-from ._facts import Answer, Facts
+from ._facts import Answer, Facts, Place, Shape, tensors_in
+from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
 
@@ -32,7 +35,8 @@ class Replay:
         model: the model.
         blocks: its blocks.
         facts: what blocks have returned, without tensors.
-        used: the tensors of these that the model uses, for all rows.
+        used: the tensors of these that the model uses, by place; one mapping for each micro-batch.
+        rows: the number of rows of each micro-batch.
         devices: the device of each stage.
     """
 
@@ -41,17 +45,19 @@ class Replay:
         model: nn.Module,
         blocks: Collection[nn.Module],
         facts: Facts,
-        used: Mapping[str, Tensor],
+        used: Sequence[Mapping[str, Tensor]],
+        rows: Sequence[int],
         devices: Sequence[torch.device],
     ) -> None:
-        self._model, self._answers, self._devices = model, facts.answers, devices
-        self._used: dict[int, dict[int, Tensor]] = {}
-        for place, tensor in used.items():
-            call, leaf = map(int, place.split())
-            self._used.setdefault(call, {})[leaf] = tensor
+        self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
+        self._used: dict[Place, list[Tensor | None]] = {}
+        for name in {name: None for each in used for name in each}:
+            call, leaf = map(int, name.split())
+            self._used[Place(call, leaf)] = [each.get(name) for each in used]
         self._calls = self._stage = 0
         self._moves = len({*devices}) > 1
-        self._placeholders: dict[int, Tensor] = {}
+        self._filled: dict[Place, Tensor] = {}
+        self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
         self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
@@ -81,10 +87,15 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            (output, collected), placeholders = answer.filled(self._used.get(self._calls, {}))
+            given = zip(answer.arguments, tensors_in((args, kwargs)), strict=False)
+            arguments = [self._argument(size, tensor) for size, tensor in given]
+            leaves = [
+                self._filled_at(Place(self._calls, k), leaf, arguments) if isinstance(leaf, Shape | Place) else leaf
+                for k, leaf in enumerate(answer.leaves)
+            ]
+            output, collected = unflatten(leaves, answer.tree)
             for kind, values in collected.items():
                 collector()[kind].extend(values)
-        self._placeholders.update((id(each), each) for each in placeholders)
         self._calls += 1
         if self._calls == len(self._answers):
             self._end_blocks()
@@ -112,6 +123,37 @@ class Replay:
         if is_drawn or any(tensor in self._draws for tensor in tensors):
             changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
+
+    def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
+        found = self._placeholders.get(id(tensor))
+        if found is not None and found[0] is tensor:
+            return found[1]
+        return Argument(size, dim_between(size, tensor.shape))
+
+    def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument]) -> Tensor:
+        """Return the tensor of all rows; a placeholder if the model does not use it."""
+        if isinstance(leaf, Place):
+            return self._filled[leaf]
+        if place in self._used:
+            found = self._joined(self._used.pop(place), place, arguments)
+        else:
+            found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
+            self._placeholders[id(found)] = found, Argument(leaf.size, dim_by(arguments, leaf.size))
+        self._filled[place] = found
+        return found
+
+    def _joined(self, parts: Sequence[Tensor | None], place: Place, arguments: Sequence[Argument]) -> Tensor:
+        tensors, block = [part for part in parts if part is not None], self._answers[place.call].block
+        if len(tensors) < len(parts):
+            raise RuntimeError(f"the model uses an output of block {block!r} for some micro-batches only; {_SAME}")
+        found = tensors[0] if len(tensors) == 1 else joined(tensors, self._rows, arguments)
+        if found is None:
+            raise RuntimeError(
+                f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._rows[0]} rows, which "
+                "the model uses itself, and it is not known where its rows are; give out_spec=, or a loss_fn that "
+                "returns gpipe.LossSum(total, count)"
+            )
+        return found
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the stage that computes here."""
@@ -149,7 +191,8 @@ class Replay:
         )
 
     def read(self, tensor: Tensor) -> None:
-        if self._placeholders.get(id(tensor)) is tensor:
+        found = self._placeholders.get(id(tensor))
+        if found is not None and found[0] is tensor:
             raise RuntimeError(
                 f"{type(self._model).__name__} uses an output of a block for all rows that it did not use for a "
                 f"micro-batch; {_SAME}"
@@ -210,39 +253,10 @@ class ReplayedLoss(WholeLoss):
         return as_nonleaf(leaves).value
 
 
-def joined(outputs: Sequence[Activation], rows: Sequence[int], facts: Facts) -> Activation:
-    """Return the used tensors of all micro-batches, each for all rows.
-
-    Args:
-        outputs: for each micro-batch, the output of the model or None, and the used tensors by place.
-        rows: the number of rows of each micro-batch.
-
-    Raises:
-        RuntimeError: a tensor has no dimension of rows, or is used for some micro-batches only.
-    """
-    if len(outputs) == 1:
-        used = outputs[0].value[1]
-        return with_marks(Activation(used), marks_of(outputs[0])[-len(used) :] if used else [])
-    found: dict[str, Tensor] = {}
-    for place in {place: None for each in outputs for place in each.value[1]}:
-        parts = [each.value[1].get(place) for each in outputs]
-        call, _ = map(int, place.split())
-        found[place] = _cat(parts, rows, facts.answers[call].block)
-    return Activation(found)
-
-
-def _cat(parts: Sequence[Tensor | None], rows: Sequence[int], block: str) -> Tensor:
-    tensors = [part for part in parts if part is not None]
-    if len(tensors) < len(parts):
-        raise RuntimeError(f"the model uses an output of block {block!r} for some micro-batches only; {_SAME}")
-    has_rows = (
-        all(tensor.dim() for tensor in tensors)
-        and len({tensor.shape[0] / max(1, count) for tensor, count in zip(tensors, rows, strict=True)}) == 1
-    )
-    if not has_rows:
-        raise RuntimeError(
-            f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {rows[0]} rows, which the model "
-            "uses itself, and which has no rows to join; give out_spec=, or a loss_fn that returns "
-            "gpipe.LossSum(total, count)"
-        )
-    return torch.cat(tensors)
+def used_of(outputs: Sequence[Activation]) -> Activation:
+    """Return the used tensors of each micro-batch, whose outputs are the model's output or None, and these."""
+    used = [each.value[1] for each in outputs]
+    found = Activation(used)
+    if len(outputs) > 1:
+        return found
+    return with_marks(found, marks_of(outputs[0])[-len(found.tensors) :] if found.tensors else [])

@@ -97,7 +97,7 @@ class ModelRun(StageRuns):
             with self._divided.answering(), without_cache(self.model):
                 yield
             if not self.replays:
-                self._known.setdefault(self.kind, Facts((), frozenset()))
+                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset()))
         finally:
             for forward in self.forwards.values():
                 forward.abandon()
@@ -113,14 +113,15 @@ class ModelRun(StageRuns):
         return self.forwards[microbatch]
 
     def learn(self, forward: Forward) -> None:
-        """Keep what a complete forward has shown."""
-        if self.replays and forward.is_complete:
-            self._shown.append(Facts(forward.answers, frozenset(forward.used)))
+        """Keep what a forward has shown."""
+        if forward.uses is not None:
+            uses = forward.uses
+            self._shown.append(Facts(uses.answers, frozenset(forward.used), frozenset(uses.changed)))
 
     @property
     def facts(self) -> Facts:
-        """What the forwards of this run have shown, or earlier ones of their kind."""
-        return joined_facts(self._shown, type(self.model).__name__) if self._shown else self._known[self.kind]
+        """What the forwards of this run have shown."""
+        return joined_facts(self._shown, type(self.model).__name__)
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""

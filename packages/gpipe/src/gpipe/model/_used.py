@@ -1,0 +1,122 @@
+"""What blocks return in one forward, and which of it the model uses itself, with the values that it uses.
+
+A model may change in place what it uses, as in ``x = block(x); x += residual``. For all rows it will do that again, so
+what is kept is the value before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from microbatch import flatten
+
+from ..values._leaves import version
+from ._facts import Answer, Facts, Place, Shape
+
+
+class _Returned(NamedTuple):
+    tensor: ref[Tensor]
+    place: Place
+    version: int
+
+
+class _Use(NamedTuple):
+    tensor: Tensor
+    version: int
+    before: Tensor | None
+
+
+class Uses:
+    """The calls of blocks in one forward, and the uses of what they returned.
+
+    Args:
+        model: the name of the model, for errors.
+        known: what earlier forwards have shown, if anything.
+        here: returns a tensor as the stage has it that computes now.
+
+    Attributes:
+        answers: what blocks have returned.
+        changed: the used tensors that the model has changed in place.
+    """
+
+    def __init__(self, model: str, known: Facts | None, here: Callable[[Tensor], Tensor]) -> None:
+        self.answers: list[Answer] = []
+        self.changed: set[Place] = set()
+        self._model, self._known, self._here = model, known, here
+        self._returned: dict[int, _Returned] = {}
+        self._uses: dict[Place, _Use] = {}
+        self._altered: dict[int, tuple[ref[Tensor], str]] = {}
+
+    def record(self, block: str, output: Any, collected: Any, arguments: Sequence[torch.Size]) -> None:
+        """Note what ``block`` has returned, and what hooks inside of it have collected."""
+        leaves, tree = flatten((output, collected))
+        kinds = [
+            self._kind(leaf, Place(len(self.answers), k)) if isinstance(leaf, Tensor) else leaf
+            for k, leaf in enumerate(leaves)
+        ]
+        self.answers.append(Answer(block, kinds, tree, arguments))
+        number = len(self.answers) - 1
+        if self._known is not None and not self._known.answers[number].is_like(self.answers[number]):
+            self._known = None  # it does something else than before, and runs to its end to show what
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last block has been called, by what earlier forwards have shown."""
+        return self._known is not None and len(self._known.answers) == len(self.answers)
+
+    def _kind(self, tensor: Tensor, place: Place) -> Shape | Place:
+        found, now = self._returned.get(id(tensor)), version(tensor)
+        if found is not None and found.tensor() is tensor and found.version == now:
+            return found.place
+        if found is None or found.place not in self._uses:
+            self._altered.pop(id(tensor), None)
+        self._returned[id(tensor)] = _Returned(ref(tensor), place, now)
+        if self._known is not None and place in self._known.used:
+            self._use(tensor, place, keeps=place in self._known.changed)
+        return Shape(tensor.shape, tensor.dtype)
+
+    def note(self, tensor: Tensor) -> None:
+        """The model uses ``tensor`` itself now; it may have been returned by a block."""
+        altered = self._altered.get(id(tensor))
+        if altered is not None and altered[0]() is tensor:
+            raise RuntimeError(
+                f"{self._model} uses a tensor that block {altered[1]!r} has changed in place; what the model computes "
+                "for all rows, without calling its blocks again, would miss the change; let the block work on a clone, "
+                "or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
+            )
+        found = self._returned.get(id(tensor))
+        if found is not None and found.tensor() is tensor and found.place not in self._uses:
+            self._use(tensor, found.place, keeps=self._known is None)
+
+    def _use(self, tensor: Tensor, place: Place, *, keeps: bool) -> None:
+        before = None
+        if keeps:
+            with torch.set_grad_enabled(tensor.requires_grad):  # the model may be in no_grad() now
+                before = self._here(tensor).clone()
+        self._uses[place] = _Use(tensor, version(tensor), before)
+
+    def alters(self, block: str, tensor: Tensor) -> None:
+        """Note that ``block`` has changed in place a tensor that it was called with."""
+        self._altered[id(tensor)] = ref(tensor), block
+
+    def collected(self) -> dict[Place, Tensor]:
+        """Return the used tensors, as the stage has them that computes now; nothing else is noted from then on."""
+        found = {}
+        for place, (tensor, before, kept) in self._uses.items():
+            is_changed = tensor.is_inference() or version(tensor) != before
+            if is_changed:
+                self.changed.add(place)
+            if is_changed and kept is None:
+                raise RuntimeError(
+                    f"{self._model} changes an output of block {self.answers[place.call].block!r} in place, which it "
+                    "did not in the first mini-batch; let it work on a clone"
+                )
+            found[place] = self._here(tensor if kept is None or not is_changed else kept)
+        self._returned.clear()
+        self._uses.clear()
+        return found

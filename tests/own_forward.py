@@ -1,0 +1,292 @@
+"""Models in a pipe without a sample, beside the plain model: what comes of each way to use them."""
+
+import copy
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from gpipe import Arguments, GPipe
+
+PACKAGES = str(Path(__file__).parents[1] / "packages")
+CHUNKS, STAGES = 4, 3
+CACHES = ("past_key_values", "cache_params", "mems", "past_buckets_states")
+"""Outputs that a pipe, which generates by itself, does not have."""
+EQUAL, REFUSED, BARE, WRONG = "equal", "refused", "bare error", "wrong"
+Loss = Callable[[Any], Tensor]
+
+
+class NotComparableError(Exception):
+    """The plain model fails by itself, or gives other numbers in each run, or none."""
+
+
+class Case(NamedTuple):
+    """A model and a batch.
+
+    Attributes:
+        model: the model, in training mode.
+        batch: the arguments of its forward.
+        loss: of the output for all rows; None if the model computes its loss.
+        bound: how far numbers may differ, relative to the largest.
+        rows_apart: whether the output for a row depends on this row alone.
+    """
+
+    model: nn.Module
+    batch: Arguments
+    loss: Loss | None = None
+    bound: float = 1e-4
+    rows_apart: bool = True
+
+
+def outcomes(case: Case) -> dict[str, str]:
+    """Return what comes of each way to use a pipe of the model: the word "equal", or what happened instead.
+
+    Raises:
+        NotComparableError: there is nothing to compare with.
+    """
+    plain = copy.deepcopy(case.model)
+    try:
+        expect_repeatable(case, plain)
+    except Exception as error:
+        raise NotComparableError(f"{error!r:.300}") from error
+    try:
+        pipe = GPipe(case.model, devices=["cpu:0"] * STAGES, chunks=CHUNKS)
+    except Exception as error:
+        return {"made": told(error)}
+    ways = {"step": step, "call": call, "evaluate": evaluate, "blocks": blocks}
+    if case.rows_apart:
+        ways |= {schedule: rows_apart(schedule) for schedule in ("1f1b", "zero_bubble")}
+    found = {}
+    for name, way in ways.items():
+        for each in (case.model, plain):
+            each.zero_grad()
+            each.train()
+            freeze_statistics(each)
+        try:
+            way(case, pipe, plain)
+        except AssertionError as error:
+            found[name] = f"{WRONG}: {' '.join(str(error).split()):.300}" if not _is_ours(error) else told(error)
+        except Exception as error:
+            found[name] = told(error)
+        else:
+            found[name] = EQUAL
+    pipe.close()
+    return found
+
+
+def worst(found: Mapping[str, str]) -> str:
+    """Return the gravest kind among the outcomes."""
+    kinds = {text.partition(":")[0] for text in found.values()}
+    return next((kind for kind in (WRONG, BARE, REFUSED) if kind in kinds), EQUAL)
+
+
+# The ways to use a pipe.
+
+
+def step(case: Case, pipe: GPipe, plain: nn.Module) -> None:
+    loss = pipe.step(case.batch, loss_fn=case.loss)
+    expected = loss_of(case, run(plain, case.batch))
+    expected.backward()
+    expect_close(loss, expected, case.bound, "loss")
+    expect_gradients(case, plain)
+
+
+def call(case: Case, pipe: GPipe, plain: nn.Module) -> None:
+    output, expected = run(pipe, case.batch), run(plain, case.batch)
+    expect_outputs(output, expected, case.bound)
+    loss_of(case, output).backward()
+    loss_of(case, expected).backward()
+    expect_gradients(case, plain)
+
+
+def evaluate(case: Case, pipe: GPipe, plain: nn.Module) -> None:
+    pipe.eval()
+    plain.eval()
+    with torch.no_grad():
+        expected = run(plain, case.batch)
+        expect_close(pipe.evaluate(case.batch, loss_fn=case.loss), loss_of(case, expected), case.bound, "loss")
+        expect_outputs(run(pipe, case.batch), expected, case.bound)
+
+
+def blocks(case: Case, pipe: GPipe, plain: nn.Module) -> None:
+    """Each block computes once for each micro-batch, in a thread of a forward."""
+    pipe.eval()
+    plain.eval()
+    names: list[str] = pipe.blocks
+    with torch.no_grad():
+        with called(plain, names) as expected:
+            run(plain, case.batch)
+        with called(case.model, names) as found:
+            pipe.evaluate(case.batch, loss_fn=case.loss)
+    elsewhere = {thread for _, thread in found if not thread.startswith("gpipe forward")}
+    assert not elsewhere, f"blocks computed in {elsewhere}"
+    once, times = (Counter(name for name, _ in each) for each in (expected, found))
+    rows = next(len(each) for _, each in leaves(case.batch.kwargs or case.batch.args) if each.dim())
+    parts = len(torch.arange(rows).chunk(CHUNKS))
+    assert times == {name: parts * count for name, count in once.items()}, f"{once} became {times}"
+
+
+def rows_apart(schedule: str) -> Callable[[Case, GPipe, nn.Module], None]:
+    def way(case: Case, pipe: GPipe, plain: nn.Module) -> None:
+        loss = pipe.step(case.batch, loss_fn=mean_square, reduction="mean", schedule=schedule)
+        expected = mean_square(run(plain, case.batch))
+        expected.backward()
+        expect_close(loss, expected, case.bound, "loss")
+        expect_gradients(case, plain)
+
+    return way
+
+
+# Parts of these.
+
+
+def run(model: nn.Module, batch: Arguments) -> Any:
+    return model(*batch.args, **batch.kwargs)
+
+
+def loss_of(case: Case, output: Any) -> Tensor:
+    found: Tensor = output.loss if case.loss is None else case.loss(output)
+    return found
+
+
+def mean_square(output: Any) -> Tensor:
+    """The loss of the first tensor of the output that has a row for each sample."""
+    return next(leaf for _, leaf in leaves(output) if leaf.is_floating_point() and leaf.dim() > 1).square().mean()
+
+
+def leaves(output: Any) -> list[tuple[str, Tensor]]:
+    found = []
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        name = "".join(map(str, path))
+        if isinstance(leaf, Tensor) and not any(cache in name for cache in CACHES):
+            found.append((name, leaf))
+    return found
+
+
+@contextmanager
+def called(model: nn.Module, names: Iterable[str]) -> Iterator[list[tuple[str, str]]]:
+    """Collect the names of blocks, and of the threads that compute them."""
+    found: list[tuple[str, str]] = []
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: found.append((name, threading.current_thread().name))
+        )
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def freeze_statistics(model: nn.Module) -> None:
+    """Batch norm looks at all rows together."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+# Comparisons.
+
+
+def expect_repeatable(case: Case, plain: nn.Module) -> None:
+    twin = copy.deepcopy(plain)
+    freeze_statistics(plain)
+    freeze_statistics(twin)
+    losses = []
+    for model in (plain, twin):
+        losses.append(loss_of(case, run(model, case.batch)))
+        losses[-1].backward()
+    if not losses[0].isfinite():
+        raise ValueError("its loss is not finite")
+    expect_close(losses[1], losses[0], case.bound / 10, "loss")
+    expect_gradients(case._replace(model=twin, bound=case.bound / 10), plain)
+
+
+def expect_outputs(found: Any, expected: Any, bound: float) -> None:
+    assert type(found) is type(expected), f"the output is a {type(found).__name__}"
+    mine, others = dict(leaves(found)), dict(leaves(expected))
+    assert mine.keys() == others.keys(), f"fields {[*mine]} in place of {[*others]}"
+    for name, tensor in others.items():
+        assert mine[name].shape == tensor.shape, f"{name} has the shape {tuple(mine[name].shape)}, not {tensor.shape}"
+        if tensor.is_floating_point():
+            expect_close(mine[name], tensor, bound, name)
+        else:
+            assert torch.equal(mine[name], tensor), f"{name} is another one"
+
+
+def expect_gradients(case: Case, plain: nn.Module) -> None:
+    mine = dict(case.model.named_parameters())
+    largest = max((float(p.grad.abs().max()) for p in plain.parameters() if has_gradient(p)), default=0.0)
+    for name, parameter in plain.named_parameters():
+        found, expected = mine[name].grad, parameter.grad
+        assert (found is None) == (expected is None), f"{name}.grad is {'None' if found is None else 'not None'}"
+        if found is not None and expected is not None and found.numel():
+            off = float((found - expected).abs().max())
+            assert off <= 10 * case.bound * largest, f"{name}.grad is off by {off:.1e} of {largest:.1e}"
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.numel() > 0
+
+
+def expect_close(found: Tensor, expected: Tensor, bound: float, name: str) -> None:
+    a, b = found.detach().double(), expected.detach().double()
+    assert a.shape == b.shape, f"{name} has the shape {tuple(a.shape)}, not {tuple(b.shape)}"
+    torch.testing.assert_close(
+        a,
+        b,
+        rtol=bound,
+        atol=bound * max(1.0, float(b.abs().nan_to_num(0, 0, 0).max())) if b.numel() else 0.0,
+        equal_nan=True,
+        msg=lambda text: f"{name}: {text}",
+    )
+
+
+# Errors.
+
+
+def told(error: BaseException) -> str:
+    """Return what an error is: a refusal if a statement of ours raises it, with a message; else a bare error."""
+    text = " ".join(str(error).split())
+    if _is_ours(error) and type(error) in (TypeError, ValueError, RuntimeError):
+        return f"{REFUSED}: {text:.300}"
+    return f"{BARE}: {type(error).__name__} {text:.300} at {_where(error)}"
+
+
+def _frames(error: BaseException) -> list[Any]:
+    found, at = [], error.__traceback__
+    while at is not None:
+        found.append(at)
+        at = at.tb_next
+    return found
+
+
+def _is_ours(error: BaseException) -> bool:
+    last = _frames(error)[-1]
+    file = last.tb_frame.f_code.co_filename
+    return file.startswith(PACKAGES) and linecache.getline(file, last.tb_lineno).strip().startswith("raise ")
+
+
+def _where(error: BaseException) -> str:
+    last = _frames(error)[-1]
+    return f"{last.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{last.tb_lineno}"
+
+
+def report(found: Mapping[str, Mapping[str, str]]) -> None:
+    """Print how many models are of each kind, and what happened to those that are not equal."""
+    counts = Counter(worst(each) for each in found.values())
+    sys.stdout.write(f"{dict(counts)}\n")
+    for name, each in found.items():
+        for way, text in each.items():
+            if text != EQUAL:
+                sys.stdout.write(f"{name}, {way}: {text}\n")
