@@ -197,6 +197,13 @@ class Forward:
             raise error
         return self.parts[self.stage]
 
+    def take(self) -> tuple[Any, dict[Place, Tensor]]:
+        """Return output and used tensors, at the end. The thread may hold this object a moment longer, but no graph."""
+        found = self.output, self.used
+        self.output, self.used, self.parts = None, {}, []
+        self._copies.clear()
+        return found
+
     def abandon(self) -> None:
         """End the forward where it has stopped. Nothing refers to its thread then."""
         if self._is_on and not self._is_over:
@@ -226,6 +233,7 @@ class Forward:
         finally:
             set_intercepting(False)
             current.work = Work({})
+            del self._between  # which refers to this object
             self._is_over = True
             self._stopped.release()
 

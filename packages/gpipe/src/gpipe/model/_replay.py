@@ -61,16 +61,19 @@ class Replay:
         self._draws = Draws()
         self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        self._between = Between(self)
 
     def output(self, inputs: Any) -> Any:
         """Return what the model returns for ``inputs``."""
         arguments = as_arguments(inputs)
-        with answered_by(self), self._draws.watched(), self._between:
-            output = self._model(*arguments.args, **arguments.kwargs)
-            with self._between.off():
-                self._stage = len(self._devices) - 1
-                output = changed(output, self._returned)
+        self._between = Between(self)
+        try:
+            with answered_by(self), self._draws.watched(), self._between:
+                output = self._model(*arguments.args, **arguments.kwargs)
+                with self._between.off():
+                    self._stage = len(self._devices) - 1
+                    output = changed(output, self._returned)
+        finally:
+            del self._between  # which refers to this object
         if self._calls != len(self._answers):
             raise _other(self._model, self._calls, len(self._answers))
         return output

@@ -238,8 +238,10 @@ class ModelStageRun(StageRun):
         sent = Activation(())
         if self._is_last:
             self._run.learn(forward)
-            used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(forward.used.items())}
-            cell.outputs = Activation((forward.output, used) if self._run.replays else forward.output)
+            output, found = forward.take()
+            used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(found.items())}
+            cell.outputs = Activation((output, used) if self._run.replays else output)
+            del output, found
             sent = self._sent(cell.inputs, cell.outputs, [])
             del self._run.forwards[i]
         self._end_forward(i)
