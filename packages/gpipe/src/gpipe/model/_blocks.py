@@ -163,7 +163,12 @@ def _is_divisible(layers: nn.Module) -> bool:
 
 def _parts(model: nn.Module, prefix: str = "") -> Blocks:
     """Return the children with parameters, and the children of one that has more than half of all parameters."""
-    children = {f"{prefix}{name}": child for name, child in model.named_children() if _has_parameters(child)}
+    children: Blocks = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are not called
+            children |= _elements(f"{prefix}{name}", child)
+        elif _has_parameters(child):
+            children[f"{prefix}{name}"] = child
     found: Blocks = {}
     for name, child in children.items():
         inner = _parts(child, f"{name}.") if 2 * _size(child) > _size(model) else {}
