@@ -23,6 +23,9 @@ class Looks(Protocol):
     def read(self, tensor: Tensor) -> None:
         """Note that the model reads the shape of ``tensor``."""
 
+    def change(self, tensor: Tensor) -> Tensor:
+        """Note that the model is about to change ``tensor`` in place, and return it."""
+
 
 class Between(TorchFunctionMode):
     """Gives each operation the tensors that ``looks`` has for it. Off inside of blocks."""
@@ -44,6 +47,9 @@ class Between(TorchFunctionMode):
                 self._looks.read(args[0])
             return function(*args, **kwargs)
         looked: Any = changed(args, self._looks.here)
+        target = _target(function, looked, kwargs)
+        if target is not None:
+            changed(target, self._looks.change)
         return function(*looked, **(changed(kwargs, self._looks.here) if kwargs else kwargs))
 
     @contextmanager
@@ -73,6 +79,17 @@ def _kind(function: Callable[..., Any]) -> bool | None:
         return None if name in _VALUES else name == "shape"
     return None
 
+
+def _target(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation changes in place, by the conventions of torch; None if it changes nothing."""
+    name = getattr(function, "__name__", "")
+    if name in _CHANGING or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+        return args[:1]
+    return kwargs.get("out")
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_CHANGING = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}
 """What reads shapes."""

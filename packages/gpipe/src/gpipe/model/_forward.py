@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from threading import Semaphore
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -24,11 +25,11 @@ from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..engine._stage import Stage
 from ..transport._copy import StagePlace
-from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments
+from ..values._leaves import Activation, Arguments, AsNonleaf, as_arguments, storage_id, version
 from ._between import Between
 from ._called import answered_by
 from ._facts import Answer, Facts, Place, answer_of
-from ._tree import changed, is_plain
+from ._tree import changed, is_plain, tensors_in
 
 
 class AnyRun(Protocol):
@@ -144,6 +145,8 @@ class Forward:
         self.is_complete = False
         self._left: dict[int, tuple[ref[Tensor], str]] = {}
         self._returned: dict[int, tuple[ref[Tensor], Place]] = {}
+        self._versions: dict[Place, int] = {}  # of what blocks have returned
+        self._spoiled: dict[int, tuple[ref[Tensor], str]] = {}  # what blocks have changed in place
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
         self._go, self._stopped = Semaphore(0), Semaphore(0)
@@ -259,8 +262,11 @@ class Forward:
             self._enter(stage)
             current.work.rng.at = 2 * number + 1
             known |= _tensors_left(name, watched).keys()
+            given = tensors_in((args, kwargs)) if self._run.replays else []
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
+            entered = [(each, version(each)) for each in tensors_in((args, kwargs))] if self._run.replays else []
+            if stage == self.stage:
                 with answered_by(None):
                     output = self._computed(module, function, args, kwargs)
         if stage < self.stage:
@@ -270,6 +276,8 @@ class Forward:
         changed((args, kwargs, output), lambda tensor: known.add(id(tensor)) or tensor)  # type: ignore[func-returns-value]
         current.work.rng.at = 2 * number + 2
         with self._between.off():
+            pairs = zip(given, entered, strict=True)
+            self._spoiled.update((id(own), (ref(own), name)) for own, (each, at) in pairs if version(each) != at)
             self._record(name, number, output, {kind: collector()[kind][size:] for kind, size in before.items()})
             self._left.update((at, each) for at, each in _tensors_left(name, watched).items() if at not in known)
         if self._ends_after == len(self.answers):
@@ -309,12 +317,26 @@ class Forward:
         found = self._returned.get(id(tensor))
         if found is not None and found[0]() is tensor:
             self.used[found[1]] = tensor
+        spoiled = self._spoiled.get(id(tensor))
+        if spoiled is not None and spoiled[0]() is tensor:
+            raise RuntimeError(_changed_by_block(self._run.model, spoiled[1]))
         left = self._left.get(id(tensor))
         if left is not None and left[0]() is tensor:
             raise RuntimeError(
                 f"{type(self._run.model).__name__} reads {left[1]}, where a block has left a tensor; by the time that "
                 "it is read, the block may have left that of another micro-batch there; let the block return it"
             )
+
+    def change(self, tensor: Tensor) -> Tensor:
+        """Keep what blocks have returned as it is, before the model changes it: a replay will change it again."""
+        storage = storage_id(tensor)
+        for key, (found, place) in [*self._returned.items()]:
+            own = found()
+            if own is not None and storage_id(own) == storage:
+                with torch.enable_grad() if own.requires_grad else nullcontext():
+                    self.used[place] = self._here(own).clone()
+                del self._returned[key], self._versions[place]
+        return tensor
 
     def _here(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -388,11 +410,15 @@ class Forward:
         for k, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor):
                 self._returned[id(tensor)] = ref(tensor), (number, k)
+                self._versions[number, k] = version(tensor)
                 if (number, k) in known:
                     self.used[number, k] = tensor
 
     def _collect(self) -> None:
         """Take the used outputs of blocks to the last stage, from where the caller gets them."""
+        for (number, leaf), tensor in self.used.items():
+            if version(tensor) != self._versions.get((number, leaf), version(tensor)):
+                raise RuntimeError(_changed_by_block(self._run.model, self.answers[number].block))
         self.used = {place: self._here(tensor) for place, tensor in self.used.items()}
         self._returned.clear()
 
@@ -407,6 +433,14 @@ def _tensors_left(name: str, block: nn.Module | None) -> dict[int, tuple[ref[Ten
                 if isinstance(last, Tensor):
                     found[id(last)] = ref(last), f"{path}.{attribute}"
     return found
+
+
+def _changed_by_block(model: nn.Module, block: str) -> str:
+    return (
+        f"{type(model).__name__} itself uses a tensor that block {block!r} has returned or got, and a block changes it "
+        "in place, which is not done again for all rows; let the block change a clone, or give a loss_fn that returns "
+        "gpipe.LossSum(total, count), or out_spec="
+    )
 
 
 _UNKNOWN = Answer("", (), None)

@@ -40,6 +40,18 @@ def _are_same(found: list[Any], values: Any) -> bool:
     return all(a is b for a, b in zip(found, values, strict=True))
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    changed(value, note)
+    return found
+
+
 def is_plain(value: Any) -> bool:
     """Return whether ``value`` consists of tensors and constants, so that all of its tensors can be found."""
     if isinstance(value, Tensor) or is_constant(value):
