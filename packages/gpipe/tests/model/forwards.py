@@ -119,7 +119,10 @@ class Model(nn.Module):
         called = [name for name, _, _ in told.statements if name in LISTS]
         made = [Block(told.kinds[k % len(told.kinds)]) for k in range(len(called))]
         of = {name: [block for block, each in zip(made, called, strict=True) if each == name] for name in LISTS}
-        self.layers, self.others = nn.ModuleList(of["layers"]), nn.ModuleDict({f"b{k}": b for k, b in enumerate(of["others"])})
+        self.layers, self.others = (
+            nn.ModuleList(of["layers"]),
+            nn.ModuleDict({f"b{k}": b for k, b in enumerate(of["others"])}),
+        )
         groups = of["groups"]
         self.groups = nn.ModuleList(nn.ModuleList(groups[k : k + 2]) for k in range(0, len(groups), 2))
         self.norm, self.scale, self.head = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, 3)
@@ -215,7 +218,7 @@ STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "no grad": _without_grad,
     "branch": _branched,
     "counted": _counted,
-    "function": lambda model, a, b: OnGradient.apply(a, lambda gradient: gradient * 0.5),
+    "function": lambda model, a, b: OnGradient.apply(a * 1, lambda gradient: gradient * 0.5),
 }
 
 IN_PLACE = ("in place", "added to view")
