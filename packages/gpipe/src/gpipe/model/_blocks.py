@@ -60,14 +60,19 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
     """Return the modules with these ``names``, and the elements in place of a list.
 
     Raises:
-        ValueError: there is no such module, or it is inside another block.
+        TypeError: ``names`` are not strings.
+        ValueError: there is no such module, it is inside another block, or there is none at all.
     """
-    known = dict(model.named_modules())
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"blocks must be a name of a module, or a list of names; got {names!r}")
+    known = {name: module for name, module in model.named_modules() if name}
     found: Blocks = {}
     for name in names:
         if name not in known:
             raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name")
         found |= _elements(name, known[name]) if isinstance(known[name], _LISTS) else {name: known[name]}
+    if not found:
+        raise ValueError(f"blocks={names!r} names no module of {type(model).__name__} at which its forward can be cut")
     wanted = {*found.values()}
     ordered = {name: module for name, module in known.items() if module in wanted}
     for name in ordered:
