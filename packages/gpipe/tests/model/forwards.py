@@ -218,7 +218,7 @@ STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "no grad": _without_grad,
     "branch": _branched,
     "counted": _counted,
-    "function": lambda model, a, b: OnGradient.apply(a, lambda gradient: gradient * 0.5),
+    "function": lambda model, a, b: OnGradient.apply(a * 1, lambda gradient: gradient * 0.5),
 }
 
 IN_PLACE = ("in place", "added to view")

@@ -60,14 +60,19 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
     """Return the modules with these ``names``, in this order, and the elements in place of a list.
 
     Raises:
-        ValueError: there is no such module, or it is inside another block.
+        TypeError: ``names`` are not strings.
+        ValueError: there is no such module, it is inside another block, or there is none at all.
     """
-    known = dict(model.named_modules())
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"blocks must be a name of a module, or a list of names; got {names!r}")
+    known = {name: module for name, module in model.named_modules() if name}
     found: Blocks = {}
     for name in names:
         if name not in known:
             raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name")
         found |= _elements(name, known[name]) if isinstance(known[name], _LISTS) else {name: known[name]}
+    if not found:
+        raise ValueError(f"blocks={names!r} names no module of {type(model).__name__} at which its forward can be cut")
     for name in found:
         if around := [other for other in found if name.startswith(f"{other}.")]:
             raise ValueError(f"blocks names {name!r} and {around[0]!r}, which contains it; name one of them")
@@ -161,7 +166,12 @@ def _is_divisible(layers: nn.Module) -> bool:
 
 def _parts(model: nn.Module, prefix: str = "") -> Blocks:
     """Return the children with parameters, and the children of one that has more than half of all parameters."""
-    children = {f"{prefix}{name}": child for name, child in model.named_children() if _has_parameters(child)}
+    children: Blocks = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are not called
+            children |= _elements(f"{prefix}{name}", child)
+        elif _has_parameters(child):
+            children[f"{prefix}{name}"] = child
     found: Blocks = {}
     for name, child in children.items():
         inner = _parts(child, f"{name}.") if 2 * _size(child) > _size(model) else {}
