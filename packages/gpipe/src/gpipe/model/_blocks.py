@@ -19,6 +19,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EVEN = 1.1
 """How much larger than the mean the largest stage may be before blocks are divided."""
 
+_NEARLY = 0.02
+"""How much less even than the most even one a coarser division may be."""
+
 
 class Division(NamedTuple):
     """The blocks of a model, and the number of blocks of each stage."""
@@ -45,15 +48,25 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
     blocks = _outermost(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
-    while True:
-        found = Division(blocks, _balance(model, blocks, stages)) if len(blocks) >= stages else None
-        if found is not None and unevenness(model, found) <= _EVEN:
-            return found
+    divisions = [*_divisions(model, blocks, stages)]
+    uneven = [unevenness(model, each) for each in divisions]
+    # The coarsest that is about as even as any: a block inside a layer costs a little, too.
+    return next(each for each, found in zip(divisions, uneven, strict=True) if found <= min(uneven) + _NEARLY)
+
+
+def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[Division]:
+    """Yield finer and finer divisions, until one is even; one for fewer stages if there are no more blocks."""
+    finer: Blocks | None = blocks
+    while finer is not None:
+        blocks, found = finer, None
+        if len(blocks) >= stages:
+            found = Division(blocks, _balance(model, blocks, stages))
+            yield found
+            if unevenness(model, found) <= _EVEN:
+                return
         finer = _divided(model, blocks, found)
-        if finer is None:
-            break
-        blocks = finer
-    return found or Division(blocks, [1] * len(blocks))
+    if len(blocks) < stages:
+        yield Division(blocks, [1] * len(blocks))
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
