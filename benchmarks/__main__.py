@@ -26,6 +26,7 @@ PARTS = {
     "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
     "losses": ("whole_loss.run", "a loss computed once on all rows, beside a call and 1F1B"),
+    "models": ("own_forward.run", "a model whose own forward runs, beside layers from a sample and a plain loop"),
     "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
     "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),
     "profiling": ("profiling.run", "how repeatable balances by time are"),
