@@ -46,7 +46,7 @@ from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, joined
+from ._replay import Replay, ReplayedLoss, joined, ordered
 from ._stage import ModelStage
 
 
@@ -144,7 +144,7 @@ class ModelPipe(GPipe, of_models=True):
                 return gathered(outputs, batches, self.out_spec)
             used = joined(outputs, [batch.rows[0] for batch in batches], self._shown().shown())
             with self._shown().divided.answering(), without_cache(self._whole_model):
-                return self._replay(used.value).output(inputs.bare)
+                return ordered(self._replay(used.value).output(inputs.bare), {*self._devices})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``generate()`` of the model returns; stages take turns, with all rows."""

@@ -6,13 +6,16 @@ with each other, an output of any class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from streams import current_stream, wait_stream
+
 from .._flatten._collected import collector
+from ..engine._autograd import attach
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments
 from ..values._sharing import marks_of, with_marks
@@ -118,6 +121,26 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     return RuntimeError(
         f"{type(model).__name__} called {calls} blocks for all rows, and {known} for a micro-batch; {_SAME}"
     )
+
+
+def ordered(output: Any, devices: Collection[torch.device]) -> Any:
+    """Return ``output`` behind a node, in whose backward the streams of now wait for those of the caller then.
+
+    Autograd lets only the device of the output wait. But the caller may just have set a gradient on another device to
+    zero, of a parameter that the model itself uses there.
+    """
+    streams = {device: current_stream(device) for device in devices if device.type != "cpu"}
+    if not streams or len(devices) == 1 or not torch.is_grad_enabled():
+        return output
+
+    def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        for device, stream in streams.items():
+            wait_stream(stream, current_stream(device))
+        return gradients
+
+    found = {id(tensor): tensor for tensor in Activation(output).tensors if tensor.requires_grad}
+    fresh = dict(zip(found, attach(backward, [*found.values()], [*found.values()]), strict=True))
+    return changed(output, lambda tensor: fresh.get(id(tensor), tensor))
 
 
 class ReplayedLoss(WholeLoss):
