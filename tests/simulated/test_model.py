@@ -5,6 +5,8 @@ and tables made on the first device, what is made on the device of something els
 """
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from torch.nn import functional as F
 
 from gpipe import GPipe
 
-from .models import HOWS, MODES, OF_ALL, ROWS, WIDTH, assert_trains_like, linear, rows, running, some_of, whole_squares
+from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN, devices, forward_streams
+from .races import ROOT
 
 # Of torch, once a process: a thread of autograd may hold the last node of a backward a moment longer.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
@@ -166,3 +169,31 @@ def test_a_loss_of_all_rows(name: str, placement: str, how: str | None, streams:
     """The forward is replayed, over several devices."""
     plain = made(name)
     assert_trains_like(plain, piped(plain, placement, mode), how, streams, loss_fn=whole_squares)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_may_be_on_the_host(name: str) -> None:
+    plain = made(name)
+    pipe = piped(plain, "three devices", "never")
+    x = rows()
+    with forward_streams("own"):
+        torch.testing.assert_close(pipe(x).cpu(), plain(x))
+        for inference in (torch.no_grad, torch.inference_mode):
+            with inference():
+                torch.testing.assert_close(pipe(x).cpu(), plain(x))
+        loss = pipe.step(x, loss_fn=whole_squares)
+        torch.testing.assert_close(loss.cpu(), whole_squares(plain(x)).detach())
+
+
+def test_it_uses_no_device_of_others() -> None:
+    """Threads of forwards begin on the current device, where a context would take memory of a GPU for nothing."""
+    code = (
+        "import torch; from tests.simulated import accelerator as a; a.library();"
+        "from tests.simulated.test_model import GPipe, made, rows; from packages.gpipe.tests.layers import squares;"
+        "pipe = GPipe(made('residuals'), devices=[a.device(1), a.device(2)], chunks=3);"
+        "[pipe.step(rows(), loss_fn=squares, reduction='sum', schedule=s) for s in ('1f1b', 'fill_drain')];"
+        "pipe(rows()).sum().backward();"
+        "print(sorted(a.library().contexts()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[-2] == "[1, 2]"

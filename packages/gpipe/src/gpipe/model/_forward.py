@@ -412,10 +412,8 @@ class Forward:
             return tensor
         places = self._run.places
         home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
-        if home is None:
-            copy = self._moved(tensor)
-        else:
-            copy = self._run.sent(tensor, home, self.stage, self.parts[home].done)
+        move = self._run.sent
+        copy = self._moved(tensor) if home is None else move(tensor, home, self.stage, self.parts[home].done)
         self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
         return copy
 

@@ -51,10 +51,12 @@ class Replay:
     def output(self, inputs: Any) -> Any:
         """Return what the model returns for ``inputs``."""
         arguments = as_arguments(inputs)
+        begin = self._devices[0]
+        args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
         self._between = Between(self)
         try:
             with answered_by(self), self._between:
-                output = self._model(*arguments.args, **arguments.kwargs)
+                output = self._model(*args, **kwargs)
                 with self._between.off():
                     self._stage = len(self._devices) - 1
                     output = changed(output, self.here)
