@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gpipe.model import _forward
 from gpipe.transport import _transport
 from streams import _spawn, use_stream
 
@@ -37,6 +38,7 @@ def library() -> ModuleType:
     loaded.listen(races)
     atexit.register(loaded.listen, None)
     _transport.SimpleQueue = _spawn.SimpleQueue = Queue
+    _forward.Semaphore = Semaphore
     return loaded
 
 
@@ -50,6 +52,20 @@ class Queue(SimpleQueue[Any]):
         known, item = super().get(block, timeout)
         library().take_over(known)
         return item
+
+
+class Semaphore:
+    """Between threads, too: whoever passes it knows what whoever let it pass had waited for."""
+
+    def __init__(self, value: int) -> None:
+        assert not value
+        self._queue = Queue()
+
+    def release(self) -> None:
+        self._queue.put(None)
+
+    def acquire(self) -> None:
+        self._queue.get()
 
 
 def device(k: int | None) -> torch.device:

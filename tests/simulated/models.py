@@ -116,7 +116,7 @@ def written(pipe: GPipe) -> Schedule:
 
 
 def _read(module: nn.Module, leaf: Tensor) -> list[Tensor]:
-    used = [tensor.grad * 1 for tensor in (leaf, *module.parameters())]
+    used = [tensor.grad * 1 for tensor in (leaf, *module.parameters()) if tensor.requires_grad]
     return [tensor.cpu() for tensor in used]
 
 

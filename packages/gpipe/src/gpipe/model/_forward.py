@@ -439,8 +439,8 @@ class Forward:
             return tensor
         places = self._run.places
         home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
-        sent = None if home is None else self._run.sent(tensor, home, self.stage, self.parts[home].done)
-        copy = self._moved(tensor) if sent is None else sent
+        move = self._run.sent
+        copy = self._moved(tensor) if home is None else move(tensor, home, self.stage, self.parts[home].done)
         self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
         return copy
 

@@ -48,7 +48,7 @@ from ._blocks import Blocks, Division, divide, named_blocks
 from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, used_of
+from ._replay import Replay, ReplayedLoss, ordered, used_of
 from ._stage import ModelStage
 
 
@@ -151,7 +151,7 @@ class ModelPipe(GPipe, of_models=True):
                 return gathered(outputs, batches, self.out_spec)
             used = used_of(outputs).value
             with self._shown().divided.answering(), without_cache(self._whole_model):
-                return self._replayed(used, batches, inputs.bare)
+                return ordered(self._replayed(used, batches, inputs.bare), {*self._devices})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``generate()`` of the model returns; stages take turns, with all rows."""

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import unflatten
+from streams import current_stream, wait_stream
 
 from .._flatten._collected import collector
 from ..checkpoint._state import is_small
+from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves
@@ -65,10 +67,12 @@ class Replay:
     def output(self, inputs: Any) -> Any:
         """Return what the model returns for ``inputs``."""
         arguments = as_arguments(inputs)
+        begin = self._devices[0]
+        args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._model(*arguments.args, **arguments.kwargs)
+                output = self._model(*args, **kwargs)
                 with self._between.off():
                     self._stage = len(self._devices) - 1
                     output = changed(output, self._returned)
@@ -217,6 +221,26 @@ def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     for module in model.modules() if model.training else ():
         if module not in inside:
             yield from (each for each in module.buffers(recurse=False) if is_small(each))
+
+
+def ordered(output: Any, devices: Collection[torch.device]) -> Any:
+    """Return ``output`` behind a node, in whose backward the streams of now wait for those of the caller then.
+
+    Autograd lets only the device of the output wait. But the caller may just have set a gradient on another device to
+    zero, of a parameter that the model itself uses there.
+    """
+    streams = {device: current_stream(device) for device in devices if device.type != "cpu"}
+    if not streams or len(devices) == 1 or not torch.is_grad_enabled():
+        return output
+
+    def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        for device, stream in streams.items():
+            wait_stream(stream, current_stream(device))
+        return gradients
+
+    found = {id(tensor): tensor for tensor in Activation(output).tensors if tensor.requires_grad}
+    fresh = dict(zip(found, attach(backward, [*found.values()], [*found.values()]), strict=True))
+    return changed(output, lambda tensor: fresh.get(id(tensor), tensor))
 
 
 class ReplayedLoss(WholeLoss):

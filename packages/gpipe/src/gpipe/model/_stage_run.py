@@ -105,7 +105,7 @@ class ModelRun(StageRuns):
     def forward(self, microbatch: int, inputs: Activation) -> Forward:
         """Return the forward of a micro-batch; a new one in the turn of the first stage."""
         if microbatch not in self.forwards:
-            mode = self.model.training, self.spec.trains
+            mode = self.model.training, self.spec.trains, torch.is_inference_mode_enabled()
             self.kind = self.kind or (*mode, *(kind_of(inputs.value) if self.replays else ()))
             known = self._known.get(self.kind)
             self.is_known = known is not None

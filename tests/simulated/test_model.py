@@ -1,0 +1,199 @@
+"""Models with a forward of their own, cut while it runs: no races, and as the plain model.
+
+What crosses from stage to stage is what any operation of the model uses: residuals and skips over several stages, masks
+and tables made on the first device, what is made on the device of something else.
+"""
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe import GPipe
+
+from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, whole_squares
+from .placements import PLACEMENTS, STREAMS, UNEVEN, devices, forward_streams
+from .races import ROOT
+
+# Of torch, once a process: a thread of autograd may hold the last node of a backward a moment longer.
+pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
+
+
+class Model(nn.Module):
+    """Six blocks in a list, after an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = linear()
+        self.blocks = nn.ModuleList(linear() for _ in range(6))
+
+
+class Residuals(Model):
+    """Over several stages: one from each block to the next, one from the first to the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.embed(x).tanh()
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return h * first.sigmoid() + first
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, h: Tensor, mask: Tensor, *, tables: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = tables
+        return h + (self.inner(h * cos + h.flip(-1) * sin) * mask).tanh()
+
+
+class Masked(Model):
+    """Masks and rotary tables are made on the first device, the latter from a buffer, and used by all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.register_buffer("frequencies", torch.linspace(1, 2, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.detach() > -1
+        angles = self.frequencies * torch.arange(WIDTH, device=x.device)
+        tables = angles.cos(), angles.sin()
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h, mask, tables=tables)
+        return torch.where(mask, h, h * self.frequencies)
+
+
+class UNet(Model):
+    """Skips over two stages, in a list from which they are popped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, skips = self.embed(x), []
+        for block in self.blocks[:3]:
+            h = block(h).tanh()
+            skips.append(h)
+        for block in self.blocks[3:]:
+            h = block(torch.cat([h, skips.pop()], 1)[:, ::2]).tanh()
+        return h + x
+
+
+class Tied(Model):
+    """The head has the weight of the embedding, and a frozen scale that is the first stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64), requires_grad=False)
+        self.shift = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64))
+        self.blocks[4].weight = self.blocks[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h).tanh() + self.shift
+        return F.linear(h * self.scale, self.embed.weight)
+
+
+class Made(Model):
+    """Makes tensors on the devices of inputs, and of what other stages have; and in no_grad()."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.tensor(0.5, dtype=torch.float64)
+        there = x.to(self.blocks[5].weight.device)
+        far = torch.arange(WIDTH, device=self.blocks[5].weight.device)
+        h = self.embed(x)
+        for block in self.blocks:
+            ones = torch.ones(WIDTH, dtype=torch.float64, device=self.embed.weight.device)
+            ones[1:] = half
+            with torch.no_grad():
+                mean = h.mean(1, keepdim=True)
+            h = block(h - mean + ones.to(h.device) * half).tanh()
+        return h + there * far.to(h.device)
+
+
+class InPlace(Model):
+    """What a stage has made changes in another one, and is used in a third one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).tanh()
+        sums, counts = h * 1, torch.zeros(len(x), WIDTH, dtype=torch.float64, device=x.device)
+        kept = torch.zeros(len(x), WIDTH, dtype=torch.float64, device=x.device)
+        for k, block in enumerate(self.blocks):
+            h = block(h).tanh()
+            sums.add_(h)
+            counts[:, k:] += 1
+            kept[:, k] = h[:, k]
+        return sums / counts + kept
+
+
+MODELS = {kind.__name__.lower(): kind for kind in (Residuals, Masked, UNet, Tied, Made, InPlace)}
+CASES = [
+    (placement, how, streams)
+    for placement in PLACEMENTS
+    for how in HOWS
+    for streams in STREAMS
+    if how == "call" or streams != "foreign"
+    if not (how == "interleaved" and placement in UNEVEN)
+]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def piped(plain: nn.Module, placement: str, mode: str, **options: Any) -> GPipe:
+    return GPipe(copy.deepcopy(plain), devices=devices(placement), chunks=3, checkpoint=mode, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "mode", "inline"), some_of(MODELS, CASES, MODES, [False, True], every=7), ids=str
+)
+def test_in_order_and_equal(name: str, case: tuple[str, str, str], mode: str, inline: bool) -> None:
+    placement, how, streams = case
+    plain = made(name)
+    assert_trains_like(plain, piped(plain, placement, mode), how, streams, inline=inline)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "how", "streams", "mode"),
+    some_of(MODELS, PLACEMENTS, OF_ALL, ["default", "own"], MODES, every=7),
+)
+def test_a_loss_of_all_rows(name: str, placement: str, how: str | None, streams: str, mode: str) -> None:
+    """The forward is replayed, over several devices."""
+    plain = made(name)
+    assert_trains_like(plain, piped(plain, placement, mode), how, streams, loss_fn=whole_squares)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_may_be_on_the_host(name: str) -> None:
+    plain = made(name)
+    pipe = piped(plain, "three devices", "never")
+    x = rows()
+    with forward_streams("own"):
+        torch.testing.assert_close(pipe(x).cpu(), plain(x))
+        for inference in (torch.no_grad, torch.inference_mode):
+            with inference():
+                torch.testing.assert_close(pipe(x).cpu(), plain(x))
+        loss = pipe.step(x, loss_fn=whole_squares)
+        torch.testing.assert_close(loss.cpu(), whole_squares(plain(x)).detach())
+
+
+def test_it_uses_no_device_of_others() -> None:
+    """Threads of forwards begin on the current device, where a context would take memory of a GPU for nothing."""
+    code = (
+        "import torch; from tests.simulated import accelerator as a; a.library();"
+        "from tests.simulated.test_model import GPipe, made, rows; from packages.gpipe.tests.layers import squares;"
+        "pipe = GPipe(made('residuals'), devices=[a.device(1), a.device(2)], chunks=3);"
+        "[pipe.step(rows(), loss_fn=squares, reduction='sum', schedule=s) for s in ('1f1b', 'fill_drain')];"
+        "pipe(rows()).sum().backward();"
+        "print(sorted(a.library().contexts()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[-2] == "[1, 2]"
