@@ -56,7 +56,7 @@ def residuals(blocks: int = 4) -> Residuals:
 
 
 def of_function(function: Callable[..., Tensor], blocks: int = 4) -> Residuals:
-    """Each block calls ``function`` with itself and the sum; ``block.m[0]`` is a linear layer, ``block.k`` its number."""
+    """Each block calls ``function`` with itself and the sum; ``block.m[0]`` is linear, ``block.k`` its number."""
     return Residuals(*(Layer(function, nn.Linear(3, 3), k=k) for k in range(blocks)))
 
 

@@ -1,5 +1,8 @@
 """Each micro-batch has one forward, in a thread of its own, that stops where the next stage begins."""
 
+import os
+import signal
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -110,7 +113,7 @@ def test_layers_draw_as_in_any_other_division(schedule: str, way: Callable[[], A
         torch.testing.assert_close(each, found[0], rtol=1e-12, atol=1e-12)
 
 
-class Planned(Exception):
+class PlannedError(Exception):
     pass
 
 
@@ -121,7 +124,7 @@ def failing_at(where: str, phase: str, microbatch: int) -> Residuals:
     def fail(kind: str) -> None:
         seen[kind] += 1
         if phase == kind and seen[kind] == microbatch + 1 and model.fails:
-            raise Planned(where)
+            raise PlannedError(where)
 
     def at(x: Tensor) -> Tensor:
         if not is_first():
@@ -147,7 +150,7 @@ def failing_at(where: str, phase: str, microbatch: int) -> Residuals:
 def test_an_error_names_the_place_and_leaves_the_pipe_as_it_was(where: str, how: str, way: Callable[[], Any]) -> None:
     model = failing_at(where, "forward", 1)
     with closing(two_stages(model)) as pipe, way():
-        with pytest.raises(Planned) as caught:
+        with pytest.raises(PlannedError) as caught:
             within(20, lambda: done(pipe, rows(6), how))
         noted = "".join(caught.value.__notes__)
         assert "partition 1" in noted
@@ -164,7 +167,7 @@ def test_an_error_names_the_place_and_leaves_the_pipe_as_it_was(where: str, how:
 def test_a_failed_forward_leaves_no_thread_that_waits_in_the_model() -> None:
     model = failing_at("block", "forward", 1)
     pipe = two_stages(model)
-    with pytest.raises(Planned):
+    with pytest.raises(PlannedError):
         done(pipe, rows(6), "fill_drain")
     assert not parked()
     pipe.close()
@@ -173,7 +176,6 @@ def test_a_failed_forward_leaves_no_thread_that_waits_in_the_model() -> None:
 
 def parked() -> list[str]:
     """The threads of forwards that are in a model."""
-    import sys
 
     frames = sys._current_frames()
     found = []
@@ -201,17 +203,15 @@ def test_the_model_may_not_hold_on_to_a_forward_that_has_ended() -> None:
             return x
 
     model.between = caught
-    model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Planned()))
+    model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(PlannedError()))
     pipe = two_stages(model)
-    with pytest.raises(Planned):
+    with pytest.raises(PlannedError):
         within(20, lambda: done(pipe, rows(6), "1f1b"))
     assert not parked()
     pipe.close()
 
 
 def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
-    import os
-    import signal
 
     model, once = residuals(), [1]
 
@@ -224,8 +224,6 @@ def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
     with closing(two_stages(model)) as pipe:
         with pytest.raises(KeyboardInterrupt):
             done(pipe, rows(6), "1f1b")
-            for _ in range(10**6):
-                pass
         assert not parked()
         pipe.zero_grad()
         done(pipe, rows(6), "1f1b")
@@ -249,13 +247,24 @@ def test_nothing_of_a_run_survives_it(how: str, way: Callable[[], Any]) -> None:
             assert not [each for each in alive if each() is not None]
 
 
+@pytest.mark.parametrize("options", [{}, {"reduction": "mean"}, {"return_outputs": True}])
+@pytest.mark.usefixtures("no_collector")
+def test_what_the_caller_has_given_to_a_step_is_not_kept(options: dict[str, Any]) -> None:
+    x, target = rows(6), rows(6)
+    alive = [ref(x), ref(target)]
+    with closing(two_stages(residuals())) as pipe:
+        pipe.step(x, {"target": target}, loss_fn=lambda y, each: (y - each["target"]).square().mean(), **options)
+        del x, target
+        assert not [each for each in alive if each() is not None]
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_nothing_of_a_failed_run_survives_its_error() -> None:
     model, alive = failing_at("between", "forward", 1), []
     own = model.between
     model.between = lambda k, x: (alive.append(ref(x)), own(k, x))[1]
     with closing(two_stages(model, checkpoint="never")) as pipe:
-        with pytest.raises(Planned):
+        with pytest.raises(PlannedError):
             done(pipe, rows(6), "fill_drain")
         assert not [each for each in alive if each() is not None]
 
