@@ -1,11 +1,13 @@
 """A pipe of a model whose own forward runs leaves what forward and backward of the plain model leave."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 from gpipe import GPipe, LossSum
 from microbatch import Split, flatten, map_tensors
 
-from ..layers import DOUBLE, MODES, running
+from ..layers import ALL_ROWS, DOUBLE, MODES, assert_same, assert_trains_like, each_mode, rows, running, trained
 from ..schedules import balance_by, suited
 from .forwards import Told, models
+from .residuals import plain_of, residuals, two_stages
 
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble", "interleaved")
 
@@ -204,3 +207,122 @@ def test_what_is_changed_in_place_is_right_or_refused(told: Told, way: Way) -> N
 
 def detached(value: Any) -> Any:
     return map_tensors(Tensor.detach, value)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_pipe_trains_by_itself(copied: Callable[[GPipe], GPipe]) -> None:
+    with closing(two_stages(residuals())) as pipe:
+        pipe(rows(6))
+        other = copied(pipe)
+        with closing(other):
+            assert (other.blocks, other.balance, other.devices) == (pipe.blocks, pipe.balance, pipe.devices)
+            assert_trains_like(other, plain_of(pipe), rows(6))
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_names_and_order_of_the_state_are_those_of_the_model() -> None:
+    with closing(two_stages(residuals())) as pipe:
+        model = pipe[:]
+        assert [*pipe.state_dict()] == [*model.state_dict()]
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+        state = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+        pipe.load_state_dict(state)
+        assert not any(parameter.any() for parameter in model.parameters())
+        pipe(rows(6))
+        assert [*pipe.state_dict()] == [*state]
+
+
+def test_the_mode_of_the_pipe_is_that_of_the_model() -> None:
+    model, seen = residuals(), []
+    model.between = lambda k, x: seen.append((model.training, model.layers[k].training))
+    with closing(two_stages(model)) as pipe:
+        for mode in (False, True):
+            assert pipe.train(mode) is pipe
+            assert pipe.training is model.training is model.layers[0].training is mode
+            seen.clear()
+            pipe(rows(6))
+            assert {*seen} == {(mode, mode)}
+
+
+def test_a_pipe_is_a_row_of_blocks_and_all_of_it_is_the_model() -> None:
+    model = residuals()
+    with closing(two_stages(model)) as pipe:
+        assert [*pipe] == [*model.layers]
+        assert len(pipe) == 4
+        assert pipe[1] is model.layers[1]
+        assert pipe[:] is model
+        with pytest.raises(TypeError, match="has no parts that are models"):
+            pipe[1:]
+
+
+def test_a_block_that_was_replaced_is_refused() -> None:
+    with closing(two_stages(residuals())) as pipe:
+        pipe[:].layers[1] = nn.Linear(3, 3, dtype=DOUBLE)
+        with pytest.raises(RuntimeError, match=r"block 'layers\.1' of Residuals was replaced or removed"):
+            pipe(rows(6))
+
+
+@pytest.mark.parametrize("on", ["model", "pipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", ALL_ROWS])
+def test_a_module_outside_of_blocks_may_be_replaced(on: str, schedule: str) -> None:
+    with closing(two_stages(residuals())) as pipe:
+        trained(pipe, rows(6), schedule)
+        (pipe if on == "pipe" else pipe[:]).head = nn.Linear(3, 2, dtype=DOUBLE)
+        pipe.zero_grad()
+        plain = plain_of(pipe)
+        loss, output = trained(pipe, rows(6), schedule)
+        assert output.shape == (6, 2)
+        torch.testing.assert_close(loss, trained(plain, rows(6))[0])
+        assert_same(pipe, plain)
+
+
+def test_pick_goes_with_a_sample() -> None:
+    with pytest.raises(TypeError, match="pick= goes with a sample"):
+        GPipe(residuals(), devices=["cpu"], pick="logits")
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_a_script_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="ScriptModule"):
+        GPipe(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), devices=["cpu"])
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_rows_that_chunks_do_not_divide(count: int, chunks: int) -> None:
+    with closing(two_stages(residuals(), chunks=chunks)) as pipe:
+        assert_trains_like(pipe, plain_of(pipe), rows(count))
+
+
+def test_a_mini_batch_without_rows() -> None:
+    with closing(two_stages(residuals())) as pipe:
+        assert pipe(rows(6)[:0]).shape == (0, 3)
+
+
+class AlongTheU(nn.Module):
+    """A U-Net: what goes down is used where it comes up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Linear(3, 3) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = layer(x).relu()
+            skips.append(x)
+        for layer in self.up:
+            x = layer(x * skips.pop()).relu_()
+        return x
+
+
+@pytest.mark.parametrize("schedule", [None, ALL_ROWS, *SCHEDULES])
+@each_mode
+def test_a_u_net_trains_as_it_does_alone(schedule: str | None, mode: str) -> None:
+    devices = [f"cpu:{j % 2}" for j in range(4)]
+    with closing(GPipe(AlongTheU().to(DOUBLE), devices=devices, chunks=3, checkpoint=mode)) as pipe:
+        plain = plain_of(pipe)
+        for _ in range(2):
+            torch.testing.assert_close(trained(pipe, rows(7), schedule), trained(plain, rows(7)))
+            assert_same(pipe, plain)

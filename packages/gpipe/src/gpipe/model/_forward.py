@@ -45,6 +45,8 @@ class AnyRun(Protocol):
         spec: the description of the run.
         replays: whether the output is computed for all rows, from what blocks have returned.
         start: calls a function in a thread of a forward.
+        leaves: whether a block leaves tensors in attributes, as far as its calls have shown.
+        left: these tensors, by identity, with the names of the attributes.
     """
 
     model: nn.Module
@@ -55,6 +57,8 @@ class AnyRun(Protocol):
     spec: RunSpec
     replays: bool
     start: Callable[[Callable[[], None]], Any]
+    leaves: dict[nn.Module, bool]
+    left: dict[int, tuple[ref[Tensor], str]]
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
@@ -167,7 +171,6 @@ class Forward:
         self.uses = Uses(type(run.model).__name__, known, self._here) if run.replays else None
         self._calls = 0
         self.is_complete = False
-        self._left: dict[int, tuple[ref[Tensor], str]] = {}
         self._copies: dict[int, Copied] = {}  # the latest of each tensor
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
@@ -194,15 +197,22 @@ class Forward:
             self._work = Work({})
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # avoids a reference cycle: its traceback refers to this frame
         return self.parts[self.stage]
 
     def take(self) -> tuple[Any, dict[Place, Tensor]]:
         """Return output and used tensors, at the end. The thread may hold this object a moment longer, but no graph."""
         found = self.output, self.used
-        self.output, self.used, self.parts = None, {}, []
-        self._copies.clear()
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        self.output, self.used, self.parts = None, {}, []
+        self.uses = None  # which refers to this object
+        self._copies.clear()
 
     def abandon(self) -> None:
         """End the forward where it has stopped. Nothing refers to its thread then."""
@@ -213,6 +223,7 @@ class Forward:
             while not self._is_over:  # the model has caught the exception, and gone on
                 self._go.release()
                 self._stopped.acquire()
+        self._forget()
 
     # The side of the forward: its own thread.
 
@@ -289,7 +300,7 @@ class Forward:
         number = self._calls
         self._calls += 1
         # What a block leaves in attributes belongs to the micro-batch that has left it last.
-        watched, known = (None if self.microbatch else module), set[int]()
+        watched, known = (module if self._run.leaves.get(module, True) else None), set[int]()
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage)
@@ -316,7 +327,9 @@ class Forward:
             if self.uses is not None:
                 collected = {kind: collector()[kind][size:] for kind, size in before.items()}
                 self.uses.record(name, output, collected, [tensor.shape for tensor in given])
-            self._left.update((at, each) for at, each in _tensors_left(name, watched).items() if at not in known)
+            left = {at: each for at, each in _tensors_left(name, watched).items() if at not in known}
+            self._run.leaves[module] = bool(left) or self._run.leaves.get(module, False)
+            self._run.left.update(left)
         if self.uses is not None and self.uses.is_complete:
             with self._between.off():
                 self._enter(self._run.stages[-1].index)
@@ -366,7 +379,7 @@ class Forward:
         """Note that the model uses ``tensor`` itself, in case a block has returned it."""
         if self.uses is not None:
             self.uses.note(tensor)
-        left = self._left.get(id(tensor))
+        left = self._run.left.get(id(tensor))
         if left is not None and left[0]() is tensor:
             raise RuntimeError(
                 f"{type(self._run.model).__name__} reads {left[1]}, where a block has left a tensor; by the time that "

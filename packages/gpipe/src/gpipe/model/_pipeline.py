@@ -69,7 +69,8 @@ class ModelPipeline(Pipeline):
         self.divided = Divided(model, blocks, stages)
         self.threads = Threads()
         self._known: dict[Any, Facts] = {}
-        self._run: ModelRun | None = None
+        self._run: ModelRun | None = None  # until it is known what its forwards have shown
+        self._facts: Facts | None = None
 
     def spec(
         self,
@@ -84,14 +85,17 @@ class ModelPipeline(Pipeline):
         return found._replace(replays=isinstance(loss, ReplayedLoss))
 
     def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
-        self._run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known)
-        return self._run
+        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known)
+        self._run, self._facts = run if spec.replays else None, None
+        return run
 
     def shown(self) -> Facts:
         """Return what the forwards of the last run have shown, and keep it for later ones of their kind."""
-        assert self._run is not None
-        facts = self._known[self._run.kind] = self._run.facts
-        return facts
+        if self._run is not None:
+            self._facts = self._known[self._run.kind] = self._run.facts
+            self._run = None  # which holds what the caller has given for the loss
+        assert self._facts is not None
+        return self._facts
 
     def forget(self) -> None:
         """Let the next forwards be complete, after one that did something else for all rows."""

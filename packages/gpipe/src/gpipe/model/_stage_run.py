@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,8 @@ class ModelRun(StageRuns):
         self.devices = {place[0] for place in places.values()}
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
+        self.leaves: dict[nn.Module, bool] = {}
+        self.left: dict[int, tuple[ref[Tensor], str]] = {}
         self._tied, self._deferred = tied, DeferredGradients()
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
@@ -101,6 +104,7 @@ class ModelRun(StageRuns):
         finally:
             for forward in self.forwards.values():
                 forward.abandon()
+            self.forwards.clear()
 
     def forward(self, microbatch: int, inputs: Activation) -> Forward:
         """Return the forward of a micro-batch; a new one in the turn of the first stage."""

@@ -1,0 +1,77 @@
+"""A small model with a forward of its own, and what tests do with it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+
+from ..layers import DOUBLE, Layer
+
+
+class Residuals(nn.Module):
+    """Adds what each of its blocks makes of the sum, between functions of its own.
+
+    Attributes:
+        between: called before each block with its number and the sum; what it returns goes on, unless that is None.
+        end: called with the output.
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.layers = nn.ModuleList(blocks)
+        self.between: Callable[[int, Tensor], Any] = nothing
+        self.end: Callable[[Tensor], Any] = nothing
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for parameter in self.parameters():
+                nn.init.uniform_(parameter, -0.6, 0.6)
+        self.to(DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for k, layer in enumerate(self.layers):
+            changed = self.between(k, x)
+            x = x if changed is None else changed
+            x = x + layer(x)
+        x = self.head(x)
+        self.end(x)
+        return x
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def residuals(blocks: int = 4) -> Residuals:
+    return Residuals(*(nn.Linear(3, 3) for _ in range(blocks)))
+
+
+def of_function(function: Callable[..., Tensor], blocks: int = 4) -> Residuals:
+    """Each block calls ``function`` with itself and the sum; ``block.m[0]`` is linear, ``block.k`` its number."""
+    return Residuals(*(Layer(function, nn.Linear(3, 3), k=k) for k in range(blocks)))
+
+
+def two_stages(model: nn.Module, **options: Any) -> GPipe:
+    return GPipe(model, devices=["cpu"] * 2, **{"chunks": 3, **options})
+
+
+def forward_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gpipe forward")}
+
+
+def is_first() -> bool:
+    """Whether this is no recomputation."""
+    return not gpipe.is_recomputing()
+
+
+def plain_of(pipe: GPipe) -> Any:
+    return copy.deepcopy(pipe[:])

@@ -1,0 +1,46 @@
+"""What each stage holds: all of the model, each tensor under its own name."""
+
+from itertools import accumulate
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.model._blocks import divide
+from gpipe.model._parts import parts_of
+
+from .forwards import Told, models
+
+
+@given(models(), st.integers(1, 5))
+def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages: int) -> None:
+    model = told.model()
+    blocks, balance = divide(model, stages)
+    parts = parts_of(model, blocks, balance)
+    for kind in ("named_parameters", "named_buffers"):
+        found = {name: each for part in parts for name, each in getattr(part, kind)(remove_duplicate=False)}
+        expected = dict(getattr(model, kind)(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        assert all(found[name] is each for name, each in expected.items())
+
+
+@given(models(), st.integers(1, 5))
+def test_each_block_is_in_the_part_of_its_stage(told: Told, stages: int) -> None:
+    model = told.model()
+    blocks, balance = divide(model, stages)
+    parts = parts_of(model, blocks, balance)
+    ends = [*accumulate(balance)]
+    for k, (name, block) in enumerate(blocks.items()):
+        stage = next(j for j, end in enumerate(ends) if k < end)
+        assert [j for j, part in enumerate(parts) if part._modules.get(name) is block] == [stage]
+
+
+@given(models(), st.integers(2, 5))
+def test_what_is_outside_of_blocks_follows_the_block_before_it(told: Told, stages: int) -> None:
+    model = told.model()
+    division = divide(model, stages)
+    parts = parts_of(model, *division)
+    first = {name for name, _ in parts[0].named_parameters()}
+    last = {name for name, _ in parts[-1].named_parameters()}
+    if not {"embed", "head"} & division.blocks.keys():
+        assert {"embed.weight", "scale"} <= first
+        assert {"norm.weight", "head.weight"} <= last
