@@ -53,8 +53,10 @@ class Facts(NamedTuple):
         answers: what each call of a block has returned, in the order of the calls.
         used: the tensors among these that the model itself uses, in its own operations or in its output.
         changed: those among the used ones that the model changes in place afterwards.
+        changes_inputs: whether the model changes its inputs in place.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
     changed: frozenset[Place]
+    changes_inputs: bool

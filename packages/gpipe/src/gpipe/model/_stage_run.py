@@ -107,7 +107,7 @@ class ModelRun(StageRuns):
         if uses is None:
             return
         if facts is None:
-            facts = Facts(uses.answers, frozenset(), frozenset())
+            facts = Facts(uses.answers, frozenset(), frozenset(), changes_inputs=False)
         if len(facts.answers) != len(uses.answers):
             raise RuntimeError(
                 f"{type(self.model).__name__} called {len(uses.answers)} blocks for micro-batch "
@@ -117,7 +117,8 @@ class ModelRun(StageRuns):
             )
         # Sizes change from run to run. Those of the first micro-batch are compared with those of all rows.
         answers = facts.answers if forward.microbatch else uses.answers
-        self.facts = Facts(answers, facts.used.union(forward.used), facts.changed | uses.changed)
+        changes_inputs = facts.changes_inputs or uses.changes_inputs
+        self.facts = Facts(answers, facts.used.union(forward.used), facts.changed | uses.changed, changes_inputs)
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
