@@ -62,3 +62,12 @@ def test_a_class_computes_what_the_plain_model_does(name: str) -> None:
         expect_equal(Case(small(getattr(transformers, name), task), Arguments((), batch(task))), REFUSALS.get(name))
     except (NotComparableError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         pytest.skip(f"the plain model does not run: {error!r:.100}")
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT masked words", "T5"])
+def test_adapters_of_peft_compute_what_the_plain_model_does(name: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
+    family, _ = CASES[name]
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(made(family)[0], lora).train()
+    expect_equal(Case(model, Arguments((), batch_of(name, ROWS + 1, "padded")), None, max(family.tolerance, 1e-5)))
