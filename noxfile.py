@@ -255,6 +255,13 @@ def frameworks(session: nox.Session) -> None:
     session.run("pytest", *chosen(session, short, ["tests/frameworks"]))
 
 
+@nox.session
+def outside(session: nox.Session) -> None:
+    """Models of timm and diffusers beside the plain models, in half an hour; arguments go to pytest."""
+    install_all(session, "outside")
+    session.run("pytest", *(session.posargs or ["tests/outside"]))
+
+
 @nox.session(name="torch-versions")
 @nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def torch_versions(session: nox.Session, version: str) -> None:

@@ -58,11 +58,13 @@ class Facts(NamedTuple):
         answers: what each call of a block has returned, in the order of the calls.
         used: the tensors among these that the model itself uses, in its own operations or in its output.
         changed: those among the used ones that the model changes in place afterwards.
+        changes_inputs: whether the model changes its inputs in place.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
     changed: frozenset[Place]
+    changes_inputs: bool
 
 
 def joined_facts(found: Sequence[Facts], model: str) -> Facts:
@@ -80,9 +82,11 @@ def joined_facts(found: Sequence[Facts], model: str) -> Facts:
                 f"({_names(first)}); so what it computes of all rows cannot be computed from what its blocks returned; "
                 "give a loss_fn that returns gpipe.LossSum(total, count), or out_spec="
             )
-    used, changed = (frozenset[Place]().union(*each) for each in zip(*[facts[1:] for facts in found], strict=True))
+    used, changed = (
+        frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
+    )
     # Sizes change from run to run. Those of the first micro-batch are compared with those of all rows.
-    return Facts(first.answers, used, changed)
+    return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found))
 
 
 def _kind(leaf: Any) -> Any:

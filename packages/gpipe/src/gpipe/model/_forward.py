@@ -268,7 +268,10 @@ class Forward:
             del self._change
 
     def _nonleaf(self, inputs: Activation) -> Any:
-        return inputs.with_tensors([self._alias(leaf) for leaf in inputs.tensors]).value
+        tensors = [self._alias(leaf) for leaf in inputs.tensors]
+        if self.uses is not None:
+            tensors = self.uses.inputs_of(tensors)
+        return inputs.with_tensors(tensors).value
 
     def _turn(self) -> Generator[None]:
         """The settings of a turn, until the generator is closed."""

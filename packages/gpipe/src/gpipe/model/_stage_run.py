@@ -100,7 +100,7 @@ class ModelRun(StageRuns):
             with self._divided.answering(), without_cache(self.model):
                 yield
             if not self.replays:
-                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset()))
+                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False))
         finally:
             for forward in self.forwards.values():
                 forward.abandon()
@@ -120,7 +120,8 @@ class ModelRun(StageRuns):
         """Keep what a forward has shown."""
         if forward.uses is not None:
             uses = forward.uses
-            self._shown.append(Facts(uses.answers, frozenset(forward.used), frozenset(uses.changed)))
+            used, changed = frozenset(forward.used), frozenset(uses.changed)
+            self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs))
 
     @property
     def facts(self) -> Facts:

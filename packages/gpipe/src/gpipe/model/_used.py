@@ -42,15 +42,27 @@ class Uses:
     Attributes:
         answers: what blocks have returned.
         changed: the used tensors that the model has changed in place.
+        changes_inputs: whether the model has changed its inputs in place.
     """
 
     def __init__(self, model: str, known: Facts | None, here: Callable[[Tensor], Tensor]) -> None:
         self.answers: list[Answer] = []
         self.changed: set[Place] = set()
+        self.changes_inputs = False
         self._model, self._known, self._here = model, known, here
         self._returned: dict[int, _Returned] = {}
         self._uses: dict[Place, _Use] = {}
         self._altered: dict[int, tuple[ref[Tensor], str]] = {}
+        self._inputs: list[tuple[Tensor, int]] = []
+
+    def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return clones of the inputs of the model if it changes them in place, since a replay does that again."""
+        known = self._known
+        found = [
+            each.clone() if known is None or known.changes_inputs or each.is_inference() else each for each in tensors
+        ]
+        self._inputs = [(each, version(each)) for each in found]
+        return found
 
     def record(self, block: str, output: Any, collected: Any, arguments: Sequence[torch.Size]) -> None:
         """Note what ``block`` has returned, and what hooks inside of it have collected."""
@@ -106,6 +118,12 @@ class Uses:
 
     def collected(self) -> dict[Place, Tensor]:
         """Return the used tensors, as the stage has them that computes now; nothing else is noted from then on."""
+        self.changes_inputs = any(version(each) != before for each, before in self._inputs)
+        if self.changes_inputs and self._known is not None and not self._known.changes_inputs:
+            raise RuntimeError(
+                f"{self._model} changes its input in place, which it did not in the first mini-batch; let it work on a "
+                "clone"
+            )
         found = {}
         for place, (tensor, before, kept) in self._uses.items():
             is_changed = tensor.is_inference() or version(tensor) != before
@@ -119,4 +137,5 @@ class Uses:
             found[place] = self._here(tensor if kept is None or not is_changed else kept)
         self._returned.clear()
         self._uses.clear()
+        self._inputs.clear()
         return found

@@ -1,0 +1,51 @@
+"""What a block has returned for micro-batches is joined where its rows are."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.model._rows import NOWHERE, UNKNOWN, Argument, dim_between, dim_by, joined
+
+SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+
+
+@given(shape=SHAPES, data=st.data(), rows=st.lists(st.integers(1, 4), min_size=2, max_size=4), factor=st.integers(1, 3))
+def test_parts_are_joined_where_arguments_have_rows(
+    shape: list[int], data: st.DataObject, rows: list[int], factor: int
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = torch.randn([*shape[:dim], factor * sum(rows), *shape[dim + 1 :]])
+    parts = whole.split([factor * count for count in rows], dim)
+    size = parts[0].shape
+    found = joined(parts, rows, [Argument(size, dim_between(size, whole.shape))])
+    assert found is not None
+    assert torch.equal(found, whole)
+
+
+@given(shape=SHAPES, data=st.data(), rows=st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_numbers_of_rows_that_differ_say_more_than_arguments(
+    shape: list[int], data: st.DataObject, rows: list[int]
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = torch.randn([*shape[:dim], sum(rows), *shape[dim + 1 :]])
+    found = joined(whole.split(rows, dim), rows, [])
+    if len({*rows}) > 1:
+        assert found is not None
+        assert torch.equal(found, whole)
+    else:  # without arguments there is nothing that has rows
+        assert found is not None
+        assert torch.equal(found, whole.split(rows, dim)[0])
+
+
+def test_an_argument_of_the_same_size_counts_more_than_others() -> None:
+    size = torch.Size([12, 2, 8])
+    mask, positions = Argument(torch.Size([12, 12, 2]), 2), Argument(torch.Size([24, 8]), NOWHERE)
+    assert dim_by([mask, positions], size) == 2
+    assert dim_by([Argument(size, 1), mask, positions], size) == 1
+    assert dim_by([mask, Argument(torch.Size([12, 2]), 1)], size) == UNKNOWN
+
+
+def test_what_is_in_no_known_order_is_not_joined() -> None:
+    parts = torch.randn(7, 2).split([3, 4])  # as of an expert, which gets some of the tokens
+    assert joined(parts, [2, 2], [Argument(torch.Size([3, 2]), 0)]) is None
+    assert joined([torch.randn(()), torch.randn(())], [2, 2], [Argument(torch.Size([2, 3]), 0)]) is None

@@ -1,0 +1,74 @@
+"""Models of timm, one or two of each module of it, as small as their settings let them be, with random weights."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import Arguments
+
+from ..own_forward import Case, NotComparableError
+
+timm = pytest.importorskip("timm", reason="timm is not installed; see nox -s outside")
+
+ROWS, CLASSES, MOST = 6, 5, 40_000_000
+SIZES = (64, 96, 128, 224, 256)
+SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3}
+"""Of transformers, where the model takes them."""
+SIZE_WORDS = ("nano", "pico", "femto", "atto", "xxs", "tiny", "xs", "small", "_s", "18", "b0", "050", "lite")
+_PLAIN = re.compile(r"(test_|_clip|_in21k|_dino|quickgelu|huge|giant|large|gigantic|_384|_512)")
+
+
+def names() -> list[str]:
+    """The smallest-sounding architecture of each module of timm, and the tiny ones that it has for tests."""
+    found = list(timm.list_models("test_*"))
+    for module in timm.models.list_modules():
+        models = [name for name in timm.list_models(module=module) if not _PLAIN.search(name)]
+        rated = sorted(models, key=lambda name: (not any(word in name for word in SIZE_WORDS), len(name), name))
+        found += [name for name in rated[:1] if name not in found]
+    return found
+
+
+def case(name: str) -> Case:
+    """A model that takes the smallest pictures that it can."""
+    for settings in (SMALL, {}):
+        try:
+            return Case(*_made(name, settings), loss=loss, bound=1e-3)
+        except (TypeError, RuntimeError, AssertionError, ValueError, NotComparableError):
+            continue
+    raise NotComparableError(f"{name} takes no pictures of {SIZES}")
+
+
+def loss(output: Any) -> Tensor:
+    """One that depends on all rows together."""
+    logits = output[0] if isinstance(output, tuple) else output
+    return (logits - logits.mean(0)).square().sum(1).sqrt().mean() + logits.square().mean()
+
+
+def _made(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Arguments]:
+    for size in SIZES:
+        for more in ({"img_size": size}, {}):
+            torch.manual_seed(0)
+            try:
+                model = timm.create_model(name, num_classes=CLASSES, **settings, **more)
+            except (TypeError, AssertionError, RuntimeError, ValueError, ZeroDivisionError):
+                continue
+            if sum(parameter.numel() for parameter in model.parameters()) > MOST:
+                raise NotComparableError(f"{name} is too large")
+            channels = getattr(model, "in_chans", None) or timm.get_pretrained_cfg(name).input_size[0]
+            pictures = torch.randn(ROWS, channels, size, size, generator=torch.Generator().manual_seed(1))
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+                for attribute in ("drop_prob", "drop_rate"):
+                    if isinstance(getattr(module, attribute, None), float):
+                        setattr(module, attribute, 0.0)
+            try:
+                with torch.no_grad():
+                    model.eval()(pictures[:1])
+            except Exception:
+                continue
+            return model.train(), Arguments((pictures,), {})
+    raise NotComparableError(f"{name} takes no pictures of {SIZES}")
