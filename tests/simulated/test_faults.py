@@ -19,6 +19,7 @@ from . import (
     test_failures,
     test_host,
     test_matrix,
+    test_model,
     test_profile,
 )
 from .faults import Fault, planted
@@ -37,6 +38,9 @@ WORKERS, TIED, RECORD, CALLS = (
     "gpipe.timeline._record",
     "gpipe.engine._autograd_calls",
 )
+
+
+FORWARD, PARTS, REPLAY = "gpipe.model._forward", "gpipe.model._stage_run", "gpipe.model._replay"
 
 
 class Case(NamedTuple):
@@ -112,6 +116,13 @@ TASKS = Check(test_devices.test_each_part_of_a_task_has_its_stream)
 RESTORED = Check(test_devices.test_threads_in_one_stream_get_back_what_each_had)
 NEW = Check(test_devices.test_the_default_stream_is_the_current_one_until_another_is_used)
 WAITED = Check(test_accelerator.test_waits_that_order, "synchronise the stream")
+MADE = Check(test_model.test_in_order_and_equal, "made", ("three devices", "1f1b", "own"), "never", False)
+RESIDUALS = Check(test_model.test_in_order_and_equal, "residuals", ("two devices", "1f1b", "own"), "never", False)
+MASKED = Check(test_model.test_in_order_and_equal, "masked", ("three devices", "1f1b", "own"), "always", False)
+CHANGED = Check(test_model.test_in_order_and_equal, "inplace", ("three devices", "1f1b", "own"), "never", False)
+CALLED = Check(test_model.test_in_order_and_equal, "residuals", ("three devices", "call", "foreign"), "never", False)
+REPLAYED = Check(test_model.test_a_loss_of_all_rows, "inplace", "three devices", None, "own", "never")
+TIED_HEAD = Check(test_model.test_a_loss_of_all_rows, "tied", "three devices", None, "own", "never")
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"
@@ -221,6 +232,30 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
     (Fault("the current stream is taken to be the default one", STREAM,
            "    return torch.accelerator.current_stream(on_accelerator(device))",
            "    return default_stream(device)"), NEW),
+    (Fault("a copy does not wait for the turn that its source is from", COPY,
+           "wait_event(source.copy, after)", "pass"), RESIDUALS),
+    (Fault("what a turn has queued is taken to be what the next stage has", FORWARD,
+           "record_event(stream)", "record_event(self._run.places[(self.stage + 1) % 3][1])"), MASKED),
+    (Fault("a turn is on the device of another stage", FORWARD,
+           "with use_device(self._run.places[self.stage][0]):", "if True:"), MASKED),
+    (Fault("in a turn the streams of other stages are not current", FORWARD,
+           ", backwards_stay, self._run.on_streams():", ", backwards_stay, use_stream(self._run.places[0][1]):"), MADE),
+    (Fault("what names the device of another stage stays there", FORWARD,
+           "return changed(output, self._moved) if self._run.copies else output", "return output"), MADE),
+    (Fault("a change in place of a copy is lost", FORWARD,
+           "version(known.copy) != known.own", "False"), CHANGED),
+    (Fault("the streams of a model do not become current", PARTS,
+           "scope.enter_context(use_stream(stream))", "pass"), MADE),
+    (Fault("a loss that replays is on the stream of its stage alone", PARTS,
+           "with self._run.on_streams(), use_device(self.stage.device):", "if True:"), TIED_HEAD),
+    (Fault("a tensor that a later stage uses is not waited for", PARTS,
+           "return lambda: forth.receive(parcel).tensors[0]", "return lambda: parcel[0].tensors[0]"), RESIDUALS),
+    (Fault("a gradient for an earlier stage is not waited for", PARTS,
+           "return lambda: back.receive(parcel)[0]", "return lambda: parcel[0][0]"), RESIDUALS),
+    (Fault("the backward of a replay does not wait for the caller", REPLAY,
+           "            wait_stream(stream, current_stream(device))", "            pass"), CALLED),
+    (Fault("a replay copies a tensor anew for each operation", REPLAY,
+           "            self._moved[id(tensor)] = tensor, copy", "            pass"), REPLAYED),
 ]
 # fmt: on
 
@@ -245,7 +280,7 @@ ORDERS = re.compile(r"\b(wait_stream|wait_event|record_event|recorded|use_stream
 
 def test_every_line_that_orders_is_taken_away_once():
     planted_lines = [fault.line for fault, _ in FAULTS]
-    for folder in ("transport", "engine"):
+    for folder in ("transport", "engine", "model"):
         for file in (Path(gpipe.__file__).parent / folder).glob("*.py"):
             for line in file.read_text().splitlines():
                 if ORDERS.search(line) and not line.lstrip().startswith("def "):

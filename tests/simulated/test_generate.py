@@ -78,3 +78,27 @@ def test_it_generates_what_the_plain_model_does_and_keeps_nothing(places: tuple[
     assert [library().used(k) for k in range(3)] == used
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     torch.testing.assert_close(pipe(tokens=tokens, words=tokens).cpu(), plain(tokens, tokens))
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 2), (0, 0), (None, 0, 1), (1, 2)])
+def test_so_does_a_pipe_of_the_model_itself(places: tuple[int | None, ...]) -> None:
+    torch.manual_seed(0)
+    plain = Translator()
+    tokens = torch.randint(9, (3, 5))
+    pipe = GPipe(copy.deepcopy(plain), devices=[device(k) for k in places], chunks=2)
+
+    def used() -> list[int]:
+        """Bytes in use while nothing computes, with no help of the garbage collector."""
+        torch.testing.assert_close(pipe(tokens=tokens, words=tokens).cpu(), plain(tokens, tokens))
+        pipe(tokens=tokens, words=tokens).sum().backward()
+        pipe.zero_grad()
+        assert torch.equal(pipe.generate(tokens, steps=6).cpu(), plain.generate(tokens, steps=6))
+        return [library().used(k) for k in range(3)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = used()
+        assert [used() for _ in range(2)] == [before] * 2
+    finally:
+        gc.enable()

@@ -5,8 +5,7 @@ and tables made on the first device, what is made on the device of something els
 """
 
 import copy
-import subprocess
-import sys
+import threading
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import GPipe
+from gpipe.model._stage_run import ModelRun
 
-from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, whole_squares
+from .accelerator import device
+from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, squares, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN, devices, forward_streams
-from .races import ROOT
 
 # Of torch, once a process: a thread of autograd may hold the last node of a backward a moment longer.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
@@ -50,6 +50,7 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, mask: Tensor, *, tables: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = tables
+        mask = mask * torch.ones(WIDTH, dtype=h.dtype, device=h.device.type)  # the current device of that type
         return h + (self.inner(h * cos + h.flip(-1) * sin) * mask).tanh()
 
 
@@ -185,15 +186,43 @@ def test_inputs_may_be_on_the_host(name: str) -> None:
         torch.testing.assert_close(loss.cpu(), whole_squares(plain(x)).detach())
 
 
-def test_it_uses_no_device_of_others() -> None:
-    """Threads of forwards begin on the current device, where a context would take memory of a GPU for nothing."""
-    code = (
-        "import torch; from tests.simulated import accelerator as a; a.library();"
-        "from tests.simulated.test_model import GPipe, made, rows; from packages.gpipe.tests.layers import squares;"
-        "pipe = GPipe(made('residuals'), devices=[a.device(1), a.device(2)], chunks=3);"
-        "[pipe.step(rows(), loss_fn=squares, reduction='sum', schedule=s) for s in ('1f1b', 'fill_drain')];"
-        "pipe(rows()).sum().backward();"
-        "print(sorted(a.library().contexts()))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.split("\n")[-2] == "[1, 2]"
+class Chain(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_a_block_is_called_with_is_sent_in_the_turn_that_has_computed_it(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only once the worker of the block has time to receive it."""
+    pipe = GPipe(Chain(), devices=devices("three devices"), chunks=3)
+    turns = []
+    sent = ModelRun.sent
+
+    def watched(run: ModelRun, tensor: Tensor, source: int, target: int, done: Any) -> Any:
+        turns.append((torch.accelerator.current_device_index(), source, target))
+        return sent(run, tensor, source, target, done)
+
+    monkeypatch.setattr(ModelRun, "sent", watched)
+    with torch.set_grad_enabled(enabled):
+        pipe.evaluate(rows(), loss_fn=squares, reduction="sum")
+    assert sorted({*turns}) == [(0, 0, 1), (1, 1, 2)]
+
+
+def test_threads_of_forwards_choose_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the one that is current in a new thread, where a context would take memory of a GPU for nothing."""
+    pipe = GPipe(Chain(), devices=[device(1), device(2)], chunks=3)
+    chosen = set()
+    choose = torch.accelerator.set_device_index
+
+    def watched(index: int) -> None:
+        if threading.current_thread().name.startswith("gpipe forward"):
+            chosen.add(index)
+        choose(index)
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", watched)
+    pipe.step(rows(), loss_fn=squares, reduction="sum", schedule="1f1b")
+    assert chosen == {1, 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from threading import Semaphore
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from streams import AbstractEvent, Context, limit_threads, record_event, use_stream
+from streams import AbstractEvent, Context, limit_threads, record_event, use_device
 
 from .._current import Work, current
 from .._flatten._collected import collector
@@ -78,8 +79,8 @@ class AnyRun(Protocol):
     def on_streams(self) -> AbstractContextManager[None]:
         """Return a context in which the streams of all stages are current."""
 
-    def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Tensor:
-        """Return a leaf like ``tensor`` on the device of ``target``."""
+    def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Callable[[], Tensor]:
+        """Send ``tensor`` to ``target``; return what receives it there, as a leaf."""
 
 
 class Leaf(NamedTuple):
@@ -172,6 +173,7 @@ class Forward:
         self._calls = 0
         self.is_complete = False
         self._copies: dict[int, Copied] = {}  # the latest of each tensor
+        self._ahead: dict[int, Callable[[], Tensor]] = {}  # what is on its way to the next block
         self._between = Between(self)
         self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
         self._go, self._stopped = Semaphore(0), Semaphore(0)
@@ -277,15 +279,18 @@ class Forward:
         """The settings of a turn, until the generator is closed."""
         current.work = self._work
         bind(self._cores)  # those of the worker, which waits on them
-        with use_stream(self._run.places[self.stage][1]):
+        with use_device(self._run.places[self.stage][0]):
             yield
 
-    def _enter(self, stage: int) -> None:
-        """Stop until it is the turn of ``stage``."""
+    def _enter(self, stage: int, arguments: Any = ()) -> None:
+        """Stop until it is the turn of ``stage``, which calls a block with ``arguments``."""
         while self.stage < stage:
             self._limits.append(next_sequence_number())
             stream = self._run.places[self.stage][1]
             self.parts[self.stage].done = record_event(stream) if self._run.copies else None
+            if self._run.copies:
+                changed(arguments, partial(self._send_ahead, stage))
+            arguments = ()
             self._change.close()
             at = current.work.rng.at
             self._stopped.release()
@@ -298,6 +303,21 @@ class Forward:
             self.parts[self.stage].first = next_sequence_number()
             current.work.rng.at = at
 
+    def _send_ahead(self, stage: int, tensor: Tensor) -> Tensor:
+        """Send a tensor of this stage to ``stage``, before the worker of that one has time for it."""
+        (here, *_), (there, *_) = self._run.places[self.stage], self._run.places[stage]
+        if tensor.requires_grad:
+            is_own = tensor.grad_fn is not None and self._home(tensor.grad_fn) == self.stage
+        else:
+            is_own = id(tensor) not in self._copies and not self._run.is_of_model(tensor)
+        if is_own and tensor.device == here != there and id(tensor) not in self._ahead:
+            self._ahead[id(tensor)] = self._run.sent(tensor, self.stage, stage, self.parts[self.stage].done)
+        return tensor
+
+    def _received(self, tensor: Tensor, home: int) -> Tensor:
+        sent = self._ahead.pop(id(tensor), None)
+        return (sent or self._run.sent(tensor, home, self.stage, self.parts[home].done))()
+
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block by ``function``, in the turn of its stage."""
         number = self._calls
@@ -306,12 +326,13 @@ class Forward:
         watched, known = (module if self._run.leaves.get(module, True) else None), set[int]()
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
-            self._enter(stage)
+            self._enter(stage, (args, kwargs))
             current.work.rng.at = 2 * number + 1
             known |= _tensors_left(name, watched).keys()
             given = tensors_in((args, kwargs)) if self.uses is not None else []
             if stage == self.stage:
                 args, kwargs = changed(args, self._here), changed(kwargs, self._here)
+                self._ahead.clear()
                 here = tensors_in((args, kwargs)) if given else []
                 then = [*map(version, here)]
                 with answered_by(None):
@@ -420,7 +441,7 @@ class Forward:
                 between = self.parts[j].leaves.get(id(tensor))
                 if between is not None and between.alias._version != between.version:
                     return self._leaf(between.alias, j)
-            leaf = self._run.sent(tensor, home, self.stage, self.parts[home].done)
+            leaf = self._received(tensor, home)
             alias = self._alias(leaf)
             found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
             self.parts[home].sent[id(tensor)] = tensor
@@ -455,8 +476,7 @@ class Forward:
             return tensor
         places = self._run.places
         home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
-        move = self._run.sent
-        copy = self._moved(tensor) if home is None else move(tensor, home, self.stage, self.parts[home].done)
+        copy = self._moved(tensor) if home is None else self._received(tensor, home)
         self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
         return copy
 

@@ -188,13 +188,13 @@ class ModelRun(StageRuns):
             self._copied[key] = copy
         return self._copied[key]
 
-    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Tensor:
-        """Return a leaf like ``tensor`` on the device of ``target``, which computes in this thread now."""
+    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
+        """Send ``tensor`` to ``target``; return what receives it there, as a leaf."""
         forth = self._between(source, target)[0]
         if forth is None:
-            return tensor.detach().requires_grad_(tensor.requires_grad)
-        parcel: Any = forth.receive(forth.send(Activation(tensor), after=done))
-        return parcel.tensors[0]  # type: ignore[no-any-return]
+            return lambda: tensor.detach().requires_grad_(tensor.requires_grad)
+        parcel = forth.send(Activation(tensor), after=done)
+        return lambda: forth.receive(parcel).tensors[0]  # type: ignore[union-attr]
 
     def returned(self, gradient: Tensor, source: int, target: int) -> Callable[[], Tensor]:
         """Send a gradient from ``source`` back to ``target``; return what receives it there."""
@@ -261,7 +261,7 @@ class ModelStageRun(StageRun):
             calls[-1].early()
 
     def loss(self, i: int) -> None:
-        with self._run.on_streams(), use_stream(self._run.places[self.stage.index][1]):
+        with self._run.on_streams(), use_device(self.stage.device):
             super().loss(i)
 
     def backward(self, i: int) -> None:

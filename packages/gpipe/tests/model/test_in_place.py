@@ -1,0 +1,78 @@
+"""Tensors that stages change in place one after the other, and parameters of another stage beside tied ones."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from packages.gpipe.tests.layers import DOUBLE, squares
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe import GPipe
+
+WIDTH, ROWS = 4, 6
+
+
+class Model(nn.Module):
+    """Six blocks after an embedding, with whose outputs a function goes on."""
+
+    def __init__(self, function: Callable[[Tensor, int, Tensor], None]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for _ in range(6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).tanh()
+        found = h * 1
+        for k, block in enumerate(self.blocks):
+            h = block(h).tanh()
+            self.function(found, k, h)
+        return found + h
+
+
+def add(found: Tensor, k: int, h: Tensor) -> None:
+    found.add_(h)
+
+
+def put(found: Tensor, k: int, h: Tensor) -> None:
+    found[:, k % WIDTH] = h.sum(1)
+
+
+def put_late(found: Tensor, k: int, h: Tensor) -> None:
+    if k > 2:
+        found[:, k % WIDTH] = h.sum(1)
+
+
+class Shifted(nn.Module):
+    """Has tied weights, and a parameter that each stage uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=DOUBLE))
+        self.embed = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for _ in range(6))
+        self.blocks[4].weight = self.blocks[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x).tanh() + self.shift
+        return F.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("made", [lambda: Model(add), lambda: Model(put), lambda: Model(put_late), Shifted])
+def test_gradients_are_those_of_the_plain_model(made: Callable[[], nn.Module], stages: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    plain = made()
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * stages, chunks=3)
+    x = torch.randn(ROWS, WIDTH, dtype=DOUBLE)
+    loss = squares(plain(x))
+    loss.backward()
+    for _ in range(2):
+        pipe.zero_grad()
+        torch.testing.assert_close(pipe.step(x, loss_fn=squares, reduction="sum", schedule=schedule), loss.detach())
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
