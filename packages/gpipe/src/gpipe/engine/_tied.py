@@ -142,6 +142,10 @@ class Tied:
                 self._then.setdefault((each, ""), _state(each))
         return copy
 
+    def owner_of(self, tensor: Tensor) -> Tensor:
+        """Return what ``tensor`` is a copy of, or ``tensor`` itself."""
+        return self._owners.get(tensor, (0, tensor))[1]
+
     def give(self, leaf: Tensor, tensor: Tensor) -> None:
         """Give the gradient of ``leaf``, which the loss uses in place of it, to a ``tensor`` of the caller."""
         self.shares = True

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch, map_tensors, unwrap
 
@@ -225,12 +225,14 @@ class ModelPipe(GPipe, of_models=True):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _replayed(self, used: Any, batches: Sequence[Batch], inputs: Any) -> Any:
+    def _replayed(
+        self, used: Any, batches: Sequence[Batch], inputs: Any, owner_of: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> Any:
         """Return what the model computes for all rows, of the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
             facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
-            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._devices)
+            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._devices, owner_of)
             return replay.output(inputs)
         except BaseException:
             pipeline.forget()
@@ -272,7 +274,7 @@ class ModelPipe(GPipe, of_models=True):
         kept: dict[int, Activation] = {}
 
         def loss(used: Any, inputs: Any, *others: Any) -> Any:
-            output = self._replayed(used, batches, inputs)
+            output = self._replayed(used, batches, inputs, losses.owner_of)
             if call.return_outputs:  # a copy: loss_fn may change it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             return loss_fn(output, *others)

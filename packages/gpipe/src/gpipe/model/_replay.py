@@ -40,6 +40,7 @@ class Replay:
         used: the tensors of these that the model uses, by place; one mapping for each micro-batch.
         rows: the number of rows of each micro-batch.
         devices: the device of each stage.
+        owner_of: returns what a tensor is a copy of, for a stage, while a run is on.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Replay:
         used: Sequence[Mapping[str, Tensor]],
         rows: Sequence[int],
         devices: Sequence[torch.device],
+        owner_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
+        self._owner_of = owner_of
         self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
         self._used: dict[Place, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
@@ -165,6 +168,8 @@ class Replay:
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the stage that computes here."""
         self.read(tensor)
+        # A tied parameter is one leaf here, whichever module it is found in.
+        tensor = self._owner_of(tensor) if tensor.is_leaf else tensor
         if not self._moves:
             return tensor
         # A copy takes the place of its tensor for good, since it may be changed in place.
@@ -269,6 +274,10 @@ class ReplayedLoss(WholeLoss):
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
         return super()._value(i, outputs, (self._entering(), *arguments))
+
+    def owner_of(self, tensor: Tensor) -> Tensor:
+        """Return what ``tensor`` is a copy of, for a stage of this run, or ``tensor`` itself."""
+        return self._tied.owner_of(tensor)
 
     def _entering(self) -> Any:
         """Return the inputs as leaves: the caller's graph, if they have one, gets one gradient, with that of stages."""
