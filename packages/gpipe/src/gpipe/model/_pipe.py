@@ -293,6 +293,8 @@ class ModelPipe(GPipe, of_models=True):
 
 def expect_own_forward(module: nn.Module) -> None:
     """Raise TypeError unless the forward of ``module`` is Python code that calls modules."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         raise TypeError(f"module must have a forward; {type(module).__name__} has none")
     if not any(True for _ in module.children()):
@@ -304,8 +306,6 @@ def expect_own_forward(module: nn.Module) -> None:
         raise TypeError(
             "module was compiled as a whole by torch.compile, so that its forward cannot be cut; compile its blocks"
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
     if any(True for _ in skippables(module)):
         raise TypeError(
             "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
