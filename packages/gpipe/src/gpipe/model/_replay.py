@@ -64,7 +64,7 @@ class Replay:
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
+        self._buffers = [(each, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, inputs: Any) -> Any:
@@ -116,8 +116,9 @@ class Replay:
         if source := self._draws.elsewhere():
             raise self._random(source)
         with self._between.off(), torch.no_grad():
-            for buffer, version, before in self._buffers:  # statistics have been counted
-                if buffer._version != version:
+            # Compared by value: batch norm changes its statistics without counting that as a change in place.
+            for buffer, before in self._buffers:
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..engine._recomputation import Recomputation
 from ..engine._stage import Stage
+from ..module._init._model import Own
 from ..skip import SkipLayout
 from ._called import answered
 
@@ -26,6 +27,12 @@ class ModelStage(Stage):
         super().__init__(index, module, device, layout, 0)
         self.has_told = False
         self._recomputations: dict[nn.Module, Recomputation] = {}
+
+    @property
+    def layers(self) -> str:
+        """The names of the first and the last module, for messages."""
+        names = [name for name, module in self.module.named_children() if not isinstance(module, Own)]
+        return " to ".join(f"'{name}'" for name in dict.fromkeys([*names[:1], *names[-1:]])) or "none"
 
     def recomputation_of(self, block: nn.Module) -> Recomputation:
         if block not in self._recomputations:

@@ -147,8 +147,8 @@ def of_model_under(model: str, schedule: Schedule | str | None) -> ValueError:
     return ValueError(
         f"{model} computes a loss, of which is not known how those of micro-batches add up, and {_titled(schedule)} "
         "begins backwards before all forwards are done; leave out schedule=: then the loss is computed once, on all "
-        "rows; or give a loss_fn that returns gpipe.LossSum(total, count), of the part of the output that it needs: "
-        'GPipe(model, sample=sample, pick="logits")'
+        'rows; or say how they add up: reduction="mean", or "sum" beside num_items_in_batch=; or give a loss_fn that '
+        "returns gpipe.LossSum(total, count), of the part of the output that it needs"
     )
 
 

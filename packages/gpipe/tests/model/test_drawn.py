@@ -1,0 +1,160 @@
+"""Random numbers and statistics between blocks, in a replay: harmless, or refused."""
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from gpipe import GPipe
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """Four blocks; ``between`` computes what follows each, from its input and its output."""
+
+    def __init__(self, begin: nn.Module, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.begin, self.end, self.between = begin, nn.Linear(WIDTH, 1), between
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = self.between(x, layer(x))
+        return F.mse_loss(self.end(x)[:, 0], y)
+
+
+def plain(x: Tensor, output: Tensor) -> Tensor:
+    return output.tanh()
+
+
+def piped(model: Model) -> GPipe:
+    return GPipe(model, devices=["cpu"] * 3, chunks=3)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, WIDTH), torch.randn(6)
+
+
+def test_a_dropout_before_the_blocks_does_no_harm() -> None:
+    """The loss of all rows is that of what the blocks have computed, whatever the replay draws before them."""
+    model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), plain)
+    last: list[Tensor] = []
+    model.end.register_forward_pre_hook(lambda _, args: last.append(args[0].detach()))
+    x, y = batch()
+    pipe = piped(model)
+    for _ in range(2):
+        loss = pipe.step(x, y=y)
+        torch.testing.assert_close(loss, F.mse_loss(model.end(last[-1])[:, 0], y).detach())
+    pipe.close()
+
+
+def torch_draws(x: Tensor, output: Tensor) -> Tensor:
+    return x + F.dropout(output, 0.5, training=True)
+
+
+def python_draws(x: Tensor, output: Tensor) -> Tensor:
+    return output * (1 + random.random())
+
+
+@pytest.mark.parametrize(("between", "says"), [(torch_draws, "torch"), (python_draws, "Python's random")])
+def test_what_would_depend_on_other_draws_is_refused(between: Callable[[Tensor, Tensor], Tensor], says: str) -> None:
+    x, y = batch()
+    pipe = piped(Model(nn.Identity(), between))
+    for _ in range(2):  # also once the calls of blocks are known
+        with pytest.raises(RuntimeError, match=rf"draws random numbers \({says}\)"):
+            pipe.step(x, y=y)
+    # A loss that each micro-batch computes depends on its own draws alone.
+    assert pipe.step(x, y=y, reduction="mean").isfinite()
+    pipe.close()
+
+
+def test_statistics_before_blocks_count_once_for_each_microbatch() -> None:
+    model = Model(nn.BatchNorm1d(WIDTH), plain)
+    single = deepcopy(model)
+    pipe = piped(model)
+    for steps in range(1, 4):
+        x, y = batch()
+        pipe.step(x, y=y)
+        for part in zip(x.chunk(3), y.chunk(3), strict=True):
+            single(*part)
+        assert model.begin.num_batches_tracked == 3 * steps
+        torch.testing.assert_close(model.begin.running_mean, single.begin.running_mean)
+    pipe.close()
+
+
+class Square(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class First(Model):
+    """A function gets a tensor of the first stage at the end: as it is, or a clone of it."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), plain)
+        self.change = change
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return F.mse_loss(self.end(x + Square.apply(self.change(first)))[:, 0], y)
+
+
+def test_a_function_gets_tensors_of_its_own_stage_or_is_refused() -> None:
+    x, y = batch()
+    pipe = piped(First(lambda tensor: tensor))
+    with pytest.raises(RuntimeError, match=r"pass it tensor\.clone"):
+        pipe.step(x, y=y, reduction="mean")
+    pipe.close()
+
+    model = First(Tensor.clone)
+    single = deepcopy(model)
+    pipe = piped(model)
+    pipe.step(x, y=y, reduction="mean")
+    single(x, y).backward()
+    for own, other in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    pipe.close()
+
+
+class Tied(Model):
+    """The model itself uses a tied weight on both sides of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), plain)
+        self.decoder = nn.Linear(WIDTH, WIDTH)
+        self.decoder.weight = self.begin.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return F.mse_loss(self.end(self.decoder(x + first))[:, 0], y)
+
+
+def test_a_tied_weight_on_both_sides_of_the_blocks_is_one() -> None:
+    x, y = batch()
+    model = Tied()
+    single = deepcopy(model)
+    pipe = piped(model)
+    pipe.step(x, y=y)
+    single(x, y).backward()
+    for own, other in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    pipe.close()
