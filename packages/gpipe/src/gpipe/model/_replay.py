@@ -131,12 +131,12 @@ def ordered(output: Any, devices: Collection[torch.device]) -> Any:
     Autograd lets only the device of the output wait. But the caller may just have set a gradient on another device to
     zero, of a parameter that the model itself uses there.
     """
-    streams = {device: current_stream(device) for device in devices if device.type != "cpu"}
-    if not streams or len(devices) == 1 or not torch.is_grad_enabled():
+    used = {device: current_stream(device) for device in devices if device.type != "cpu"}
+    if not used or len(devices) == 1 or not torch.is_grad_enabled():
         return output
 
     def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        for device, stream in streams.items():
+        for device, stream in used.items():
             wait_stream(stream, current_stream(device))
         return gradients
 

@@ -137,12 +137,12 @@ class ModelRun(StageRuns):
     @contextmanager
     def on_streams(self) -> Iterator[None]:
         """Make the streams of all stages current: the model may name a device of another stage than its turn is."""
-        streams = {device: stream for device, stream, _ in self.places.values() if is_accelerator(stream)}
+        found = {device: stream for device, stream, _ in self.places.values() if is_accelerator(stream)}
         with ExitStack() as scope:
             # First the device, without a stream: another one would get a context of this process at the end.
-            for device in [*streams][:1]:
+            for device in [*found][:1]:
                 scope.enter_context(use_device(device))
-            for stream in streams.values():
+            for stream in found.values():
                 scope.enter_context(use_stream(stream))
             yield
 
