@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import GPipe
+from gpipe.model._replay import ordered
 from gpipe.model._stage_run import ModelRun
 
 from .accelerator import device
 from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, squares, whole_squares
-from .placements import PLACEMENTS, STREAMS, UNEVEN, devices, forward_streams
+from .placements import PLACEMENTS, STREAMS, UNEVEN, backward_streams, devices, forward_streams
 
 # Of torch, once a process: a thread of autograd may hold the last node of a backward a moment longer.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
@@ -184,6 +185,17 @@ def test_inputs_may_be_on_the_host(name: str) -> None:
                 torch.testing.assert_close(pipe(x).cpu(), plain(x))
         loss = pipe.step(x, loss_fn=whole_squares)
         torch.testing.assert_close(loss.cpu(), whole_squares(plain(x)).detach())
+
+
+def test_the_backward_of_a_replay_waits_for_its_caller_on_all_devices() -> None:
+    weight = torch.ones(WIDTH, device=device(0), requires_grad=True)
+    weight.grad = torch.ones(WIDTH, device=device(0))
+    with forward_streams("own"):
+        loss = ordered((weight.to(device(1)) * 2).sum(), {device(0), device(1)})
+        with backward_streams("foreign"):
+            weight.grad.zero_()
+            loss.backward()
+    assert weight.grad.tolist() == [2] * WIDTH
 
 
 class Chain(Model):

@@ -64,7 +64,7 @@ class Replay:
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = [(each, each.clone()) for each in buffers_outside(model, blocks)]
+        self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, inputs: Any) -> Any:
@@ -116,10 +116,12 @@ class Replay:
         if source := self._draws.elsewhere():
             raise self._random(source)
         with self._between.off(), torch.no_grad():
-            # Compared by value: batch norm changes its statistics without counting that as a change in place.
-            for buffer, before in self._buffers:
-                if not torch.equal(buffer, before):
+            for buffer, version, before in self._buffers:
+                if buffer._version != version:
                     buffer.copy_(before)
+                elif not torch.equal(buffer, before):
+                    # Batch norm does not count the change of its statistics, and its backward must not see this one.
+                    buffer.data.copy_(before)
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute an operation of the model itself, on the device of the stage that computes here."""
@@ -235,12 +237,12 @@ def ordered(output: Any, devices: Collection[torch.device]) -> Any:
     Autograd lets only the device of the output wait. But the caller may just have set a gradient on another device to
     zero, of a parameter that the model itself uses there.
     """
-    streams = {device: current_stream(device) for device in devices if device.type != "cpu"}
-    if not streams or len(devices) == 1 or not torch.is_grad_enabled():
+    used = {device: current_stream(device) for device in devices if device.type != "cpu"}
+    if not used or len(devices) == 1 or not torch.is_grad_enabled():
         return output
 
     def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        for device, stream in streams.items():
+        for device, stream in used.items():
             wait_stream(stream, current_stream(device))
         return gradients
 
