@@ -273,8 +273,8 @@ class ModelPipe(GPipe, of_models=True):
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
-        def loss(used: Any, inputs: Any, *others: Any) -> Any:
-            output = self._replayed(used, batches, inputs, losses.owner_of)
+        def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
+            output = self._replayed(used, batches, inputs, owner_of)
             if call.return_outputs:  # a copy: loss_fn may change it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             return loss_fn(output, *others)

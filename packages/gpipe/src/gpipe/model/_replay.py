@@ -255,7 +255,8 @@ class ReplayedLoss(WholeLoss):
     """The loss of all rows, of what the model computes for them from what its blocks have returned.
 
     Args:
-        loss_fn: is called with these, the arguments of the model, and ``arguments``.
+        loss_fn: is called with these, the arguments of the model, what returns the owner of a tied parameter, and
+            ``arguments``.
         inputs: the arguments of the model for the whole mini-batch.
 
     Attributes:
@@ -276,11 +277,7 @@ class ReplayedLoss(WholeLoss):
         self._inputs = inputs
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
-        return super()._value(i, outputs, (self._entering(), *arguments))
-
-    def owner_of(self, tensor: Tensor) -> Tensor:
-        """Return what ``tensor`` is a copy of, for a stage of this run, or ``tensor`` itself."""
-        return self._tied.owner_of(tensor)
+        return super()._value(i, outputs, (self._entering(), self._tied.owner_of, *arguments))
 
     def _entering(self) -> Any:
         """Return the inputs as leaves: the caller's graph, if they have one, gets one gradient, with that of stages."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,10 @@ from ..transport._copy import Copy, StagePlace, carriers
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation
 from ._facts import Facts, joined_facts, kind_of
-from ._forward import Forward, Part
+from ._forward import Forward
+from ._left import Left
 from ._stage import Divided
+from ._tensors import Turn
 
 _log = logging.getLogger("gpipe")
 
@@ -70,8 +71,7 @@ class ModelRun(StageRuns):
         self.devices = {place[0] for place in places.values()}
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
-        self.leaves: dict[nn.Module, bool] = {}
-        self.left: dict[int, tuple[ref[Tensor], str]] = {}
+        self.left = Left()
         self._tied, self._deferred = tied, DeferredGradients()
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
@@ -211,7 +211,7 @@ class ModelRun(StageRuns):
 
 
 class ModelStageRun(StageRun):
-    """The parts of all forwards that one stage computes."""
+    """The turns of one stage in all forwards."""
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class ModelStageRun(StageRun):
     ) -> None:
         super().__init__(spec, stage, random, arrival, departure, trained)
         self._run = run
-        # By micro-batch, the parts of all stages.
-        self._parts: dict[int, list[Part]] = {}
+        # By micro-batch, the turns of all stages.
+        self._turns: dict[int, list[Turn]] = {}
         self._is_last = stage.index == run.stages[-1].index
         # Blocks have random numbers and contexts of their own for their recomputation.
         self._checkpoint_stop = self._late_losses = 0
@@ -235,10 +235,10 @@ class ModelStageRun(StageRun):
         inputs = self._arrival.get_values(i)
         forward = self._run.forward(i, inputs)
         self._cells[i] = cell = Cell(inputs)
-        part = forward.go_on()
-        self._parts[i] = forward.parts
+        turn = forward.go_on()
+        self._turns[i] = forward.turns
         if self.stage.index:
-            cell.inputs = Activation(tuple([each.leaf for each in part.leaves.values()]))
+            cell.inputs = Activation(tuple([each.leaf for each in turn.leaves.values()]))
         guard(self.stage, cell.inputs.tensors, i)
         sent = Activation(())
         if self._is_last:
@@ -251,12 +251,12 @@ class ModelStageRun(StageRun):
             del self._run.forwards[i]
         self._end_forward(i)
         if not self._spec.trains:
-            del self._parts[i]
+            del self._turns[i]
         self._send(i, sent)
 
     def recompute(self, i: int) -> None:
         """Recompute the last block, which the backward needs first, while its gradients are on their way."""
-        calls = self._parts[i][self.stage.index].calls
+        calls = self._turns[i][self.stage.index].calls
         if calls:
             calls[-1].early()
 
@@ -276,13 +276,13 @@ class ModelStageRun(StageRun):
 
     def _prepared(self, i: int) -> list[Tensor | None]:
         """Complete the outputs of a cell by what later stages have used; return the gradients of all of them."""
-        cell, part = self._cells[i], self._parts[i][self.stage.index]
+        cell, turn = self._cells[i], self._turns[i][self.stage.index]
         seeds = list(self._seeds(i))
         self._expect_own(i)
         outputs = () if cell.outputs is None else cell.outputs.tensors
-        arrived = [(part.sent[key], [get() for get in gradients]) for key, gradients in part.gradients.items()]
+        arrived = [(turn.sent[key], [get() for get in gradients]) for key, gradients in turn.gradients.items()]
         cell.outputs = Activation((*outputs, *[tensor for tensor, _ in arrived]))
-        part.sent, part.gradients, part.calls = {}, {}, []  # freed as the backward goes on
+        turn.sent, turn.gradients, turn.calls = {}, {}, []  # freed as the backward goes on
         if not self.adds:
             self._hold(i)
         # In the order of the stages, since sums of floats depend on it.
@@ -290,25 +290,25 @@ class ModelStageRun(StageRun):
 
     def _expect_own(self, i: int) -> None:
         """In the first run of its kind: expect the graph to end where the stage has begun."""
-        part = self._parts[i][self.stage.index]
-        if i or not part.first or self._run.is_known:
+        turn = self._turns[i][self.stage.index]
+        if i or not turn.first or self._run.is_known:
             return
         outputs = self._cells[i].outputs
-        for node in nodes_below([*(() if outputs is None else outputs.tensors), *part.sent.values()]):
-            if node._sequence_nr() < part.first:
+        for node in nodes_below([*(() if outputs is None else outputs.tensors), *turn.sent.values()]):
+            if node._sequence_nr() < turn.first:
                 raise RuntimeError(_UNSEEN.format(type(self._run.model).__name__, node.name()))
 
     def _deliver(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of leaves to the stages that computed them."""
-        parts, j = self._parts.pop(i), self.stage.index
-        leaves, parts[j] = parts[j].leaves.values(), Part()
+        turns, j = self._turns.pop(i), self.stage.index
+        leaves, turns[j] = turns[j].leaves.values(), Turn()
         if not j:
             self._arrival.put_gradients(i, list(gradients))
             return
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
                 arrives = self._run.returned(gradient, j, leaf.home)
-                parts[leaf.home].gradients.setdefault(id(leaf.tensor), []).append(arrives)
+                turns[leaf.home].gradients.setdefault(id(leaf.tensor), []).append(arrives)
         self._arrival.put_gradients(i, [])
 
 

@@ -1,0 +1,245 @@
+"""The tensors of one forward: which stage has computed them, and what a later stage computes with in their place."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from streams import AbstractEvent, record_event
+
+from .._torch import next_sequence_number
+from ..engine._block import BlockForward
+from ..transport._copy import StagePlace
+from ..values._leaves import AsNonleaf, storage_id, version
+from ._tree import changed
+
+
+class Moves(Protocol):
+    """What moves tensors from stage to stage, in a run.
+
+    Attributes:
+        places: the device, stream and copy streams of each stage.
+        devices: the devices of the stages.
+        copies: whether there are several.
+    """
+
+    places: Mapping[int, StagePlace]
+    devices: set[torch.device]
+    copies: bool
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a parameter or buffer of the model."""
+
+    def parameter(self, tensor: Tensor, stage: int) -> Tensor:
+        """Return a parameter or buffer of the model for an operation of ``stage``."""
+
+    def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Callable[[], Tensor]:
+        """Send ``tensor`` to ``target``; return what receives it there, as a leaf."""
+
+
+class Leaf(NamedTuple):
+    """A tensor of an earlier stage, as a later stage uses it.
+
+    Attributes:
+        tensor: the tensor of the earlier stage.
+        home: the stage that computed it.
+        leaf: where the graph of the later stage begins.
+        alias: what the model computes with; the leaf itself may not be changed in place.
+        version: of ``alias``, when it was made.
+    """
+
+    tensor: Tensor
+    home: int
+    leaf: Tensor
+    alias: Tensor
+    version: int
+
+
+class Copied(NamedTuple):
+    """A tensor without gradient, as a later stage on another device uses it.
+
+    Attributes:
+        tensor: the tensor of the earlier stage.
+        version: of ``tensor``, when it was copied.
+        copy: what the model computes with.
+        own: the version of ``copy``, when it was made.
+        stage: the later stage.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+    own: int
+    stage: int
+
+
+class Turn:
+    """What one stage has computed of a forward, in its turn.
+
+    Attributes:
+        leaves: the tensors of earlier stages that it uses, by the identity of these.
+        sent: its own tensors that later stages use, by identity.
+        gradients: what arrives from later stages: functions that return gradients of what was ``sent``.
+        calls: the calls of blocks that are recomputed.
+        first: the number of the first node of its graph.
+        done: follows all that the stage has queued on its device.
+    """
+
+    __slots__ = ("calls", "done", "first", "gradients", "leaves", "sent")
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, Leaf] = {}
+        self.sent: dict[int, Tensor] = {}
+        self.gradients: dict[int, list[Callable[[], Tensor]]] = {}
+        self.calls: list[BlockForward] = []
+        self.done: AbstractEvent | None = None
+        self.first = 0
+
+
+class Tensors:
+    """Gives each operation of a forward the tensors of the stage whose turn it is.
+
+    Attributes:
+        stage: the stage whose turn it is, or was last.
+        turns: the turn of each stage.
+    """
+
+    def __init__(self, moves: Moves, stages: int) -> None:
+        self.stage = -1
+        self.turns = [Turn() for _ in range(stages)]
+        self._moves = moves
+        self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
+        self._copies: dict[int, Copied] = {}  # the latest of each tensor
+        self._ahead: dict[int, Callable[[], Tensor]] = {}  # what is on its way to the next block
+
+    @property
+    def turn(self) -> Turn:
+        return self.turns[self.stage]
+
+    def begin(self) -> None:
+        """The turn of a later stage begins."""
+        self.turn.first = next_sequence_number()
+
+    def end(self, stage: int, arguments: Any) -> None:
+        """The turn ends, where the model calls a block of ``stage`` with ``arguments``."""
+        self._limits.append(next_sequence_number())
+        if self._moves.copies:
+            self.turn.done = record_event(self._moves.places[self.stage][1])
+            changed(arguments, partial(self._send_ahead, stage))
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self.turns = []
+        self._copies.clear()
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a block of this stage."""
+        found = changed(args, self.here), changed(kwargs, self.here)
+        self._ahead.clear()
+        return found
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """Return what this stage computes with in place of ``tensor``."""
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node is None:
+                return self._moves.parameter(tensor, self.stage)
+            home = self._home(node)
+            return tensor if home == self.stage else self._leaf(tensor, home).alias
+        if self._moves.copies:
+            is_of_model = self._moves.is_of_model(tensor)
+            return self._moves.parameter(tensor, self.stage) if is_of_model else self._copy(tensor)
+        return tensor
+
+    def made(self, output: Any) -> Any:
+        """Return the output of an operation on the device of this stage: it may have named that of another one.
+
+        At once, since a change in place would be lost in a copy made for one operation.
+        """
+        return changed(output, self._moved) if self._moves.copies else output
+
+    def entering(self, leaf: Tensor) -> Tensor:
+        """Return what the model computes with in place of a ``leaf`` of the graph; that may not be changed in place."""
+        if not leaf.requires_grad:
+            return leaf.detach()
+        with torch.enable_grad():  # the model may be in no_grad() now, and use it outside of that later
+            alias: Tensor = AsNonleaf.apply(leaf)  # type: ignore[no-untyped-call]
+        return alias
+
+    def _home(self, node: Node) -> int:
+        """Return the stage in whose turn ``node`` was made: nodes of a thread are numbered in order."""
+        return bisect_right(self._limits, node._sequence_nr())
+
+    def _leaf(self, tensor: Tensor, home: int) -> Leaf:
+        leaves = self.turn.leaves
+        found = leaves.get(id(tensor))
+        if found is None:
+            # A stage between may have changed it in place; its own tensor is what comes after that.
+            for j in range(self.stage - 1, home, -1):
+                between = self.turns[j].leaves.get(id(tensor))
+                if between is not None and between.alias._version != between.version:
+                    return self._leaf(between.alias, j)
+            self._expect_no_view_changed(tensor, home)
+            leaf = self._received(tensor, home)
+            alias = self.entering(leaf)
+            found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
+            self.turns[home].sent[id(tensor)] = tensor
+        return found
+
+    def _expect_no_view_changed(self, tensor: Tensor, home: int) -> None:
+        """Raise RuntimeError if a stage after ``home`` has changed another view of the memory of ``tensor``."""
+        for turn in self.turns[home + 1 : self.stage + 1]:
+            for each in turn.leaves.values():
+                if each.alias._version != each.version and storage_id(each.tensor) == storage_id(tensor):
+                    raise RuntimeError(
+                        "between its blocks the model changes a tensor in place on a later stage than has computed it, "
+                        f"and then uses another view of its memory, of shape {tuple(tensor.shape)}, whose gradient "
+                        "would be wrong; let it change a clone"
+                    )
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._moves.places[self.stage][0]) if self._is_elsewhere(tensor) else tensor
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is on the device of another stage."""
+        device = tensor.device
+        if device == self._moves.places[self.stage][0] or device not in self._moves.devices:
+            return False
+        return bool(tensor.dim()) or device.type != "cpu" or tensor.requires_grad  # torch takes numbers as they are
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without gradient on the device of this stage."""
+        known = self._copies.get(id(tensor))
+        if known is not None and known.version == version(tensor):
+            if known.stage == self.stage:
+                return known.copy
+            if version(known.copy) != known.own or known.copy.is_inference():  # where changes in place are not counted
+                return self.here(known.copy)
+        if not self._is_elsewhere(tensor):
+            return tensor
+        places = self._moves.places
+        home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
+        copy = self._moved(tensor) if home is None else self._received(tensor, home)
+        self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
+        return copy
+
+    def _send_ahead(self, stage: int, tensor: Tensor) -> Tensor:
+        """Send a tensor of this stage to ``stage``, before the worker of that one has time for it."""
+        (here, *_), (there, *_) = self._moves.places[self.stage], self._moves.places[stage]
+        if tensor.requires_grad:
+            is_own = tensor.grad_fn is not None and self._home(tensor.grad_fn) == self.stage
+        else:
+            is_own = id(tensor) not in self._copies and not self._moves.is_of_model(tensor)
+        if is_own and tensor.device == here != there and id(tensor) not in self._ahead:
+            self._ahead[id(tensor)] = self._moves.sent(tensor, self.stage, stage, self.turn.done)
+        return tensor
+
+    def _received(self, tensor: Tensor, home: int) -> Tensor:
+        sent = self._ahead.pop(id(tensor), None)
+        return (sent or self._moves.sent(tensor, home, self.stage, self.turns[home].done))()
