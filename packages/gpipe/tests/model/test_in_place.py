@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from packages.gpipe.tests.layers import DOUBLE, squares
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import GPipe
+
+from ..layers import DOUBLE, squares
 
 WIDTH, ROWS = 4, 6
 
@@ -76,3 +77,37 @@ def test_gradients_are_those_of_the_plain_model(made: Callable[[], nn.Module], s
         pipe.zero_grad()
         torch.testing.assert_close(pipe.step(x, loss_fn=squares, reduction="sum", schedule=schedule), loss.detach())
         torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+
+
+class Views(Model):
+    """A later stage changes a view of what the first one has computed; the end uses all of it."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda found, k, h: None)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).tanh() * 1
+        view = h[:, :2]
+        for k, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if k == 4:
+                view = self.change(view)
+        return h + x + view.sum(1, keepdim=True)
+
+
+def test_another_view_of_what_a_later_stage_has_changed_is_refused() -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=DOUBLE)
+    pipe = GPipe(Views(lambda view: view.mul_(2)), devices=["cpu"] * 3, chunks=3)
+    with pytest.raises(RuntimeError, match="another view of its memory"):
+        pipe.step(x, loss_fn=squares, reduction="sum")
+    pipe.close()
+
+    model = Views(lambda view: view.clone().mul_(2))
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, devices=["cpu"] * 3, chunks=3)
+    pipe.step(x, loss_fn=squares, reduction="sum")
+    squares(plain(x)).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    pipe.close()
