@@ -126,7 +126,7 @@ def blocks(case: Case, pipe: GPipe, plain: nn.Module) -> None:
     """Each block computes once for each micro-batch, in a thread of a forward."""
     pipe.eval()
     plain.eval()
-    names: list[str] = pipe.blocks
+    names: list[str] = pipe.block_names
     with torch.no_grad():
         with called(plain, names) as expected:
             alone(plain, case.batch)

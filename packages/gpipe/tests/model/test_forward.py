@@ -54,7 +54,7 @@ def test_each_block_is_called_once_for_each_microbatch_and_never_in_the_threads_
             stepped(pipe, batch, way)
             count = microbatches(len(batch["x"]), way.chunks)
             for block, own in zip(model.blocks(), plain.blocks(), strict=True):
-                if names[block] not in pipe.blocks:  # a list of one element has none
+                if names[block] not in pipe.block_names:  # a list of one element has none
                     continue
                 assert len(block.noted()) == count * len(own.noted())
                 assert sum(call.rows for call in block.noted()) == len(batch["x"]) * len(own.noted())
@@ -79,7 +79,7 @@ def test_buffers_count_as_in_a_loop_over_microbatches(told: Told, way: Way) -> N
             assert counts <= most
             assert replays or counts == most
         for name, block in model.named_modules():
-            if isinstance(block, Block) and name in pipe.blocks:
+            if isinstance(block, Block) and name in pipe.block_names:
                 assert block.seen == plain.get_submodule(name).seen
 
 

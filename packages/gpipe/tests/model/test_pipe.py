@@ -47,7 +47,7 @@ class Way:
     input_needs_grad: bool = False
 
     def pipe(self, model: nn.Module) -> GPipe:
-        count = len(GPipe(copy.deepcopy(model), devices=["cpu"]).blocks)
+        count = len(GPipe(copy.deepcopy(model), devices=["cpu"]).block_names)
         balance = balance_by(self.cut, count, self.stages)
         workers = max(1, len(balance) // 2) if self.how == "interleaved" and len(balance) % 2 == 0 else len(balance)
         devices = [f"cpu:{j % workers}" for j in range(len(balance))]
@@ -217,7 +217,7 @@ def test_a_copy_of_a_pipe_trains_by_itself(copied: Callable[[GPipe], GPipe]) -> 
         pipe(rows(6))
         other = copied(pipe)
         with closing(other):
-            assert (other.blocks, other.balance, other.devices) == (pipe.blocks, pipe.balance, pipe.devices)
+            assert (other.block_names, other.balance, other.devices) == (pipe.block_names, pipe.balance, pipe.devices)
             assert_trains_like(other, plain_of(pipe), rows(6))
             assert all(parameter.grad is None for parameter in pipe.parameters())
 

@@ -57,7 +57,7 @@ class ModelPipe(GPipe, of_models=True):
 
     Attributes:
         balance: the number of blocks of each stage.
-        blocks: the names of the blocks: the modules at which the forward is cut.
+        block_names: the modules at which the forward is cut, by their names in the model.
     """
 
     _blocks: Blocks
@@ -123,7 +123,7 @@ class ModelPipe(GPipe, of_models=True):
         self._prepare()
 
     @property
-    def blocks(self) -> list[str]:
+    def block_names(self) -> list[str]:
         """The names of the blocks."""
         return [*self._blocks]
 
