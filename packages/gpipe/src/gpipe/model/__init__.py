@@ -1,1 +1,1 @@
-"""A model whose own forward runs, once per micro-batch, and is cut while it runs."""
+"""Pipes of models whose own forward runs once per micro-batch, and is split while it runs."""

@@ -1,4 +1,4 @@
-"""Between blocks, see every operation of a model, and give it tensors of the stage that computes it."""
+"""Intercept every operation of a model between its blocks, and give it the tensors of the current stage."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._torch import pop_function_mode, push_function_mode, top_function_mode
 
 
 class Looks(Protocol):
-    """Sees the tensors of operations."""
+    """Handles the operations of a model between its blocks."""
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the operation ``function`` computes."""
+        """Return the result of the operation ``function``."""
 
     def read(self, tensor: Tensor) -> None:
         """Note that the model reads the shape of ``tensor``."""
 
 
 class Between(TorchFunctionMode):
-    """Gives each operation the tensors that ``looks`` has for it. Off inside of blocks."""
+    """Lets ``looks`` compute each operation. The mode is off inside blocks."""
 
     def __init__(self, looks: Looks) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Between(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context for what belongs to one stage: the mode is left, since it takes as long as a small operation."""
-        # The model may have entered another mode since, such as torch.device(...), which has to remain.
+        """Leave the mode while a single stage works, because the mode takes as long as a small operation."""
+        # The model may have entered a different mode since, such as torch.device(...), which must stay active.
         is_top = top_function_mode() is self
         if is_top:
             pop_function_mode()
@@ -61,7 +61,7 @@ class Between(TorchFunctionMode):
 
 
 def _kind(function: Callable[..., Any]) -> bool | None:
-    """Return None for an operation on values; else whether it reads a shape."""
+    """Return None for an operation on values, else whether it reads a shape."""
     if function in _SHAPES:
         return True
     if function in _ABOUT:
@@ -73,7 +73,7 @@ def _kind(function: Callable[..., Any]) -> bool | None:
 
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}
-"""What reads shapes."""
+"""Functions that read shapes."""
 
 _ABOUT = {
     *(
@@ -88,7 +88,7 @@ _ABOUT = {
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.requires_grad_, Tensor.detach_),
 }
-"""What is about a tensor itself, wherever it is."""
+"""Functions that concern the tensor itself, on any device."""
 
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "data"}
 """Attributes that are computed from values."""

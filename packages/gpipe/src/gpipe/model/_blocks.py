@@ -1,7 +1,7 @@
-"""Blocks: the modules of a model at which its forward may be cut, and the stage of each.
+"""Choose the blocks of a model, and their stages. A block is a module whose calls may split the forward.
 
-A block is an element of a list of modules, such as a transformer layer. If the stages are uneven, the largest blocks of
-the largest stage are replaced by the elements of lists inside them.
+Most blocks are elements of a list of modules, such as transformer layers. If the stages are uneven, the largest blocks
+of the largest stage are replaced by the elements of lists inside them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Blocks = dict[str, nn.Module]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EVEN = 1.1
-"""How much larger than the mean the largest stage may be before blocks are divided."""
+"""The size of the largest stage, relative to the mean, above which blocks are divided."""
 
 _NEARLY = 0.02
-"""How much less even than the most even one a coarser division may be."""
+"""A coarser division is chosen if its unevenness exceeds the minimum by at most this much."""
 
 
 class Division(NamedTuple):
@@ -34,10 +34,10 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
     """Return the blocks of ``model`` for ``stages``, balanced by the bytes of parameters.
 
     Args:
-        names: the names of lists of modules, or of modules, at which to cut; by default they are found.
+        names: the names of modules or lists of modules to use as blocks; found automatically by default.
 
     Returns:
-        Blocks for as many stages as there are blocks, if these are fewer.
+        The blocks and their balance, for fewer stages if there are fewer blocks.
 
     Raises:
         ValueError: the model has no module of one of the ``names``, or no block at all.
@@ -50,12 +50,12 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
         raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
     divisions = [*_divisions(model, blocks, stages)]
     uneven = [unevenness(model, each) for each in divisions]
-    # The coarsest that is about as even as any: a block inside a layer costs a little, too.
+    # Prefer the coarsest of the nearly most even divisions, because a block inside a layer also costs a little.
     return next(each for each, found in zip(divisions, uneven, strict=True) if found <= min(uneven) + _NEARLY)
 
 
 def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[Division]:
-    """Yield finer and finer divisions, until one is even; one for fewer stages if there are no more blocks."""
+    """Yield finer and finer divisions until one is even. If there are too few blocks, yield one with fewer stages."""
     finer: Blocks | None = blocks
     while finer is not None:
         blocks, found = finer, None
@@ -70,11 +70,11 @@ def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[Divisi
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
-    """Return the modules with these ``names``, in this order, and the elements in place of a list.
+    """Return the modules with these ``names``, in this order. A list is replaced by its elements.
 
     Raises:
         TypeError: ``names`` are not strings.
-        ValueError: there is no such module, it is inside another block, or there is none at all.
+        ValueError: a module does not exist or is inside another block, or there are no blocks at all.
     """
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"blocks must be a name of a module, or a list of names; got {names!r}")
@@ -102,13 +102,13 @@ def unevenness(model: nn.Module, division: Division) -> float:
 
 
 def _balance(model: nn.Module, blocks: Blocks, stages: int) -> list[int]:
-    from blockpartition import solve  # here, since a training loop does without
+    from blockpartition import solve  # imported here, because training loops do not need it
 
     return [len(part) for part in solve(_costs(model, blocks), stages)]
 
 
 def _costs(model: nn.Module, blocks: Blocks) -> list[int]:
-    """Return the bytes of each block, with those of modules outside blocks that follow it, or precede the first one."""
+    """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
     costs, at, seen = [0] * len(blocks), -1, set[int]()
     members = {module: k for k, module in enumerate(blocks.values())}
     inside: set[nn.Module] = set()
@@ -124,7 +124,7 @@ def _costs(model: nn.Module, blocks: Blocks) -> list[int]:
 
 
 def _divided(model: nn.Module, blocks: Blocks, division: Division | None) -> Blocks | None:
-    """Return finer blocks: the largest block of the largest stage that can be divided; None if there is none."""
+    """Replace the largest divisible block of the largest stage by its parts. Return None if no block is divisible."""
     costs = _costs(model, blocks)
     candidates = range(len(blocks))
     if division is not None:
@@ -143,7 +143,7 @@ def _divided(model: nn.Module, blocks: Blocks, division: Division | None) -> Blo
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Blocks:
-    """Return the elements of the outermost lists inside ``module``; without lists, its parts with parameters."""
+    """Return the elements of the outermost lists inside ``module``, or its parts with parameters if it has no lists."""
     found: Blocks = {}
     for name, child in _inside(module, prefix):
         if child not in found.values():  # a layer may be in several places
@@ -162,7 +162,7 @@ def _inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _elements(name: str, layers: nn.Module) -> Blocks:
-    """Return the elements of a list that have parameters; in place of a list among them, its own."""
+    """Return the elements of a list that have parameters. A list among them is replaced by its own elements."""
     found: Blocks = {}
     for own, layer in layers.named_children():
         path = f"{name}.{own}" if name else own
@@ -178,7 +178,7 @@ def _is_divisible(layers: nn.Module) -> bool:
 
 
 def _parts(model: nn.Module, prefix: str = "") -> Blocks:
-    """Return the children with parameters, and the children of one that has more than half of all parameters."""
+    """Return the children with parameters. A child with more than half of all parameters is divided further."""
     children: Blocks = {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are not called

@@ -1,4 +1,4 @@
-"""Who answers when the forward of a model calls a block: the forward of a micro-batch, or a replay for all rows."""
+"""Intercept calls of blocks, for the forward of a micro-batch or a replay for the full mini-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Answering(Protocol):
-    """Answers calls of blocks in the thread of a forward."""
+    """Handles calls of blocks on the thread of a forward."""
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a block.
@@ -20,12 +20,12 @@ class Answering(Protocol):
         Args:
             stage: the stage of the block.
             module, name: the block, and its name in the model.
-            function: calls the block itself, with its hooks.
+            function: calls the block itself, including its hooks.
         """
 
 
 class _Thread(threading.local):
-    """Who answers in this thread; None inside of blocks, and outside of runs."""
+    """The handler of this thread; None inside blocks and outside runs."""
 
     by: Answering | None = None
 
@@ -35,7 +35,7 @@ _thread = _Thread()
 
 @contextmanager
 def answered_by(answering: Answering | None) -> Iterator[None]:
-    """Have ``answering`` answer the calls of blocks in this thread; for None blocks compute as ever."""
+    """Let ``answering`` handle calls of blocks on this thread. For None, blocks compute normally."""
     before, _thread.by = _thread.by, answering
     try:
         yield
@@ -45,11 +45,11 @@ def answered_by(answering: Answering | None) -> Iterator[None]:
 
 @contextmanager
 def answered(blocks: Mapping[str, nn.Module], stages: Mapping[nn.Module, int]) -> Iterator[None]:
-    """Inside, threads of forwards are asked before each call of a block; other threads compute as ever.
+    """Intercept each call of a block on threads of forwards. On other threads, blocks compute normally.
 
-    torch looks for a compiled call before the hooks of a module; ``nn.Module.compile`` sets the same attribute.
+    Torch looks for a compiled call before it runs the hooks of a module. ``nn.Module.compile`` sets the same attribute.
     """
-    # The name stays in the module afterwards, as None: what is added to a module counts as a change of its state.
+    # The attribute stays afterwards, as None, because a new attribute of a module counts as a change of its state.
     before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in blocks.values()}
     try:
         for name, module in blocks.items():

@@ -1,7 +1,7 @@
-"""Random numbers that a replay draws: micro-batches have drawn others for the same place.
+"""Detect random numbers that a replay draws, because micro-batches drew different ones in the same place.
 
-A dropout after the embedding does no harm: its result only goes to the first block, whose answer is known. But a result
-that reaches the output would belong to other random numbers than those that blocks have computed with.
+A dropout after the embedding is harmless: only the first block uses its result, and the block's output is known. But
+if a result reaches the model's output, its random numbers would not match the ones that the blocks used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..checkpoint._random import PROCESS
 
 
 class Draws:
-    """Counts what this thread draws inside of :meth:`watched`, and knows which tensors depend on it."""
+    """Counts the draws of this thread inside :meth:`watched`, and tracks the tensors that depend on them."""
 
     module = None
 
@@ -43,7 +43,7 @@ class Draws:
         finally:
             set_intercepting(before)
 
-    # As of CellRNG.
+    # The interface of CellRNG.
 
     def draw(self) -> torch.Generator:
         self.count += 1
@@ -60,7 +60,7 @@ class Draws:
         if self._around is not None:
             self._around.saw(generator)
 
-    # What depends on draws.
+    # Tensors that depend on draws.
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         self._tensors.update((id(tensor), ref(tensor)) for tensor in tensors)
@@ -70,7 +70,7 @@ class Draws:
         return found is not None and found() is tensor
 
     def elsewhere(self) -> str:
-        """Return which other generator was drawn from, if any: Python's, or that of NumPy."""
+        """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""
         changed = [name for name, state in _states().items() if self._before[name] != state]
         return changed[0] if changed else ""
 

@@ -1,4 +1,4 @@
-"""What complete forwards have shown of a model: the calls of its blocks, and which of their outputs it uses itself."""
+"""Facts from complete forwards of a model: the calls of its blocks, and the outputs that the model itself uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from microbatch import flatten
 
 
 class Place(NamedTuple):
-    """A tensor that a block has returned: the number of the call in a forward, and of the tensor in its output."""
+    """A tensor returned by a block: the index of the call in a forward, and the index of the tensor in its output."""
 
     call: int
     leaf: int
@@ -26,11 +26,11 @@ class Shape(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a block has returned, without its tensors.
+    """The output of a block, without its tensors.
 
     Attributes:
         block: the name of the block.
-        leaves: constants; in place of each tensor a :class:`Shape`, or a :class:`Place` if it was returned there first.
+        leaves: constants, and for each tensor its :class:`Shape`, or the :class:`Place` that returned it first.
         tree: the structure of output and collected values.
         arguments: the sizes of the tensors among its arguments.
     """
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     arguments: Sequence[torch.Size]
 
     def is_like(self, other: Answer) -> bool:
-        """Return whether both are of one block, with tensors and constants in the same places."""
+        """Return whether both are outputs of the same block, with tensors and constants in the same places."""
         same = (self.block, self.tree) == (other.block, other.tree)
         return same and [*map(_kind, self.leaves)] == [*map(_kind, other.leaves)]
 
@@ -52,13 +52,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Facts(NamedTuple):
-    """What one or more complete forwards have shown.
+    """The facts from one or more complete forwards.
 
     Attributes:
-        answers: what each call of a block has returned, in the order of the calls.
-        used: the tensors among these that the model itself uses, in its own operations or in its output.
-        changed: those among the used ones that the model changes in place afterwards.
-        changes_inputs: whether the model changes its inputs in place.
+        answers: the output of each call of a block, in call order.
+        used: the returned tensors that the model itself uses, in its own operations or in its output.
+        changed: the used tensors that the model modifies in place afterwards.
+        changes_inputs: whether the model modifies its inputs in place.
     """
 
     answers: Sequence[Answer]
@@ -68,24 +68,24 @@ class Facts(NamedTuple):
 
 
 def joined_facts(found: Sequence[Facts], model: str) -> Facts:
-    """Return what the forwards of one run have shown.
+    """Return the combined facts from the forwards of one run.
 
     Raises:
-        RuntimeError: they called different blocks.
+        RuntimeError: the forwards called different blocks.
     """
     first = found[0]
     for facts in found[1:]:
         same = len(first.answers) == len(facts.answers) and all(map(Answer.is_like, first.answers, facts.answers))
         if not same:
             raise RuntimeError(
-                f"the forward of {model} called other blocks for one micro-batch ({_names(facts)}) than for another "
-                f"({_names(first)}); so what it computes of all rows cannot be computed from what its blocks returned; "
+                f"the forward of {model} called different blocks for one micro-batch ({_names(facts)}) than for "
+                f"another ({_names(first)}), so the output of the full mini-batch cannot be computed from theirs; "
                 "give a loss_fn that returns gpipe.LossSum(total, count), or out_spec="
             )
     used, changed = (
         frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
     )
-    # Sizes change from run to run. Those of the first micro-batch are compared with those of all rows.
+    # Sizes differ between runs. The sizes of the first micro-batch are compared with the full mini-batch.
     return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found))
 
 
@@ -98,6 +98,6 @@ def _names(facts: Facts) -> str:
 
 
 def kind_of(value: Any) -> tuple[Any, ...]:
-    """Return what may decide which blocks a forward calls: names, constants, and the dtypes and ranks of tensors."""
+    """Return a key for inputs that may lead to different calls of blocks: names, constants, tensor dtypes and ranks."""
     leaves, tree = flatten(value)
     return repr(tree), *[(x.dtype, x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]

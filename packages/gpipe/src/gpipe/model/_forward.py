@@ -1,4 +1,4 @@
-"""The forward of a model for one micro-batch, in a thread of its own: stages let it go on in turn."""
+"""Run the forward of a model for one micro-batch on its own thread, which the stages resume in turn."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from ._used import Uses
 
 
 class AnyRun(Moves, Protocol):
-    """What a forward needs of the run that it is a part of.
+    """The part of a run that its forwards use.
 
     Attributes:
         model: the model.
         stages: its stages.
         spec: the description of the run.
-        replays: whether the output is computed for all rows, from what blocks have returned.
-        start: calls a function in a thread of a forward.
-        left: what blocks have left in attributes.
+        replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
+        start: calls a function on a thread for forwards.
+        left: the tensors that blocks have left in attributes.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ class AnyRun(Moves, Protocol):
     left: Left
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
-        """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
+        """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
 
     def tell_of_objects(self, module: nn.Module) -> None:
         """Log that ``module`` is not recomputed."""
@@ -63,19 +63,19 @@ class AnyRun(Moves, Protocol):
 
 
 class Ended(BaseException):
-    """Ends a forward: a failure elsewhere, or the last block has been called and the rest is for all rows."""
+    """Ends a forward early: after a failure elsewhere, or after the last block, if a replay computes the output."""
 
 
 class Forward:
     """One call of the model, for the rows of a micro-batch.
 
     Args:
-        run: the run that it is a part of.
+        run: the run that it belongs to.
         inputs: the arguments of the model, as leaves.
-        known: what earlier forwards have shown, if this one is to end after its last block; None for a complete one.
+        known: the facts from earlier forwards, if this one can end after its last block; None for a complete one.
 
     Attributes:
-        uses: the calls of blocks, and the uses of what they returned; None unless the output is for all rows.
+        uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
         used: the outputs of blocks that the model itself uses, on the last stage; known at the end.
     """
 
@@ -95,15 +95,15 @@ class Forward:
         self._sections: Sections = ()
         self._threads, self._cores = 1, Cores()
 
-    # The side of the workers.
+    # Called by workers.
 
     @property
     def turns(self) -> list[Turn]:
-        """What each stage has computed."""
+        """The turn of each stage."""
         return self._tensors.turns
 
     def go_on(self) -> Turn:
-        """Let the forward go on until it calls a block of a later stage, or ends; return what the stage computed."""
+        """Resume the forward until it calls a block of a later stage, or ends. Return the turn of this stage."""
         self._tensors.stage += 1
         if not self._is_over:
             self._work = current.work
@@ -123,31 +123,31 @@ class Forward:
         return self._tensors.turn
 
     def take(self) -> tuple[Any, dict[Place, Tensor]]:
-        """Return the output, None if it is incomplete, and the used outputs of blocks, all on the last stage.
+        """Return the output, or None if the forward ended early, and the used outputs of blocks on the last stage.
 
-        The thread may hold this object a moment longer, but no graph.
+        The thread may keep this object alive a moment longer, but no graph.
         """
         found = self._output, self.used
         self._forget()
         return found
 
     def abandon(self) -> None:
-        """End the forward where it has stopped. Nothing refers to its thread then."""
+        """End the forward where it has stopped. Afterwards, nothing refers to its thread."""
         if self._is_on and not self._is_over:
             self._is_abandoned = True
             self._go.release()
             self._stopped.acquire()
-            while not self._is_over:  # the model has caught the exception, and gone on
+            while not self._is_over:  # the model caught the exception and continued
                 self._go.release()
                 self._stopped.acquire()
         self._forget()
 
     def _forget(self) -> None:
         self._output, self.used = None, {}
-        self.uses = None  # which refers to the tensors
+        self.uses = None  # it refers to the tensors
         self._tensors.clear()
 
-    # The side of the forward: its own thread.
+    # Called on the forward's own thread.
 
     def _compute(self) -> None:
         self._go.acquire()
@@ -166,7 +166,7 @@ class Forward:
         finally:
             set_intercepting(False)
             current.work = Work({})
-            del self._between  # which refers to this object
+            del self._between  # it refers to this object
             self._is_over = True
             self._stopped.release()
 
@@ -195,14 +195,14 @@ class Forward:
         return inputs.with_tensors(tensors).value
 
     def _settings(self) -> Generator[None]:
-        """The settings of a turn, until the generator is closed."""
+        """Apply the settings of a turn until the generator is closed."""
         current.work = self._work
-        bind(self._cores)  # those of the worker, which waits on them
+        bind(self._cores)  # the worker, which waits, shares its cores
         with use_device(self._run.places[self._tensors.stage][0]):
             yield
 
     def _enter(self, stage: int, arguments: Any = ()) -> None:
-        """Stop until it is the turn of ``stage``, which calls a block with ``arguments``."""
+        """Wait for the turn of ``stage``, which calls a block with ``arguments``."""
         while self._tensors.stage < stage:
             self._tensors.end(stage, arguments)
             arguments = ()
@@ -219,14 +219,14 @@ class Forward:
             current.work.rng.at = at
 
     def _collect(self) -> None:
-        """Take the used outputs of blocks to the last stage, from where the caller gets them."""
+        """Move the used outputs of blocks to the last stage, which returns them to the caller."""
         if self.uses is not None:
             self.used = self.uses.collected()
 
     # Blocks.
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a block by ``function``, in the turn of its stage."""
+        """Call a block through ``function``, in the turn of its stage."""
         number = self._calls
         self._calls += 1
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
@@ -238,7 +238,7 @@ class Forward:
             if stage == self._tensors.stage:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
         if stage < self._tensors.stage:
-            # Its stage has done its part. This stage computes with copies of the parameters, operation by operation.
+            # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._run.tell_of_order(name, stage, self._tensors.stage)
             with answered_by(None):
                 output = function(*args, **kwargs)
@@ -256,7 +256,7 @@ class Forward:
         return output
 
     def _called(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """Call a block of this stage; note which of the tensors that the model has ``given`` it changes in place."""
+        """Call a block of this stage, and note which of the ``given`` tensors of the model it modifies in place."""
         own = tensors_in((args, kwargs)) if given else []
         before = [*map(version, own)]
         with answered_by(None):
@@ -285,27 +285,28 @@ class Forward:
         return output
 
     def _context(self) -> Context:
-        """Return the settings in which the model calls a block: its forward may have entered autocast, for example."""
+        """Return the settings in which the model calls a block. Its forward may have entered autocast, for example."""
         context = Context.capture()
         context.function_modes = tuple(mode for mode in context.function_modes if mode is not self._between)
-        # The variables are those of the caller: by its own a model collects what hooks inside of blocks see.
+        # Use the caller's context variables. With its own, a model collects values in hooks inside its blocks, which
+        # must not happen again in a recomputation.
         context.variables = self._run.spec.context.variables
         return context
 
     # Operations between blocks.
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute an operation of the model itself, with the tensors of this stage."""
+        """Compute one of the model's own operations with the tensors of this stage."""
         looked: Any = changed(args, self.here)
         return self._tensors.made(function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs)))
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return what this stage computes with in place of ``tensor``, which the model itself uses."""
+        """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
         self.read(tensor)
         return self._tensors.here(tensor)
 
     def read(self, tensor: Tensor) -> None:
-        """Note that the model itself uses ``tensor``, in case that a block has returned it."""
+        """Note that the model itself uses ``tensor``, which a block may have returned."""
         if self.uses is not None:
             self.uses.note(tensor)
         self._run.left.expect_not(tensor, self._run.model)

@@ -11,7 +11,7 @@ from .._flatten._generate import _across_devices, _moved
 
 
 def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``model.generate(*args, **kwargs)`` returns; stages take turns, with all rows."""
+    """Return the result of ``model.generate(*args, **kwargs)``. The stages take turns on the full mini-batch."""
     first = next(model.parameters(), None)
     if first is not None:
         args, kwargs = _moved(args, first.device), _moved(kwargs, first.device)

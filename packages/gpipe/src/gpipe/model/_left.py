@@ -1,4 +1,4 @@
-"""Tensors that blocks leave in attributes: they belong to the micro-batch whose forward has left them last."""
+"""Detect tensors that blocks leave in attributes. They belong to the micro-batch whose forward set them last."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Found = dict[int, tuple[ref[Tensor], str]]
 
 
 class Left:
-    """What the blocks of a model have left in one run, for all micro-batches."""
+    """The tensors that blocks of a model have left in attributes in one run, for all micro-batches."""
 
     def __init__(self) -> None:
         self._leaves: dict[nn.Module, bool] = {}
         self._found: Found = {}
 
     def watch(self, name: str, block: nn.Module) -> Callable[[Any], None]:
-        """Look at ``block`` before it is called; return what looks again, and is given its arguments and output."""
+        """Inspect ``block`` before its call. Return a function to call with its arguments and output afterwards."""
         if not self._leaves.get(block, True):  # its first call has left nothing
             return lambda values: None
         before = _tensors_of(name, block)
@@ -42,13 +42,13 @@ class Left:
         found = self._found.get(id(tensor))
         if found is not None and found[0]() is tensor:
             raise RuntimeError(
-                f"{type(model).__name__} reads {found[1]}, where a block has left a tensor; by the time that it is "
-                "read, the block may have left that of another micro-batch there; let the block return it"
+                f"{type(model).__name__} reads {found[1]}, where a block has left a tensor; by the time of the "
+                "read, the block may have stored a different micro-batch's tensor there; let the block return it"
             )
 
 
 def _tensors_of(name: str, block: nn.Module) -> Found:
-    """Return the tensors in attributes of ``block``, or at the end of lists there."""
+    """Return the tensors in attributes of ``block``, or at the end of lists in attributes."""
     found: Found = {}
     for path, module in block.named_modules(prefix=name):
         if not type(module).__module__.startswith("torch.nn."):

@@ -13,7 +13,7 @@ from ._blocks import Blocks, names_by_stage
 class Part(nn.Module):
     """The modules, parameters and buffers of one stage. Their names contain the path in the model.
 
-    A second view of the model: it is moved and searched, but never called, nor registered in the pipe.
+    This is a second view of the model. It is moved and searched, but never called or registered in the pipe.
     """
 
     def __repr__(self) -> str:
@@ -28,7 +28,7 @@ class Part(nn.Module):
 def parts_of(model: nn.Module, blocks: Blocks, balance: Sequence[int]) -> list[Part]:
     """Return the part of each stage.
 
-    What is outside the blocks belongs to the stage of the block that the model registers before it, or to the first.
+    Everything outside the blocks belongs to the stage of the block that the model registers before it, or to the first.
     """
     parts = [Part() for _ in balance]
     _fill(parts, model, "", names_by_stage(blocks, balance), 0, set())
@@ -40,7 +40,7 @@ def parts_of(model: nn.Module, blocks: Blocks, balance: Sequence[int]) -> list[P
 def _fill(
     parts: Sequence[Part], module: nn.Module, path: str, stages: Mapping[nn.Module, int], at: int, seen: set[nn.Module]
 ) -> int:
-    """Put ``module``, called ``path``, into its part; return the stage of the last block inside, or ``at``."""
+    """Add ``module``, with the name ``path``, to its part. Return the stage of the last block inside it, or ``at``."""
     if module in seen:
         return at
     seen.add(module)

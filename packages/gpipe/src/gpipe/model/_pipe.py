@@ -53,11 +53,11 @@ from ._stage import ModelStage
 
 
 class ModelPipe(GPipe, of_models=True):
-    """What :class:`gpipe.GPipe` makes of a model that is no ``nn.Sequential``, without a ``sample``.
+    """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``, without a ``sample``.
 
     Attributes:
-        balance: the number of blocks of each stage.
-        block_names: the modules at which the forward is cut, by their names in the model.
+        balance: the number of blocks per stage.
+        block_names: the names, in the model, of the modules whose calls may split its forward.
     """
 
     _blocks: Blocks
@@ -117,7 +117,7 @@ class ModelPipe(GPipe, of_models=True):
             _model=module,
             _partitions=nn.ModuleList(parts),
         )
-        # The dicts themselves, so that whatever is set on the model later is the pipe's too.
+        # Share the dicts themselves, so that attributes set on the model later also belong to the pipe.
         self.__dict__.update({name: vars(module)[name] for name in _REGISTERED})
         self.__dict__.update({name: each for name, each in vars(module).items() if "state_dict" in name})
         self._prepare()
@@ -129,17 +129,18 @@ class ModelPipe(GPipe, of_models=True):
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the model returns, in a pipeline.
+        """Compute the output of the model, in a pipeline.
 
-        The model's own forward runs for each micro-batch, and ends after its last block. What follows, and what is
-        between blocks, is computed once more for all rows, from what the blocks have returned: so the output is that of
-        the model. With an ``out_spec`` the forward of each micro-batch runs to its end, and their outputs are joined.
+        The model's own forward runs once per micro-batch, and ends after its last block. The operations after the last
+        block and between blocks then run once more for the full mini-batch, on the joined outputs of the blocks. So the
+        output matches the model's output. With an ``out_spec``, the forward of each micro-batch runs to its end, and
+        the outputs are joined.
 
         Args:
-            args, kwargs: the arguments of the model; tensors are cut into micro-batches.
+            args, kwargs: the arguments of the model; tensors are split into micro-batches.
 
         Returns:
-            The output of the model for the whole mini-batch, on the last device.
+            The output of the model for the full mini-batch, on the last device.
         """
         refuse_transforms()
         inputs = self._checked(as_value(args, kwargs))
@@ -154,18 +155,18 @@ class ModelPipe(GPipe, of_models=True):
                 return ordered(self._replayed(used, batches, inputs.bare), {*self._devices})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``generate()`` of the model returns; stages take turns, with all rows."""
+        """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch."""
         with self._workers.section.entered():
             return generate(self._whole_model, {*self._blocks.values()}, *args, **kwargs)
 
     def close(self) -> None:
-        """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones."""
+        """End the threads of this pipe, which otherwise end when it is freed. The next use starts new ones."""
         with self._workers.section.entered():
             self._workers.close()
             self._shown().threads.close()
 
     def train(self, mode: bool = True) -> ModelPipe:
-        """Set the mode of the model, by its own ``train()``."""
+        """Set the mode of the model through its own ``train()``."""
         self._whole_model.train(mode)
         return self
 
@@ -176,7 +177,7 @@ class ModelPipe(GPipe, of_models=True):
         return iter(self._blocks.values())
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Return a block, or for ``[:]`` the model."""
+        """Return a block, or the model for ``[:]``."""
         if not isinstance(index, slice):
             return [*self._blocks.values()][index]
         if index != slice(None):
@@ -195,7 +196,7 @@ class ModelPipe(GPipe, of_models=True):
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
         self.__dict__["_laid_out"] = []
-        # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
+        # Each signature has its own class, because frameworks read argument names from type(model).forward.
         object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
 
     def _end(self, at: int) -> nn.Module:
@@ -205,7 +206,7 @@ class ModelPipe(GPipe, of_models=True):
         return dict(self._blocks)
 
     def _follow_model(self, inputs: Any) -> None:
-        """Before a run: expect the blocks to be in the model, and take over its mode."""
+        """Check before a run that the blocks are still in the model, and adopt its mode."""
         model = self._whole_model
         modules = dict(model.named_modules())
         for name, block in self._blocks.items():
@@ -228,7 +229,7 @@ class ModelPipe(GPipe, of_models=True):
     def _replayed(
         self, used: Any, batches: Sequence[Batch], inputs: Any, owner_of: Callable[[Tensor], Tensor] = lambda own: own
     ) -> Any:
-        """Return what the model computes for all rows, of the outputs of blocks that it uses."""
+        """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
             facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
@@ -242,7 +243,7 @@ class ModelPipe(GPipe, of_models=True):
         return asked._replace(batches=self._cut(self._checked(asked.inputs))[0])
 
     def _checked(self, inputs: Any) -> Checked:
-        """Check that ``inputs`` can be cut; the number of items of a mini-batch goes whole to each micro-batch."""
+        """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
         return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
@@ -275,7 +276,7 @@ class ModelPipe(GPipe, of_models=True):
 
         def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
             output = self._replayed(used, batches, inputs, owner_of)
-            if call.return_outputs:  # a copy: loss_fn may change it
+            if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             return loss_fn(output, *others)
 

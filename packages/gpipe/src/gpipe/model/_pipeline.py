@@ -1,4 +1,4 @@
-"""The stages of a model, the threads of its forwards, and what these have shown."""
+"""The stages of a model, the threads of its forwards, and the facts from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ._stage_run import ModelRun
 
 
 class Threads:
-    """The threads of forwards. They are kept between runs, wait while they are idle, and end with the pipe."""
+    """The threads of forwards. They wait between runs, and end with the pipe."""
 
     def __init__(self) -> None:
         self._process, self._pool = -1, None
@@ -35,7 +35,7 @@ class Threads:
     @property
     def pool(self) -> ThreadPoolExecutor:
         if self._pool is None or self._process != os.getpid():  # a forked child has no threads
-            # As many as there are micro-batches at a time.
+            # The pool starts as many threads as there are micro-batches in flight.
             self._pool = ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
             self._process = os.getpid()
         return self._pool
@@ -69,7 +69,7 @@ class ModelPipeline(Pipeline):
         self.divided = Divided(model, blocks, stages)
         self.threads = Threads()
         self._known: dict[Any, Facts] = {}
-        self._run: ModelRun | None = None  # until it is known what its forwards have shown
+        self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
     def spec(
@@ -90,13 +90,13 @@ class ModelPipeline(Pipeline):
         return run
 
     def shown(self) -> Facts:
-        """Return what the forwards of the last run have shown, and keep it for later ones of their kind."""
+        """Return the facts from the forwards of the last run, and keep them for later forwards of the same kind."""
         if self._run is not None:
             self._facts = self._known[self._run.kind] = self._run.facts
-            self._run = None  # which holds what the caller has given for the loss
+            self._run = None  # it holds the caller's arguments for the loss
         assert self._facts is not None
         return self._facts
 
     def forget(self) -> None:
-        """Let the next forwards be complete, after one that did something else for all rows."""
+        """Make the next forwards complete, after a replay of the full mini-batch has failed."""
         self._known.clear()

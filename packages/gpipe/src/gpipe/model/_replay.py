@@ -1,7 +1,8 @@
-"""The forward of a model once more, for all rows: its blocks are answered with what they returned for micro-batches.
+"""Run the forward of a model once more, for the full mini-batch, with known outputs of its blocks.
 
-So the output is exactly what the model returns for the whole mini-batch: a loss of any kind, similarities of all rows
-with each other, an output of any class.
+A call of a block computes nothing, but returns its joined outputs for micro-batches. So the result is exactly the
+model's output for the full mini-batch, whether it is a loss of any kind, similarities between any two rows, or an
+object of any class.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from ._tree import changed
 
 
 class Replay:
-    """Answers the calls of blocks in one forward for all rows.
+    """One forward for the full mini-batch, in which calls of blocks return known outputs.
 
     Args:
         model: the model.
         blocks: its blocks.
-        facts: what blocks have returned, without tensors.
-        used: the tensors of these that the model uses, by place; one mapping for each micro-batch.
+        facts: the facts from the forwards of micro-batches, without tensors.
+        used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
         rows: the number of rows of each micro-batch.
         devices: the device of each stage.
-        owner_of: returns what a tensor is a copy of, for a stage, while a run is on.
+        owner_of: returns the original of a tensor that a stage holds as a copy during a run.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Replay:
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, inputs: Any) -> Any:
-        """Return what the model returns for ``inputs``."""
+        """Return the output of the model for ``inputs``."""
         arguments = as_arguments(inputs)
         begin = self._devices[0]
         args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
@@ -80,19 +81,19 @@ class Replay:
                     self._stage = len(self._devices) - 1
                     output = changed(output, self._returned)
         finally:
-            del self._between  # which refers to this object
+            del self._between  # it refers to this object
         if self._calls != len(self._answers):
             raise _other(self._model, self._calls, len(self._answers))
         return output
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return what a block has returned."""
+        """Return the known output of a block."""
         if self._calls == len(self._answers):
             raise _other(self._model, self._calls + 1, len(self._answers))
         answer: Answer = self._answers[self._calls]
         if answer.block != name:
             raise RuntimeError(
-                f"{type(self._model).__name__} called {name!r} for all rows where it called {answer.block!r} for a "
+                f"{type(self._model).__name__} called {name!r} for the full mini-batch, but {answer.block!r} for a "
                 f"micro-batch; {_SAME}"
             )
         with self._between.off():
@@ -112,7 +113,7 @@ class Replay:
         return output
 
     def _end_blocks(self) -> None:
-        """After the last block: what the model did before it, it has also done for each micro-batch."""
+        """Check generators and restore buffers after the last block, as each micro-batch has already run this part."""
         if source := self._draws.elsewhere():
             raise self._random(source)
         with self._between.off(), torch.no_grad():
@@ -120,11 +121,12 @@ class Replay:
                 if buffer._version != version:
                     buffer.copy_(before)
                 elif not torch.equal(buffer, before):
-                    # Batch norm does not count the change of its statistics, and its backward must not see this one.
+                    # Batch norm updates its statistics without a new version, so this must not create one either: the
+                    # backward would raise.
                     buffer.data.copy_(before)
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute an operation of the model itself, on the device of the stage that computes here."""
+        """Compute one of the model's own operations on the device of the current stage."""
         count, tensors = self._draws.count, list[Tensor]()
 
         def looked(tensor: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ class Replay:
         return Argument(size, dim_between(size, tensor.shape))
 
     def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument]) -> Tensor:
-        """Return the tensor of all rows; a placeholder if the model does not use it."""
+        """Return the tensor for the full mini-batch, or a placeholder if the model does not use it."""
         if isinstance(leaf, Place):
             return self._filled[leaf]
         if place in self._used:
@@ -169,13 +171,13 @@ class Replay:
         return found
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` on the device of the stage that computes here."""
+        """Return ``tensor`` on the device of the current stage."""
         self.read(tensor)
-        # A tied parameter is one leaf here, whichever module it is found in.
+        # A tied parameter is a single leaf here, whichever module holds it.
         tensor = self._owner_of(tensor) if tensor.is_leaf else tensor
         if not self._moves:
             return tensor
-        # A copy takes the place of its tensor for good, since it may be changed in place.
+        # A copy replaces its tensor permanently, because it may be modified in place.
         while (known := self._moved.get(id(tensor))) is not None and known[0] is tensor:
             tensor = known[1]
         copy = self._on_device(tensor)
@@ -184,7 +186,7 @@ class Replay:
         return copy
 
     def made(self, output: Any) -> Any:
-        """Return the output of an operation on the device of the stage: it may have named that of another one."""
+        """Return the output of an operation on the current stage's device; the operation may have named another."""
         return changed(output, self._on_device) if self._moves else output
 
     def _on_device(self, tensor: Tensor) -> Tensor:
@@ -200,17 +202,17 @@ class Replay:
 
     def _random(self, source: str) -> RuntimeError:
         return RuntimeError(
-            f"between its blocks {type(self._model).__name__} draws random numbers ({source}) for what its output "
-            "depends on; the output of all rows would depend on other ones than the blocks; draw them in a block, or "
-            "give step() a loss_fn of which is known how the losses of micro-batches add up: reduction="
+            f"between its blocks {type(self._model).__name__} draws random numbers ({source}) that its output depends "
+            "on; the output of the full mini-batch would use different ones than the blocks did; draw them in a block, "
+            "or give step() a loss_fn whose losses of micro-batches are known to add up: reduction="
         )
 
     def read(self, tensor: Tensor) -> None:
         found = self._placeholders.get(id(tensor))
         if found is not None and found[0] is tensor:
             raise RuntimeError(
-                f"{type(self._model).__name__} uses an output of a block for all rows that it did not use for a "
-                f"micro-batch; {_SAME}"
+                f"{type(self._model).__name__} uses an output of a block for the full mini-batch that it did not use "
+                f"for a micro-batch; {_SAME}"
             )
 
 
@@ -219,12 +221,12 @@ _SAME = "its forward must call the same blocks, in the same order, whatever the 
 
 def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     return RuntimeError(
-        f"{type(model).__name__} called {calls} blocks for all rows, and {known} for a micro-batch; {_SAME}"
+        f"{type(model).__name__} called {calls} blocks for the full mini-batch, but {known} for a micro-batch; {_SAME}"
     )
 
 
 def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the small buffers of modules outside of blocks; in training their forwards may change them."""
+    """Yield the small buffers of modules outside blocks. In training, the forwards of these modules may change them."""
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules() if model.training else ():
         if module not in inside:
@@ -232,10 +234,10 @@ def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:
-    """Return ``output`` behind a node, in whose backward the streams of now wait for those of the caller then.
+    """Return ``output`` behind a node, whose backward makes the streams of this call wait for the caller's streams.
 
-    Autograd lets only the device of the output wait. But the caller may just have set a gradient on another device to
-    zero, of a parameter that the model itself uses there.
+    Autograd lets only the device of the output wait. But on a different device the caller may just have zeroed the
+    gradient of a parameter that the model itself uses there.
     """
     used = {device: current_stream(device) for device in devices if device.type != "cpu"}
     if not used or len(devices) == 1 or not torch.is_grad_enabled():
@@ -252,15 +254,15 @@ def ordered(output: Any, devices: Collection[torch.device]) -> Any:
 
 
 class ReplayedLoss(WholeLoss):
-    """The loss of all rows, of what the model computes for them from what its blocks have returned.
+    """The loss of the full mini-batch, on the output that a replay computes from the outputs of blocks.
 
     Args:
-        loss_fn: is called with these, the arguments of the model, what returns the owner of a tied parameter, and
-            ``arguments``.
-        inputs: the arguments of the model for the whole mini-batch.
+        loss_fn: is called with the used outputs of blocks, the arguments of the model, a function that returns the
+            owner of a tied parameter, and ``arguments``.
+        inputs: the arguments of the model for the full mini-batch.
 
     Attributes:
-        outputs: the output for all rows, as the only one, if it is kept.
+        outputs: the output for the full mini-batch, as the only entry, if it is kept.
     """
 
     def __init__(
@@ -280,7 +282,7 @@ class ReplayedLoss(WholeLoss):
         return super()._value(i, outputs, (self._entering(), self._tied.owner_of, *arguments))
 
     def _entering(self) -> Any:
-        """Return the inputs as leaves: the caller's graph, if they have one, gets one gradient, with that of stages."""
+        """Return the inputs as leaves. For the caller's graph, their gradients are added to the stages' gradients."""
         inputs = Activation(self._inputs)
         leaves = detach_leaves(inputs)
         for leaf, tensor in zip(leaves.tensors, inputs.tensors, strict=True):
@@ -290,7 +292,7 @@ class ReplayedLoss(WholeLoss):
 
 
 def used_of(outputs: Sequence[Activation]) -> Activation:
-    """Return the used tensors of each micro-batch, whose outputs are the model's output or None, and these."""
+    """Return the used tensors of each micro-batch. Each of ``outputs`` pairs the model's output, or None, with them."""
     used = [each.value[1] for each in outputs]
     found = Activation(used)
     if len(outputs) > 1:

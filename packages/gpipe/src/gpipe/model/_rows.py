@@ -1,7 +1,8 @@
-"""Join what a block has returned for micro-batches into what it returns for all rows.
+"""Join the outputs of a block for micro-batches into its output for the full mini-batch.
 
-The rows are where sizes differ between micro-batches with different numbers of rows. If all have as many, they are
-where the arguments of the block have them: a replay has these for all rows, and so with other sizes there.
+The dimension of the rows is the one whose size differs between micro-batches with different numbers of rows. If all
+have the same number, it is the dimension of the rows in the block's arguments: their sizes in a replay differ there,
+because it has the arguments for the full mini-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Argument(NamedTuple):
 
     Attributes:
         size: its size for a micro-batch.
-        dim: the dimension of its rows; NOWHERE if it is the same for all rows.
+        dim: the dimension of its rows; NOWHERE if its size does not depend on the number of rows.
     """
 
     size: torch.Size
@@ -29,14 +30,14 @@ class Argument(NamedTuple):
 
 
 def dim_between(size: torch.Size, whole: torch.Size) -> int:
-    """Return the dimension of the rows of a tensor with this ``size`` for a micro-batch, and ``whole`` for all rows."""
+    """Return the dimension of the rows if ``size`` is for a micro-batch, and ``whole`` for the full mini-batch."""
     if len(size) != len(whole):
         return UNKNOWN
     return _one([d for d, (a, b) in enumerate(zip(size, whole, strict=True)) if a != b])
 
 
 def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
-    """Return the dimension of the rows of what a block with these ``arguments`` returns, with ``size``."""
+    """Return the dimension of the rows in an output with this ``size``, of a block with these ``arguments``."""
     same = {dim for own, dim in arguments if own == size} - {UNKNOWN, NOWHERE}
     every = {dim for _, dim in arguments} - {NOWHERE}
     found = _one([*(same if len(same) == 1 else every)])
@@ -44,20 +45,20 @@ def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
 
 
 def joined(parts: Sequence[Tensor], rows: Sequence[int], arguments: Sequence[Argument]) -> Tensor | None:
-    """Return what a block has returned for micro-batches with so many ``rows``, as one tensor.
+    """Join an output of a block for micro-batches with these numbers of ``rows``.
 
     Returns:
-        None if it is not known where the tensors have their rows.
+        The tensor, or None if the dimension of its rows is not known.
     """
     sizes = [part.shape for part in parts]
     dim = dim_by(arguments, sizes[0])
     if len({*sizes}) > 1:
         dim = next((found for size in sizes if (found := dim_between(sizes[0], size)) != NOWHERE), UNKNOWN)
     if dim == NOWHERE:
-        return parts[0].clone()  # since it is computed from nothing that has rows
+        return parts[0].clone()  # because it does not depend on rows
     if dim == UNKNOWN or len({(*size[:dim], *size[dim + 1 :]) for size in sizes}) > 1:
         return None
-    # Parts of another number may be in another order, such as those of experts.
+    # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
     first = sizes[0][dim]
     each = all(size[dim] * rows[0] == first * count for size, count in zip(sizes, rows, strict=True))
     return torch.cat([*parts], dim) if each and first % max(1, rows[0]) == 0 else None

@@ -1,4 +1,4 @@
-"""A stage of a model: its part, and what runs have shown of its blocks."""
+"""A stage of a model: its part, and the recomputations of its blocks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class ModelStage(Stage):
 
 
 class Divided(NamedTuple):
-    """A model, its blocks by name, and its stages."""
+    """A model, its named blocks, and its stages."""
 
     model: nn.Module
     blocks: Mapping[str, nn.Module]
     stages: Sequence[ModelStage]
 
     def answering(self) -> AbstractContextManager[None]:
-        """Return a context in which stages, or a replay, answer the calls of blocks."""
+        """Return a context in which stages, or a replay, handle the calls of blocks."""
         stages = {
             module: stage.index
             for stage in self.stages

@@ -1,4 +1,4 @@
-"""The stages of a model in one run: each lets the forward of a micro-batch go on, and has the backward of its part."""
+"""The stages of a model in one run. Each resumes the forward of a micro-batch, and runs the backward of its part."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class ModelRun(StageRuns):
     """The forwards of all micro-batches, in one run.
 
     Args:
-        start: calls a function in a thread of a forward.
-        known: what forwards of earlier runs have shown, by kind.
+        start: calls a function on a thread for forwards.
+        known: the facts from forwards of earlier runs, by kind.
 
     Attributes:
-        replays: whether the output is computed for all rows, from what blocks have returned.
+        replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
-        copies: whether there are several.
-        is_known: whether earlier forwards have done the same.
-        kind: what the forwards have in common with earlier ones that do the same.
+        copies: whether there is more than one device.
+        is_known: whether earlier runs had forwards of this kind.
+        kind: the modes and properties of the inputs that may decide which operations a forward runs.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ModelRun(StageRuns):
         trained: Trained,
     ) -> StageRun:
         self._deferred = trained.deferred
-        random.module = None  # numbers belong to calls of blocks, whatever the stage
+        random.module = None  # random numbers belong to calls of blocks, on any stage
         return ModelStageRun(self, spec, stage, random, arrival, departure, trained)
 
     @contextmanager
     def walking(self) -> Iterator[None]:
-        # Modules hold the copies of this run now, if stages share tensors.
+        # If stages share tensors, modules now hold the copies of this run.
         for stage in reversed(self.stages):
             self._homes.update(dict.fromkeys(contents_of(stage.module).tensors, stage.index))
         try:
@@ -107,7 +107,7 @@ class ModelRun(StageRuns):
             self.forwards.clear()
 
     def forward(self, microbatch: int, inputs: Activation) -> Forward:
-        """Return the forward of a micro-batch; a new one in the turn of the first stage."""
+        """Return the forward of a micro-batch, which is created in the turn of the first stage."""
         if microbatch not in self.forwards:
             mode = self.model.training, self.spec.trains, torch.is_inference_mode_enabled()
             self.kind = self.kind or (*mode, *(kind_of(inputs.value) if self.replays else ()))
@@ -117,7 +117,7 @@ class ModelRun(StageRuns):
         return self.forwards[microbatch]
 
     def learn(self, forward: Forward) -> None:
-        """Keep what a forward has shown."""
+        """Record the facts from a forward."""
         if forward.uses is not None:
             uses = forward.uses
             used, changed = frozenset(forward.used), frozenset(uses.changed)
@@ -125,11 +125,11 @@ class ModelRun(StageRuns):
 
     @property
     def facts(self) -> Facts:
-        """What the forwards of this run have shown."""
+        """The combined facts from the forwards of this run."""
         return joined_facts(self._shown, type(self.model).__name__)
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
-        """Return what recomputes ``module`` if this micro-batch is checkpointed, else None."""
+        """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
         if microbatch >= self.spec.size.checkpoint_stops[stage]:
             return None
         if module not in self._blocks:
@@ -141,8 +141,8 @@ class ModelRun(StageRuns):
         if module not in self._blocks:
             return
         _log.warning(
-            "a %s gets objects of which is not known which tensors they hold; it is not recomputed, and keeps what its "
-            "operations save",
+            "a %s receives objects that may hold tensors unknown to the pipe; it is not recomputed, and keeps the "
+            "tensors that its operations save",
             type(module).__name__,
         )
 
@@ -152,8 +152,8 @@ class ModelRun(StageRuns):
             own.has_told = True
             _log.warning(
                 "block %r of partition %d is called after blocks of partition %d, which computes it with copies of its "
-                "parameters; if blocks are called in another order than the model registers them, name them in that "
-                "order: GPipe(model, blocks=[...])",
+                "parameters; if the model does not call its blocks in the order in which it registers them, name them "
+                "in the order of their calls: GPipe(model, blocks=[...])",
                 name,
                 stage,
                 later,
@@ -161,10 +161,11 @@ class ModelRun(StageRuns):
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:
-        """Make the streams of all stages current: the model may name a device of another stage than its turn is."""
+        """Make the streams of all stages current, because the model may use the device of any stage in any turn."""
         own = {device: stream for device, stream, _ in self.places.values() if is_accelerator(stream)}
         with ExitStack() as scope:
-            # First the device, without a stream: another one would get a context of this process at the end.
+            # Enter a device first, without its stream. Otherwise the exit would return to a different device, and
+            # create a context of this process there.
             for device in [*own][:1]:
                 scope.enter_context(use_device(device))
             for stream in own.values():
@@ -175,7 +176,7 @@ class ModelRun(StageRuns):
         return id(tensor) in self._homes
 
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
-        """Return a parameter or buffer of the model for an operation of ``stage``: a copy if it is that of another."""
+        """Return a parameter or buffer of the model for an operation of ``stage``; a copy if another stage owns it."""
         home = self._homes.get(id(tensor), stage)
         if home == stage:
             return tensor
@@ -189,7 +190,7 @@ class ModelRun(StageRuns):
         return self._copied[key]
 
     def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
-        """Send ``tensor`` to ``target``; return what receives it there, as a leaf."""
+        """Send ``tensor`` to ``target``. Return a function that receives it there, as a leaf."""
         forth = self._between(source, target)[0]
         if forth is None:
             return lambda: tensor.detach().requires_grad_(tensor.requires_grad)
@@ -197,7 +198,7 @@ class ModelRun(StageRuns):
         return lambda: forth.receive(parcel).tensors[0]  # type: ignore[union-attr]
 
     def returned(self, gradient: Tensor, source: int, target: int) -> Callable[[], Tensor]:
-        """Send a gradient from ``source`` back to ``target``; return what receives it there."""
+        """Send a gradient from ``source`` back to ``target``. Return a function that receives it there."""
         back = self._between(target, source)[1]
         if back is None:
             return lambda: gradient
@@ -225,10 +226,10 @@ class ModelStageRun(StageRun):
     ) -> None:
         super().__init__(spec, stage, random, arrival, departure, trained)
         self._run = run
-        # By micro-batch, the turns of all stages.
+        # The turns of all stages, by micro-batch.
         self._turns: dict[int, list[Turn]] = {}
         self._is_last = stage.index == run.stages[-1].index
-        # Blocks have random numbers and contexts of their own for their recomputation.
+        # Each block keeps its own random numbers and context for its recomputation.
         self._checkpoint_stop = self._late_losses = 0
 
     def forward(self, i: int) -> None:
@@ -275,21 +276,21 @@ class ModelStageRun(StageRun):
         self._deliver(i, backward_input(self._cells[i], seeds, self._sums, self.stage))
 
     def _prepared(self, i: int) -> list[Tensor | None]:
-        """Complete the outputs of a cell by what later stages have used; return the gradients of all of them."""
+        """Add the tensors that later stages used to the outputs of a cell. Return the gradients of all outputs."""
         cell, turn = self._cells[i], self._turns[i][self.stage.index]
         seeds = list(self._seeds(i))
         self._expect_own(i)
         outputs = () if cell.outputs is None else cell.outputs.tensors
         arrived = [(turn.sent[key], [get() for get in gradients]) for key, gradients in turn.gradients.items()]
         cell.outputs = Activation((*outputs, *[tensor for tensor, _ in arrived]))
-        turn.sent, turn.gradients, turn.calls = {}, {}, []  # freed as the backward goes on
+        turn.sent, turn.gradients, turn.calls = {}, {}, []  # freed during the backward
         if not self.adds:
             self._hold(i)
-        # In the order of the stages, since sums of floats depend on it.
+        # Summed in the order of the stages, because sums of floats depend on it.
         return [*seeds, *[sum(found[1:], found[0]) for _, found in arrived]]
 
     def _expect_own(self, i: int) -> None:
-        """In the first run of its kind: expect the graph to end where the stage has begun."""
+        """Check in the first run of its kind that the graph of the stage has no nodes of earlier stages."""
         turn = self._turns[i][self.stage.index]
         if i or not turn.first or self._run.is_known:
             return
@@ -313,7 +314,7 @@ class ModelStageRun(StageRun):
 
 
 _UNSEEN = (
-    "between its blocks {} passes a tensor of an earlier stage to what torch does not show to function modes, such as "
-    "a torch.autograd.Function ({}), so that its gradient would not get back; pass it tensor.clone(), or name a module "
-    "around it as one of the blocks: GPipe(model, blocks=[...])"
+    "between its blocks {} passes a tensor of an earlier stage to code that torch hides from function modes, such as a "
+    "torch.autograd.Function ({}), so that its gradient would be lost; pass it tensor.clone(), or name a module around "
+    "it as one of the blocks: GPipe(model, blocks=[...])"
 )

@@ -1,4 +1,4 @@
-"""The tensors of one forward: which stage has computed them, and what a later stage computes with in their place."""
+"""Track the stage that computed each tensor of a forward, and replace tensors of earlier stages by local ones."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ._tree import changed
 
 
 class Moves(Protocol):
-    """What moves tensors from stage to stage, in a run.
+    """Moves tensors between the stages of a run.
 
     Attributes:
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
-        copies: whether there are several.
+        copies: whether there is more than one device.
     """
 
     places: Mapping[int, StagePlace]
@@ -40,18 +40,18 @@ class Moves(Protocol):
         """Return a parameter or buffer of the model for an operation of ``stage``."""
 
     def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Callable[[], Tensor]:
-        """Send ``tensor`` to ``target``; return what receives it there, as a leaf."""
+        """Send ``tensor`` to ``target``. Return a function that receives it there, as a leaf."""
 
 
 class Leaf(NamedTuple):
-    """A tensor of an earlier stage, as a later stage uses it.
+    """A tensor of an earlier stage that a later stage uses.
 
     Attributes:
         tensor: the tensor of the earlier stage.
         home: the stage that computed it.
-        leaf: where the graph of the later stage begins.
-        alias: what the model computes with; the leaf itself may not be changed in place.
-        version: of ``alias``, when it was made.
+        leaf: the leaf of the later stage's graph.
+        alias: the tensor that the model computes with, because a leaf must not be modified in place.
+        version: the version of ``alias`` when it was created.
     """
 
     tensor: Tensor
@@ -62,13 +62,13 @@ class Leaf(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A tensor without gradient, as a later stage on another device uses it.
+    """A tensor without gradient that a later stage on a different device uses.
 
     Attributes:
         tensor: the tensor of the earlier stage.
-        version: of ``tensor``, when it was copied.
-        copy: what the model computes with.
-        own: the version of ``copy``, when it was made.
+        version: the version of ``tensor`` when it was copied.
+        copy: the tensor that the model computes with.
+        own: the version of ``copy`` when it was created.
         stage: the later stage.
     """
 
@@ -80,15 +80,15 @@ class Copied(NamedTuple):
 
 
 class Turn:
-    """What one stage has computed of a forward, in its turn.
+    """The part of a forward that one stage computes.
 
     Attributes:
-        leaves: the tensors of earlier stages that it uses, by the identity of these.
-        sent: its own tensors that later stages use, by identity.
-        gradients: what arrives from later stages: functions that return gradients of what was ``sent``.
+        leaves: the tensors of earlier stages that it uses, by the id of the original tensor.
+        sent: its own tensors that later stages use, by id.
+        gradients: functions that receive the gradients of ``sent`` tensors from later stages.
         calls: the calls of blocks that are recomputed.
-        first: the number of the first node of its graph.
-        done: follows all that the stage has queued on its device.
+        first: the sequence number of the first node of its graph.
+        done: an event after all work that the stage has queued on its device.
     """
 
     __slots__ = ("calls", "done", "first", "gradients", "leaves", "sent")
@@ -103,10 +103,10 @@ class Turn:
 
 
 class Tensors:
-    """Gives each operation of a forward the tensors of the stage whose turn it is.
+    """Gives each operation of a forward the tensors of the current stage.
 
     Attributes:
-        stage: the stage whose turn it is, or was last.
+        stage: the stage of the current turn, or of the latest one.
         turns: the turn of each stage.
     """
 
@@ -114,27 +114,27 @@ class Tensors:
         self.stage = -1
         self.turns = [Turn() for _ in range(stages)]
         self._moves = moves
-        self._limits: list[int] = []  # for each stage that it has left, the number of the next node of the graph
-        self._copies: dict[int, Copied] = {}  # the latest of each tensor
-        self._ahead: dict[int, Callable[[], Tensor]] = {}  # what is on its way to the next block
+        self._limits: list[int] = []  # the sequence number of the next node at the end of each turn
+        self._copies: dict[int, Copied] = {}  # the latest copy of each tensor
+        self._ahead: dict[int, Callable[[], Tensor]] = {}  # tensors on their way to the next block
 
     @property
     def turn(self) -> Turn:
         return self.turns[self.stage]
 
     def begin(self) -> None:
-        """The turn of a later stage begins."""
+        """Begin the turn of a later stage."""
         self.turn.first = next_sequence_number()
 
     def end(self, stage: int, arguments: Any) -> None:
-        """The turn ends, where the model calls a block of ``stage`` with ``arguments``."""
+        """End the turn, because the model calls a block of ``stage`` with ``arguments``."""
         self._limits.append(next_sequence_number())
         if self._moves.copies:
             self.turn.done = record_event(self._moves.places[self.stage][1])
             changed(arguments, partial(self._send_ahead, stage))
 
     def clear(self) -> None:
-        """Forget all tensors."""
+        """Release all tensors."""
         self.turns = []
         self._copies.clear()
 
@@ -145,7 +145,7 @@ class Tensors:
         return found
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return what this stage computes with in place of ``tensor``."""
+        """Return the tensor that stands for ``tensor`` on this stage."""
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node is None:
@@ -158,29 +158,29 @@ class Tensors:
         return tensor
 
     def made(self, output: Any) -> Any:
-        """Return the output of an operation on the device of this stage: it may have named that of another one.
+        """Return the output of an operation on this stage's device. The operation may have named a different one.
 
-        At once, since a change in place would be lost in a copy made for one operation.
+        The output is moved right away, because in-place changes would be lost in a copy for a single operation.
         """
         return changed(output, self._moved) if self._moves.copies else output
 
     def entering(self, leaf: Tensor) -> Tensor:
-        """Return what the model computes with in place of a ``leaf`` of the graph; that may not be changed in place."""
+        """Return the tensor that the model uses for ``leaf``, because a leaf must not be modified in place."""
         if not leaf.requires_grad:
             return leaf.detach()
-        with torch.enable_grad():  # the model may be in no_grad() now, and use it outside of that later
+        with torch.enable_grad():  # the model may be in no_grad() now, and use it outside later
             alias: Tensor = AsNonleaf.apply(leaf)  # type: ignore[no-untyped-call]
         return alias
 
     def _home(self, node: Node) -> int:
-        """Return the stage in whose turn ``node`` was made: nodes of a thread are numbered in order."""
+        """Return the stage in whose turn ``node`` was created. Autograd numbers the nodes of a thread in order."""
         return bisect_right(self._limits, node._sequence_nr())
 
     def _leaf(self, tensor: Tensor, home: int) -> Leaf:
         leaves = self.turn.leaves
         found = leaves.get(id(tensor))
         if found is None:
-            # A stage between may have changed it in place; its own tensor is what comes after that.
+            # If a stage in between has modified it in place, that stage's tensor has the new values.
             for j in range(self.stage - 1, home, -1):
                 between = self.turns[j].leaves.get(id(tensor))
                 if between is not None and between.alias._version != between.version:
@@ -198,9 +198,9 @@ class Tensors:
             for each in turn.leaves.values():
                 if each.alias._version != each.version and storage_id(each.tensor) == storage_id(tensor):
                     raise RuntimeError(
-                        "between its blocks the model changes a tensor in place on a later stage than has computed it, "
-                        f"and then uses another view of its memory, of shape {tuple(tensor.shape)}, whose gradient "
-                        "would be wrong; let it change a clone"
+                        "between its blocks the model changes a tensor in place on a later stage than the one that "
+                        "computed it, and then uses another view of its memory, of shape "
+                        f"{tuple(tensor.shape)}, whose gradient would be wrong; let it change a clone"
                     )
 
     def _moved(self, tensor: Tensor) -> Tensor:
@@ -211,15 +211,15 @@ class Tensors:
         device = tensor.device
         if device == self._moves.places[self.stage][0] or device not in self._moves.devices:
             return False
-        return bool(tensor.dim()) or device.type != "cpu" or tensor.requires_grad  # torch takes numbers as they are
+        return bool(tensor.dim()) or device.type != "cpu" or tensor.requires_grad  # torch accepts CPU scalars
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without gradient on the device of this stage."""
+        """Return a tensor without gradient on this stage's device."""
         known = self._copies.get(id(tensor))
         if known is not None and known.version == version(tensor):
             if known.stage == self.stage:
                 return known.copy
-            if version(known.copy) != known.own or known.copy.is_inference():  # where changes in place are not counted
+            if version(known.copy) != known.own or known.copy.is_inference():  # without a version counter
                 return self.here(known.copy)
         if not self._is_elsewhere(tensor):
             return tensor
@@ -230,7 +230,7 @@ class Tensors:
         return copy
 
     def _send_ahead(self, stage: int, tensor: Tensor) -> Tensor:
-        """Send a tensor of this stage to ``stage``, before the worker of that one has time for it."""
+        """Send a tensor of this stage to ``stage`` before the worker of that stage is free to receive it."""
         (here, *_), (there, *_) = self._moves.places[self.stage], self._moves.places[stage]
         if tensor.requires_grad:
             is_own = tensor.grad_fn is not None and self._home(tensor.grad_fn) == self.stage

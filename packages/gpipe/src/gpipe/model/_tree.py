@@ -1,4 +1,4 @@
-"""Replace the tensors in arguments and outputs. What has nothing to replace remains the same object."""
+"""Replace the tensors in arguments and outputs. A value without replaced tensors remains the same object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def changed(value: Any, change: Change) -> Any:
-    """Return ``value`` with ``change(tensor)`` in place of each tensor; ``value`` itself if all are the same."""
+    """Return ``value`` with each tensor replaced by ``change(tensor)``, or ``value`` itself if all stay the same."""
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)

@@ -1,7 +1,7 @@
-"""What blocks return in one forward, and which of it the model uses itself, with the values that it uses.
+"""Record the outputs of blocks in one forward, and the values of those outputs that the model itself uses.
 
-A model may change in place what it uses, as in ``x = block(x); x += residual``. For all rows it will do that again, so
-what is kept is the value before.
+A model may modify an output in place, as in ``x = block(x); x += residual``. The replay for the full mini-batch repeats
+this, so the value before the change is kept.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class _Use(NamedTuple):
 
 
 class Uses:
-    """The calls of blocks in one forward, and the uses of what they returned.
+    """The calls of blocks in one forward, and the uses of their outputs.
 
     Args:
         model: the name of the model, for errors.
-        known: what earlier forwards have shown, if anything.
-        here: returns a tensor as the stage has it that computes now.
+        known: the facts from earlier forwards, if any.
+        here: returns the tensor that stands for a tensor on the current stage.
 
     Attributes:
-        answers: what blocks have returned.
-        changed: the used tensors that the model has changed in place.
-        changes_inputs: whether the model has changed its inputs in place.
+        answers: the outputs of blocks, without their tensors.
+        changed: the used tensors that the model has modified in place.
+        changes_inputs: whether the model has modified its inputs in place.
     """
 
     def __init__(self, model: str, known: Facts | None, here: Callable[[Tensor], Tensor]) -> None:
@@ -56,7 +56,7 @@ class Uses:
         self._inputs: list[tuple[Tensor, int]] = []
 
     def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return clones of the inputs of the model if it changes them in place, since a replay does that again."""
+        """Return the inputs of the model, cloned if it modifies them in place, because a replay repeats this."""
         known = self._known
         found = [
             each.clone() if known is None or known.changes_inputs or each.is_inference() else each for each in tensors
@@ -65,7 +65,7 @@ class Uses:
         return found
 
     def record(self, block: str, output: Any, collected: Any, arguments: Sequence[torch.Size]) -> None:
-        """Note what ``block`` has returned, and what hooks inside of it have collected."""
+        """Record the output of ``block``, and the values that hooks inside it have collected."""
         leaves, tree = flatten((output, collected))
         kinds = [
             self._kind(leaf, Place(len(self.answers), k)) if isinstance(leaf, Tensor) else leaf
@@ -74,11 +74,11 @@ class Uses:
         self.answers.append(Answer(block, kinds, tree, arguments))
         number = len(self.answers) - 1
         if self._known is not None and not self._known.answers[number].is_like(self.answers[number]):
-            self._known = None  # it does something else than before, and runs to its end to show what
+            self._known = None  # it differs from earlier forwards, so it runs to its end
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last block has been called, by what earlier forwards have shown."""
+        """True if the last block has been called, according to earlier forwards."""
         return self._known is not None and len(self._known.answers) == len(self.answers)
 
     def _kind(self, tensor: Tensor, place: Place) -> Shape | Place:
@@ -93,13 +93,13 @@ class Uses:
         return Shape(tensor.shape, tensor.dtype)
 
     def note(self, tensor: Tensor) -> None:
-        """The model uses ``tensor`` itself now; it may have been returned by a block."""
+        """Record that the model itself now uses ``tensor``, which a block may have returned."""
         altered = self._altered.get(id(tensor))
         if altered is not None and altered[0]() is tensor:
             raise RuntimeError(
-                f"{self._model} uses a tensor that block {altered[1]!r} has changed in place; what the model computes "
-                "for all rows, without calling its blocks again, would miss the change; let the block work on a clone, "
-                "or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
+                f"{self._model} uses a tensor that block {altered[1]!r} has changed in place; the output of the full "
+                "mini-batch, computed without calling blocks again, would miss the change; let the block work on a "
+                "clone, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
         found = self._returned.get(id(tensor))
         if found is not None and found.tensor() is tensor and found.place not in self._uses:
@@ -113,11 +113,11 @@ class Uses:
         self._uses[place] = _Use(tensor, version(tensor), before)
 
     def alters(self, block: str, tensor: Tensor) -> None:
-        """Note that ``block`` has changed in place a tensor that it was called with."""
+        """Record that ``block`` has modified ``tensor``, one of its arguments, in place."""
         self._altered[id(tensor)] = ref(tensor), block
 
     def collected(self) -> dict[Place, Tensor]:
-        """Return the used tensors, as the stage has them that computes now; nothing else is noted from then on."""
+        """Return the used tensors on the current stage. No uses are recorded afterwards."""
         self.changes_inputs = any(version(each) != before for each, before in self._inputs)
         if self.changes_inputs and self._known is not None and not self._known.changes_inputs:
             raise RuntimeError(
