@@ -40,7 +40,8 @@ WORKERS, TIED, RECORD, CALLS = (
 )
 
 
-FORWARD, PARTS, REPLAY = "gpipe.model._forward", "gpipe.model._stage_run", "gpipe.model._replay"
+FORWARD, TENSORS = "gpipe.model._forward", "gpipe.model._tensors"
+PARTS, REPLAY = "gpipe.model._stage_run", "gpipe.model._replay"
 
 
 class Case(NamedTuple):
@@ -234,15 +235,16 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            "    return default_stream(device)"), NEW),
     (Fault("a copy does not wait for the turn that its source is from", COPY,
            "wait_event(source.copy, after)", "pass"), RESIDUALS),
-    (Fault("what a turn has queued is taken to be what the next stage has", FORWARD,
-           "record_event(stream)", "record_event(self._run.places[(self.stage + 1) % 3][1])"), MASKED),
+    (Fault("what a turn has queued is taken to be what the next stage has", TENSORS,
+           "record_event(self._moves.places[self.stage][1])",
+           "record_event(self._moves.places[(self.stage + 1) % 3][1])"), MASKED),
     (Fault("a turn is on the device of another stage", FORWARD,
-           "with use_device(self._run.places[self.stage][0]):", "if True:"), MASKED),
+           "with use_device(self._run.places[self._tensors.stage][0]):", "if True:"), MASKED),
     (Fault("in a turn the streams of other stages are not current", FORWARD,
-           ", backwards_stay, self._run.on_streams():", ", backwards_stay, use_stream(self._run.places[0][1]):"), MADE),
-    (Fault("what names the device of another stage stays there", FORWARD,
-           "return changed(output, self._moved) if self._run.copies else output", "return output"), MADE),
-    (Fault("a change in place of a copy is lost", FORWARD,
+           ", backwards_stay, self._run.on_streams():", ", backwards_stay, use_device(self._run.places[0][0]):"), MADE),
+    (Fault("what names the device of another stage stays there", TENSORS,
+           "return changed(output, self._moved) if self._moves.copies else output", "return output"), MADE),
+    (Fault("a change in place of a copy is lost", TENSORS,
            "version(known.copy) != known.own", "False"), CHANGED),
     (Fault("the streams of a model do not become current", PARTS,
            "scope.enter_context(use_stream(stream))", "pass"), MADE),
