@@ -283,6 +283,12 @@ def test_pick_goes_with_a_sample() -> None:
         GPipe(residuals(), devices=["cpu"], pick="logits")
 
 
+def test_a_pipe_is_no_model() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    with pytest.raises(TypeError, match="is a pipe already"):
+        GPipe(pipe, devices=["cpu"])
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_a_script_module_is_refused() -> None:
     with pytest.raises(TypeError, match="ScriptModule"):

@@ -296,6 +296,8 @@ class ModelPipe(GPipe, of_models=True):
 
 def expect_own_forward(module: nn.Module) -> None:
     """Raise TypeError unless the forward of ``module`` is Python code that calls modules."""
+    if isinstance(module, GPipe):
+        raise TypeError("module is a pipe already; make another one of its model or layers: GPipe(pipe[:], ...)")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
