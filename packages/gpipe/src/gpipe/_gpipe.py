@@ -19,6 +19,7 @@ from ._flatten._generate import generate
 from ._flatten._inputs import Inputs
 from ._flatten._names import Flattened
 from ._flatten._own_loss import without_loss_only
+from ._flatten._segment import ModelBlock
 from ._flatten._shapes import has_data
 from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
@@ -273,7 +274,8 @@ class GPipe(Stepping):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         assert self._model is not None
         with self._workers.section.entered():
-            return generate(self._model, self._layers().values(), *args, **kwargs)
+            blocks = {layer.net for layer in self._layers().values() if isinstance(layer, ModelBlock)}
+            return generate(self._model, blocks, *args, **kwargs)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
@@ -318,7 +320,7 @@ class GPipe(Stepping):
 
     def __repr__(self) -> str:
         blocks = (
-            f"  ({j}) on {device}: {_indented(repr(partition))}"
+            f"  ({j}) on {device}: {indented(repr(partition))}"
             for j, (device, partition) in enumerate(zip(self._devices, self._partitions, strict=True))
         )
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
@@ -419,5 +421,5 @@ _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
     return text.replace("\n", "\n  ")

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ._segment import ModelBlock
 
-
-def generate(model: Any, layers: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
     """What ``model.generate(*args, **kwargs)`` returns; stages take turns, with all rows.
 
     Groups of rows in threads would let stages overlap, but read every weight, and start every kernel, once for each
@@ -23,7 +21,7 @@ def generate(model: Any, layers: Collection[nn.Module], *args: Any, **kwargs: An
     first = next(model.parameters(), None)
     if first is not None:
         args, kwargs = _moved(args, first.device), _moved(kwargs, first.device)
-    with _across_devices(model, {layer.net for layer in layers if isinstance(layer, ModelBlock)}):
+    with _across_devices(model, blocks):
         return model.generate(*args, **kwargs)
 
 

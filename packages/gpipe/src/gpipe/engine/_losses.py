@@ -31,6 +31,7 @@ class Losses:
 
     Attributes:
         is_whole: whether the loss is computed once, on the outputs of all micro-batches.
+        replays: whether ``loss_fn`` runs a model once more, on the outputs of its blocks.
         is_sum: whether that loss is a :class:`LossSum`; known once it is computed.
         trains: whether to compute gradients as well.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
@@ -41,6 +42,7 @@ class Losses:
     """
 
     is_whole: Any = False
+    replays: Any = False
     is_sum: Any = False
     scales: Any = False
     scale: Any = 1.0

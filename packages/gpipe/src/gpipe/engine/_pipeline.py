@@ -14,6 +14,7 @@ from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
+from ._accumulate import DeferredGradients
 from ._exclusive import Section
 from ._losses import Losses
 from ._processes import ALONE, Processes
@@ -79,12 +80,15 @@ class Pipeline:
         alone = settings().inline and self.processes.ranks is None
         return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops)
 
-    def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
+    def stage_runs(
+        self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied, deferred: DeferredGradients
+    ) -> StageRuns:
         """Return what makes the stages' parts of a run.
 
         Args:
             places: the place of each stage of this process.
             tied: the tensors that stages share.
+            deferred: holds ``.grad`` and hooks of leaves of all stages.
         """
         return StageRuns()
 
@@ -111,7 +115,8 @@ class Pipeline:
         trains = torch.is_grad_enabled()
         whole = loss is not None and loss.is_whole
         walk, later = walks_of(size, schedule, has_loss=whole, goes_back=trains and loss is None)
+        replays = loss is not None and bool(loss.replays)
         inline = self.processes.ranks is not None or settings().inline
         seen_by = settings().observer or observer
         splits = frozenset[int]() if schedule is None else split_in(walk)
-        return RunSpec(size, inline, walk, later, trains, loss, Context.capture(), seed, seen_by, splits)
+        return RunSpec(size, inline, walk, later, trains, loss, Context.capture(), seed, seen_by, splits, replays)

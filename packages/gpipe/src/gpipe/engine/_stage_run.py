@@ -6,7 +6,7 @@ and whether they return memory of their parameters or buffers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import gt
 from typing import NamedTuple
@@ -51,16 +51,10 @@ class Trained(NamedTuple):
 class StageRuns:
     """Makes the :class:`StageRun` of each stage, for one run."""
 
-    def of(
-        self,
-        spec: RunSpec,
-        stage: Stage,
-        random: CellRNG,
-        arrival: AnyChannel,
-        departure: AnyChannel | Losses,
-        trained: Trained,
-    ) -> StageRun:
-        return StageRun(spec, stage, random, arrival, departure, trained)
+    @property
+    def of(self) -> Callable[..., StageRun]:
+        """The class of the stage runs, or a function with the same arguments."""
+        return StageRun
 
     def walking(self) -> AbstractContextManager[None]:
         """Return the context of the caller while workers take steps."""

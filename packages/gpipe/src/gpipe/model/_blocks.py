@@ -49,24 +49,29 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
     divisions = [*_divisions(model, blocks, stages)]
-    uneven = [unevenness(model, each) for each in divisions]
+    least = min(uneven for uneven, _ in divisions)
     # Prefer the coarsest of the nearly most even divisions, because a block inside a layer also costs a little.
-    return next(each for each, found in zip(divisions, uneven, strict=True) if found <= min(uneven) + _NEARLY)
+    return next(each for uneven, each in divisions if uneven <= least + _NEARLY)
 
 
-def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[Division]:
-    """Yield finer and finer divisions until one is even. If there are too few blocks, yield one with fewer stages."""
+def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[tuple[float, Division]]:
+    """Yield finer and finer divisions, with their :func:`unevenness`, until one is even.
+
+    If there are too few blocks, yield one with fewer stages.
+    """
     finer: Blocks | None = blocks
     while finer is not None:
         blocks, found = finer, None
         if len(blocks) >= stages:
             found = Division(blocks, _balance(model, blocks, stages))
-            yield found
-            if unevenness(model, found) <= _EVEN:
+            uneven = unevenness(model, found)
+            yield uneven, found
+            if uneven <= _EVEN:
                 return
         finer = _divided(model, blocks, found)
     if len(blocks) < stages:
-        yield Division(blocks, [1] * len(blocks))
+        found = Division(blocks, [1] * len(blocks))
+        yield unevenness(model, found), found
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
@@ -111,11 +116,9 @@ def _costs(model: nn.Module, blocks: Blocks) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
     costs, at, seen = [0] * len(blocks), -1, set[int]()
     members = {module: k for k, module in enumerate(blocks.values())}
-    inside: set[nn.Module] = set()
     for module in model.modules():
         if module in members:
             at = members[module]
-            inside.update(module.modules())
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

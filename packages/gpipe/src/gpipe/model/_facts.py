@@ -46,11 +46,6 @@ class Answer(NamedTuple):
         return same and [*map(_kind, self.leaves)] == [*map(_kind, other.leaves)]
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value``, in order."""
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
 class Facts(NamedTuple):
     """The facts from one or more complete forwards.
 

@@ -20,10 +20,10 @@ from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..engine._stage import Stage
-from ..values._leaves import Activation, Arguments, as_arguments, version
+from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
 from ._called import answered_by
-from ._facts import Facts, Place, tensors_in
+from ._facts import Facts, Place
 from ._left import Left
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
@@ -234,7 +234,7 @@ class Forward:
             self._enter(stage, (args, kwargs))
             look = self._run.left.watch(name, module)
             current.work.rng.at = 2 * number + 1
-            given = [] if self.uses is None else tensors_in((args, kwargs))
+            given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
         if stage < self._tensors.stage:
@@ -255,9 +255,11 @@ class Forward:
             raise Ended
         return output
 
-    def _called(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _called(
+        self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]
+    ) -> Any:
         """Call a block of this stage, and note which of the ``given`` tensors of the model it modifies in place."""
-        own = tensors_in((args, kwargs)) if given else []
+        own = tensors_of((args, kwargs)) if given else ()
         before = [*map(version, own)]
         with answered_by(None):
             output = self._tensors.made(self._computed(module, function, args, kwargs))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from .._gpipe import indented
 from ..module._init._model import Own
 from ._blocks import Blocks, names_by_stage
 
@@ -18,7 +19,7 @@ class Part(nn.Module):
 
     def __repr__(self) -> str:
         shown = {name: each for name, each in self.named_children() if not isinstance(each, Own)}
-        lines = [f"  ({name}): {_indented(repr(each))}" for name, each in shown.items()]
+        lines = [f"  ({name}): {indented(repr(each))}" for name, each in shown.items()]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])
 
     def forward(self) -> None:
@@ -61,7 +62,3 @@ def _fill(
 
 def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
     return any(each in stages for each in module.modules())
-
-
-def _indented(text: str) -> str:
-    return text.replace("\n", "\n  ")

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors, unwrap
+from microbatch import Batch, map_tensors
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
 from .._flatten._cache import expect_documents_apart, without_cache
+from .._flatten._generate import generate
 from .._flatten._inputs import Inputs
 from .._flatten._own_loss import with_whole_count
 from .._gpipe import GPipe
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs
-from ..engine._walks import Size, waits
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
 from ..module._cut import Checked, checked
@@ -31,21 +31,18 @@ from ..module._init import expect_materializable, initializer_of, materialize
 from ..module._keywords import Call
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import checked_balance
-from ..module._rule import SeenSums, has_loss, is_left_open, of_model_under
+from ..module._rule import SeenSums
 from ..module._signature import class_for
 from ..module._step import Asked, Prepared
 from ..module._tied import expect_shareable, move_all
-from ..module._training import takes_output_alone
+from ..module._training import whole_arguments
 from ..module._transforms import not_compiled, refuse_transforms
-from ..schedule import SCHEDULES
-from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout
 from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import Activation, as_value
 from ..values._sharing import gathered
 from ._blocks import Blocks, Division, divide, named_blocks
-from ._generate import generate
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, ordered, used_of
@@ -246,30 +243,15 @@ class ModelPipe(GPipe, of_models=True):
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
         return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
 
-    def _is_whole(self, asked: Asked, size: Size) -> bool:
-        schedule = asked.schedule
-        if has_loss(schedule):
-            return True
-        if self._rule(asked) is not None:
-            return False
-        if is_left_open(schedule):
-            return True
-        expect_schedule(schedule, SCHEDULES)
-        is_free = waits(schedule, size)
-        if not is_free and asked.call.loss_fn is None:
-            raise of_model_under(type(self._whole_model).__name__, schedule)
-        return is_free
+    def _computes_loss(self, asked: Asked) -> str | None:
+        return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
 
     def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
         if not whole or self.out_spec is not None:
             return super()._losses(asked, scope, whole=whole)
         call, batches = asked.call, asked.batches
         loss_fn = own_loss if call.loss_fn is None else call.loss_fn
-        arguments: tuple[Any, ...] = () if takes_output_alone(call.loss_fn, call.target) else (None,)
-        device = self._devices[-1]
-        if call.target is not None:
-            target, _ = unwrap(call.target, None, "target")
-            arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
+        arguments = whole_arguments(call, self._devices[-1])
         self._tell_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}

@@ -9,19 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from ..engine._losses import Losses
+from ..engine._accumulate import DeferredGradients
 from ..engine._pipeline import Pipeline
-from ..engine._settings import Observer
 from ..engine._spec import RunSpec
 from ..engine._stage_run import StageRuns
 from ..engine._tied import Tied
-from ..engine._walks import Size
 from ..engine._workers import Workers
-from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
 from ._facts import Facts
-from ._replay import ReplayedLoss
 from ._stage import Divided, ModelStage
 from ._stage_run import ModelRun
 
@@ -72,20 +68,10 @@ class ModelPipeline(Pipeline):
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
-    def spec(
-        self,
-        size: Size,
-        schedule: Schedule | Choice | None = None,
-        loss: Losses | None = None,
-        *,
-        seed: int | None = None,
-        observer: Observer | None = None,
-    ) -> RunSpec:
-        found = super().spec(size, schedule, loss, seed=seed, observer=observer)
-        return found._replace(replays=isinstance(loss, ReplayedLoss))
-
-    def stage_runs(self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied) -> StageRuns:
-        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, self._known)
+    def stage_runs(
+        self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied, deferred: DeferredGradients
+    ) -> StageRuns:
+        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, deferred, self._known)
         self._run, self._facts = run if spec.replays else None, None
         return run
 

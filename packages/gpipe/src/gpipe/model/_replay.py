@@ -21,12 +21,12 @@ from ..checkpoint._state import is_small
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
-from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves
+from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
 from ._drawn import Draws
-from ._facts import Answer, Facts, Place, Shape, tensors_in
+from ._facts import Answer, Facts, Place, Shape
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
@@ -98,7 +98,7 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            given = zip(answer.arguments, tensors_in((args, kwargs)), strict=False)
+            given = zip(answer.arguments, tensors_of((args, kwargs)), strict=False)
             arguments = [self._argument(size, tensor) for size, tensor in given]
             leaves = [
                 self._filled_at(Place(self._calls, k), leaf, arguments) if isinstance(leaf, Shape | Place) else leaf
@@ -264,6 +264,8 @@ class ReplayedLoss(WholeLoss):
     Attributes:
         outputs: the output for the full mini-batch, as the only entry, if it is kept.
     """
+
+    replays = True
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class ModelRun(StageRuns):
         places: Mapping[int, StagePlace],
         spec: RunSpec,
         tied: Tied,
+        deferred: DeferredGradients,
         known: dict[Any, Facts],
     ) -> None:
         self.model, self._divided = divided.model, divided
@@ -72,24 +74,15 @@ class ModelRun(StageRuns):
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
-        self._tied, self._deferred = tied, DeferredGradients()
+        self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
         self._blocks: dict[nn.Module, Block] = {}
         self._carriers: dict[tuple[int, int], tuple[Copy | None, Copy | None]] = {}
 
-    def of(
-        self,
-        spec: RunSpec,
-        stage: Stage,
-        random: CellRNG,
-        arrival: AnyChannel,
-        departure: AnyChannel | Losses,
-        trained: Trained,
-    ) -> StageRun:
-        self._deferred = trained.deferred
-        random.module = None  # random numbers belong to calls of blocks, on any stage
-        return ModelStageRun(self, spec, stage, random, arrival, departure, trained)
+    @property
+    def of(self) -> Callable[..., StageRun]:
+        return partial(ModelStageRun, self)
 
     @contextmanager
     def walking(self) -> Iterator[None]:
@@ -225,6 +218,7 @@ class ModelStageRun(StageRun):
         trained: Trained,
     ) -> None:
         super().__init__(spec, stage, random, arrival, departure, trained)
+        random.module = None  # random numbers belong to calls of blocks, on any stage
         self._run = run
         # The turns of all stages, by micro-batch.
         self._turns: dict[int, list[Turn]] = {}

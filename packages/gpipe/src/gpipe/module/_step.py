@@ -313,7 +313,7 @@ class Stepping(Divided):
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
         """Whether the loss is computed once, on the outputs of all micro-batches."""
-        call, schedule, own, _, batches = asked
+        call, schedule, _, _, batches = asked
         if has_loss(schedule):
             return True
         if self._rule(asked) is not None:
@@ -323,11 +323,16 @@ class Stepping(Divided):
         else:
             expect_schedule(schedule, SCHEDULES)
             is_free = waits(schedule, size)
-        if not is_free and own is not None:
-            raise of_model_under(own.model, schedule)
-        if own is None and call.loss_fn is None and len(batches) > 1:
+        model = self._computes_loss(asked)
+        if not is_free and model is not None:
+            raise of_model_under(model, schedule)
+        if model is None and call.loss_fn is None and len(batches) > 1:
             return False  # the output itself is the loss of a micro-batch
         return is_free
+
+    def _computes_loss(self, asked: Asked) -> str | None:
+        """Return the name of the model that computes the loss for ``asked``; None if a ``loss_fn`` or layer does."""
+        return None if asked.own is None else asked.own.model
 
     def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
         """What computes the losses, where the last stage is."""

@@ -79,15 +79,21 @@ def whole_loss_of(
 ) -> WholeLoss:
     """What computes the loss of the mini-batch on ``device``, once, on the joined outputs of ``batches``."""
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
-    arguments: tuple[Any, ...] = () if takes_output_alone(call.loss_fn, call.target) else (None,)
-    if call.target is not None:
-        target, _ = unwrap(call.target, None, "target")
-        # A gradient of the target would have no way back from this device.
-        arguments = (map_tensors(lambda tensor: tensor.detach().to(device), target),)
+    arguments = whole_arguments(call, device)
     join = partial(gathered_activation, batches=batches, spec=out_spec)
     unlike = None if call.reduction is None else error
     weight, keeps = 1.0 / call.divisor, call.return_outputs
     return WholeLoss(loss_fn, arguments, join, weight=weight, unlike=unlike, keep_outputs=keeps)
+
+
+def whole_arguments(call: Call, device: torch.device) -> tuple[Any, ...]:
+    """Return the arguments of ``loss_fn`` after the output of the full mini-batch: the target, None or nothing."""
+    alone = takes_output_alone(call.loss_fn, call.target)
+    if call.target is None:
+        return () if alone else (None,)
+    target, _ = unwrap(call.target, None, "target")
+    # A gradient of the target would have no way back from this device.
+    return (map_tensors(lambda tensor: tensor.detach().to(device), target),)
 
 
 def expect_defaults(call: Call) -> None:
