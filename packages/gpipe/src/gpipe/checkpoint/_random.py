@@ -139,9 +139,10 @@ class CellRNG:
     Attributes:
         microbatch: the micro-batch of the cell. Without recomputation, the cells of a stage share one object in turn.
         at: the index of the current layer, relative to ``first``, or :data:`OUTSIDE`.
+        draws: the number of random operations so far.
     """
 
-    __slots__ = ("_device", "_drawn", "_first", "_generators", "_others", "_run", "at", "microbatch", "module")
+    __slots__ = ("_device", "_drawn", "_first", "_generators", "_others", "_run", "at", "draws", "microbatch", "module")
 
     def __init__(
         self,
@@ -158,6 +159,7 @@ class CellRNG:
         self._others: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._device = None if device is None else DeviceGenerator(device)
         self.at = OUTSIDE
+        self.draws = 0
         self.module = module
 
     @property
@@ -183,6 +185,7 @@ class CellRNG:
 
     def draw(self) -> torch.Generator:
         """Return the generator to draw from; RuntimeError if a layer has seeded the default generator."""
+        self.draws += 1
         # Checked for each draw, because it is cheap.
         if PROCESS.initial_seed() not in self._run.seeds:
             raise self._seeds()
@@ -190,11 +193,13 @@ class CellRNG:
 
     def draw_on(self, device: torch.device) -> None:
         """Check, before an operation draws on a non-CPU ``device``, that :meth:`repeated` restores its generator."""
+        self.draws += 1
         if self._device is not None:
             self._device.expect_repeats(device)
 
     def saw(self, generator: torch.Generator) -> None:
         """Record the state of a layer's own generator before the cell first draws from it."""
+        self.draws += 1
         if self._device is not None and _identity(generator) not in self._others:
             self._others[_identity(generator)] = generator, state_of(generator)
 

@@ -134,8 +134,8 @@ def _restore(run: Run, empty: Sequence[nn.Parameter], error: BaseException, adds
 
 
 def _entering(pipeline: Pipeline, batches: Sequence[Batch]) -> list[Activation]:
-    """Return the micro-batches as leaves; none if the first stage is in a different process."""
-    return [*map(_leaves, batches)] if pipeline.begins else []
+    """Return the micro-batches as leaves; none if this process does not need them."""
+    return [*map(_leaves, batches)] if pipeline.takes_inputs else []
 
 
 def _leaves(batch: Batch) -> Activation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from threading import Thread
 from weakref import WeakSet
 
@@ -13,7 +13,8 @@ from streams import Context
 from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
-from ..transport._copy import CopyStreams, StagePlace
+from ..transport._copy import CopyStreams
+from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
 from ._exclusive import Section
 from ._losses import Losses
@@ -80,13 +81,16 @@ class Pipeline:
         alone = settings().inline and self.processes.ranks is None
         return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops)
 
-    def stage_runs(
-        self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied, deferred: DeferredGradients
-    ) -> StageRuns:
+    @property
+    def takes_inputs(self) -> bool:
+        """True if this process needs the inputs of the model."""
+        return self.begins
+
+    def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
         """Return what makes the stages' parts of a run.
 
         Args:
-            places: the place of each stage of this process.
+            transport: the channels of the run.
             tied: the tensors that stages share.
             deferred: holds ``.grad`` and hooks of leaves of all stages.
         """

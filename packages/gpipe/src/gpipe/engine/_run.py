@@ -75,7 +75,7 @@ class Run:
         at = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
         places = {stage.index: place for stage, place in zip(pipeline.stages, at, strict=True)}
         self._transport = self._new_transport(places)
-        self._stage_runs = pipeline.stage_runs(spec, places, self._tied, self.deferred)
+        self._stage_runs = pipeline.stage_runs(spec, self._transport, self._tied, self.deferred)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []

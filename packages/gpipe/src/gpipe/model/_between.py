@@ -14,7 +14,14 @@ from .._torch import pop_function_mode, push_function_mode, top_function_mode
 
 
 class Looks(Protocol):
-    """Handles the operations of a model between its blocks."""
+    """Handles the operations of a model between its blocks.
+
+    Attributes:
+        device: the device of the current stage.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the operation ``function``."""
@@ -41,7 +48,9 @@ class Between(TorchFunctionMode):
         if kind is not None:
             if kind and args and isinstance(args[0], Tensor):
                 self._looks.read(args[0])
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            # The model must not see that tensors of other processes are on meta.
+            return self._looks.device if isinstance(found, torch.device) and found.type == "meta" else found
         return self._looks.operate(function, args, kwargs)
 
     @contextmanager

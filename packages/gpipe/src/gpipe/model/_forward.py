@@ -19,7 +19,6 @@ from ..engine._block import Block
 from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
-from ..engine._stage import Stage
 from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
 from ._called import answered_by
@@ -35,7 +34,7 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
-        stages: its stages.
+        count: the number of its stages, in all processes.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
@@ -43,11 +42,20 @@ class AnyRun(Moves, Protocol):
     """
 
     model: nn.Module
-    stages: Sequence[Stage]
+    count: int
     spec: RunSpec
     replays: bool
     start: Callable[[Callable[[], None]], Any]
     left: Left
+
+    def is_own(self, stage: int) -> bool:
+        """Return whether ``stage`` is in this process."""
+
+    def tensors(self, microbatch: int) -> Tensors:
+        """Return the object that gives operations the tensors of the current stage."""
+
+    def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the output of a block of another process, without data."""
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
@@ -82,11 +90,12 @@ class Forward:
     def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
         self._run, self._inputs = run, inputs
         self.microbatch = microbatch
-        self._tensors = Tensors(run, len(run.stages))
-        self.uses = Uses(type(run.model).__name__, known, self._tensors.here) if run.replays else None
+        self._tensors = run.tensors(microbatch)
+        self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
         self._calls = 0
+        self._until = 0  # the stage whose turn it is
         self._between = Between(self)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
@@ -102,9 +111,13 @@ class Forward:
         """The turn of each stage."""
         return self._tensors.turns
 
-    def go_on(self) -> Turn:
-        """Resume the forward until it calls a block of a later stage, or ends. Return the turn of this stage."""
-        self._tensors.stage += 1
+    def go_on(self, stage: int) -> Turn:
+        """Resume the forward until it calls a block of a later stage of this process, or ends.
+
+        Returns:
+            The turn of ``stage``.
+        """
+        self._until = stage
         if not self._is_over:
             self._work = current.work
             self._cores = usable()
@@ -120,7 +133,7 @@ class Forward:
                 raise error
             finally:
                 del error  # avoids a reference cycle: its traceback refers to this frame
-        return self._tensors.turn
+        return self._tensors.turns[stage]
 
     def take(self) -> tuple[Any, dict[Place, Tensor]]:
         """Return the output, or None if the forward ended early, and the used outputs of blocks on the last stage.
@@ -181,7 +194,7 @@ class Forward:
             with answered_by(self), self._between:
                 output = self._run.model(*arguments.args, **arguments.kwargs)
                 with self._between.off():
-                    self._enter(self._run.stages[-1].index)
+                    self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
                     self._collect()
         finally:
@@ -189,7 +202,7 @@ class Forward:
             del self._turn
 
     def _entering(self, inputs: Activation) -> Any:
-        tensors = [self._tensors.entering(leaf) for leaf in inputs.tensors]
+        tensors = [self._tensors.given(leaf) for leaf in inputs.tensors]
         if self.uses is not None:
             tensors = self.uses.inputs_of(tensors)
         return inputs.with_tensors(tensors).value
@@ -198,7 +211,7 @@ class Forward:
         """Apply the settings of a turn until the generator is closed."""
         current.work = self._work
         bind(self._cores)  # the worker, which waits, shares its cores
-        with use_device(self._run.places[self._tensors.stage][0]):
+        with use_device(self._run.places[self._until][0]):
             yield
 
     def _enter(self, stage: int, arguments: Any = ()) -> None:
@@ -206,22 +219,30 @@ class Forward:
         while self._tensors.stage < stage:
             self._tensors.end(stage, arguments)
             arguments = ()
-            self._turn.close()
-            at = current.work.rng.at
-            self._stopped.release()
-            self._go.acquire()
-            if self._is_abandoned:
-                self._turn = _nothing()
-                raise Ended
-            self._turn = self._settings()
-            next(self._turn)
+            if self._run.is_own(self._tensors.stage + 1):
+                self._wait()
             self._tensors.begin()
-            current.work.rng.at = at
+
+    def _wait(self) -> None:
+        """Stop until a worker begins the turn of the next stage, unless it has begun that one."""
+        if self._tensors.stage + 1 <= self._until:
+            return
+        self._turn.close()
+        at = current.work.rng.at
+        self._stopped.release()
+        self._go.acquire()
+        if self._is_abandoned:
+            self._turn = _nothing()
+            raise Ended
+        self._turn = self._settings()
+        next(self._turn)
+        current.work.rng.at = at
 
     def _collect(self) -> None:
         """Move the used outputs of blocks to the last stage, which returns them to the caller."""
         if self.uses is not None:
             self.used = self.uses.collected()
+        self._tensors.finish()
 
     # Blocks.
 
@@ -239,18 +260,20 @@ class Forward:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
+            self._tensors.expect_present(name, stage)
             self._run.tell_of_order(name, stage, self._tensors.stage)
             with answered_by(None):
                 output = function(*args, **kwargs)
         current.work.rng.at = 2 * number + 2
         with self._between.off():
             look((args, kwargs, output))
+            collected = {kind: collector()[kind][size:] for kind, size in before.items()}
+            self._tensors.made(collected, (args, kwargs))
             if self.uses is not None:
-                collected = {kind: collector()[kind][size:] for kind, size in before.items()}
                 self.uses.record(name, output, collected, [tensor.shape for tensor in given])
         if self.uses is not None and self.uses.is_complete:
             with self._between.off():
-                self._enter(self._run.stages[-1].index)
+                self._enter(self._run.count - 1)
                 self._collect()
             raise Ended
         return output
@@ -262,7 +285,11 @@ class Forward:
         own = tensors_of((args, kwargs)) if given else ()
         before = [*map(version, own)]
         with answered_by(None):
-            output = self._tensors.made(self._computed(module, function, args, kwargs))
+            if self._run.is_own(self._tensors.stage):
+                output = self._computed(module, function, args, kwargs)
+            else:
+                output = self._run.answer(name, module, function, args, kwargs)
+            output = self._tensors.made(output, (args, kwargs))
         for tensor, here, then in zip(given, own, before, strict=True):
             if self.uses is not None and version(here) != then:
                 self.uses.alters(name, tensor)
@@ -297,10 +324,14 @@ class Forward:
 
     # Operations between blocks.
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the current stage; for stages of other processes, of the one of this process."""
+        return self._run.places[self._until][0]
+
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations with the tensors of this stage."""
-        looked: Any = changed(args, self.here)
-        return self._tensors.made(function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs)))
+        return self._tensors.compute(function, args, kwargs, self.here)
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""

@@ -3,53 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from microbatch import Batch, map_tensors
+from torch import nn
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
-from .._flatten._cache import expect_documents_apart, without_cache
 from .._flatten._generate import generate
-from .._flatten._inputs import Inputs
-from .._flatten._own_loss import with_whole_count
 from .._gpipe import GPipe
-from ..engine._loss_value import own_loss
-from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
-from ..module._cut import Checked, checked
 from ..module._devices import expect_movable, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._graphs import expect_no_graphs
 from ..module._init import expect_materializable, initializer_of, materialize
-from ..module._keywords import Call
 from ..module._modes import checked_modes, expect_fitting
-from ..module._partition import checked_balance
 from ..module._rule import SeenSums
 from ..module._signature import class_for
-from ..module._step import Asked, Prepared
 from ..module._tied import expect_shareable, move_all
-from ..module._training import whole_arguments
 from ..module._transforms import not_compiled, refuse_transforms
 from ..skip import inspect_skip_layout
-from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
-from ..values._leaves import Activation, as_value
-from ..values._sharing import gathered
-from ._blocks import Blocks, Division, divide, named_blocks
+from ..values._leaves import as_value
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, ordered, used_of
-from ._stage import ModelStage
+from ._stage import Divided, ModelStage
+from ._stepping import ModelStepping, division_of, expect_own_forward
 
 
-class ModelPipe(GPipe, of_models=True):
+class ModelPipe(ModelStepping, GPipe, of_models=True):
     """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``, without a ``sample``.
 
     Attributes:
@@ -57,7 +42,6 @@ class ModelPipe(GPipe, of_models=True):
         block_names: the names, in the model, of the modules whose calls may split its forward.
     """
 
-    _blocks: Blocks
     _ANEW = "; make a new pipe of the model: GPipe(pipe[:], devices=...); the same optimizer may go on"
 
     def __init__(
@@ -90,7 +74,7 @@ class ModelPipe(GPipe, of_models=True):
         with untouched_on_failure(module):
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-            division = _division(module, balance, devices, blocks)
+            division = division_of(module, balance, blocks, partial(_stages, module, devices))
             places = checked_places(devices, len(division.balance))
             parts = parts_of(module, *division)
             expect_shareable(parts, places)
@@ -145,11 +129,7 @@ class ModelPipe(GPipe, of_models=True):
         with self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions)
-            if self.out_spec is not None:
-                return gathered(outputs, batches, self.out_spec)
-            used = used_of(outputs).value
-            with self._shown().divided.answering(), without_cache(self._whole_model):
-                return ordered(self._replayed(used, batches, inputs.bare), {*self._devices})
+            return self._output_of(outputs, batches, inputs.bare)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch."""
@@ -161,11 +141,6 @@ class ModelPipe(GPipe, of_models=True):
         with self._workers.section.entered():
             self._workers.close()
             self._shown().threads.close()
-
-    def train(self, mode: bool = True) -> ModelPipe:
-        """Set the mode of the model through its own ``train()``."""
-        self._whole_model.train(mode)
-        return self
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -188,7 +163,8 @@ class ModelPipe(GPipe, of_models=True):
             ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
-        pipeline = ModelPipeline(self._whole_model, self._blocks, stages, layout, streams, workers)
+        divided = Divided(self._whole_model, self._blocks, self._balance, parts, stages)
+        pipeline = ModelPipeline(divided, layout, streams, workers)
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
@@ -196,118 +172,10 @@ class ModelPipe(GPipe, of_models=True):
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
         object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
 
-    def _end(self, at: int) -> nn.Module:
-        return self._whole_model
 
-    def _layers(self) -> dict[str, nn.Module]:
-        return dict(self._blocks)
-
-    def _follow_model(self, inputs: Any) -> None:
-        """Check before a run that the blocks are still in the model, and adopt its mode."""
-        model = self._whole_model
-        modules = dict(model.named_modules())
-        for name, block in self._blocks.items():
-            if modules.get(name) is not block:
-                raise RuntimeError(f"block {name!r} of {type(model).__name__} was replaced or removed{self._ANEW}")
-        for part in self._partitions:
-            part.training = model.training
-        expect_documents_apart(model, Inputs.of(inputs))
-
-    @property
-    def _whole_model(self) -> nn.Module:
-        model = self._model
-        assert model is not None
-        return model
-
-    def _shown(self) -> ModelPipeline:
-        assert isinstance(self._pipeline, ModelPipeline)
-        return self._pipeline
-
-    def _replayed(
-        self, used: Any, batches: Sequence[Batch], inputs: Any, owner_of: Callable[[Tensor], Tensor] = lambda own: own
-    ) -> Any:
-        """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
-        pipeline = self._shown()
-        try:
-            facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
-            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._devices, owner_of)
-            return replay.output(inputs)
-        except BaseException:
-            pipeline.forget()
-            raise
-
-    def _cut_for_loss(self, asked: Asked) -> Asked:
-        return asked._replace(batches=self._cut(self._checked(asked.inputs))[0])
-
-    def _checked(self, inputs: Any) -> Checked:
-        """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
-        return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
-
-    def _computes_loss(self, asked: Asked) -> str | None:
-        return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
-
-    def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
-        if not whole or self.out_spec is not None:
-            return super()._losses(asked, scope, whole=whole)
-        call, batches = asked.call, asked.batches
-        loss_fn = own_loss if call.loss_fn is None else call.loss_fn
-        arguments = whole_arguments(call, self._devices[-1])
-        self._tell_of_whole(asked)
-        inputs = self._checked(asked.inputs).bare
-        kept: dict[int, Activation] = {}
-
-        def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
-            output = self._replayed(used, batches, inputs, owner_of)
-            if call.return_outputs:  # a copy, because loss_fn may modify it
-                kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
-            return loss_fn(output, *others)
-
-        unlike = None if call.reduction is None else self._unlike(asked)
-        weight = 1.0 / call.divisor
-        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike)
-        losses.outputs = kept
-        return losses
-
-    def _returned(self, prepared: Prepared, call: Call) -> Any:
-        losses = prepared.losses
-        if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
-            return super()._returned(prepared, call)
-        found = super()._returned(prepared, call._replace(return_outputs=False))
-        return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
-
-
-def expect_own_forward(module: nn.Module) -> None:
-    """Raise TypeError unless the forward of ``module`` is Python code that calls modules."""
-    if isinstance(module, GPipe):
-        raise TypeError("module is a pipe already; make another one of its model or layers: GPipe(pipe[:], ...)")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-        raise TypeError(f"module must have a forward; {type(module).__name__} has none")
-    if not any(True for _ in module.children()):
-        raise TypeError(
-            f"module must be a model that calls modules; got a single {type(module).__name__}; a pipe of one layer is "
-            "GPipe(nn.Sequential(layer), [1], ...)"
-        )
-    if hasattr(module, "_orig_mod"):
-        raise TypeError(
-            "module was compiled as a whole by torch.compile, so that its forward cannot be cut; compile its blocks"
-        )
-    if any(True for _ in skippables(module)):
-        raise TypeError(
-            "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
-        )
-
-
-def _division(
-    model: nn.Module, balance: Iterable[int] | None, devices: Iterable[Device] | None, names: str | Sequence[str] | None
-) -> Division:
-    given = [names] if isinstance(names, str) else names
-    if balance is not None:
-        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
-        return Division(blocks, checked_balance(balance, len(blocks)))
+def _stages(model: nn.Module, devices: Iterable[Device] | None) -> int:
     most = sum(1 for _ in model.modules())
-    return divide(model, len(checked_devices(devices, 1 if devices is None else most)), given)
+    return len(checked_devices(devices, 1 if devices is None else most))
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import nn
-
 from ..engine._accumulate import DeferredGradients
 from ..engine._pipeline import Pipeline
+from ..engine._processes import ALONE, Processes
 from ..engine._spec import RunSpec
 from ..engine._stage_run import StageRuns
 from ..engine._tied import Tied
 from ..engine._workers import Workers
 from ..skip import SkipLayout
-from ..transport._copy import CopyStreams, StagePlace
+from ..transport._copy import CopyStreams
+from ..transport._transport import Transport
+from ._elsewhere import Elsewhere
 from ._facts import Facts
-from ._stage import Divided, ModelStage
+from ._far_run import FarRun
+from ._stage import Divided
 from ._stage_run import ModelRun
 
 
@@ -54,24 +56,27 @@ class ModelPipeline(Pipeline):
 
     def __init__(
         self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        stages: Sequence[ModelStage],
+        divided: Divided,
         layout: SkipLayout,
         copy_streams: Sequence[CopyStreams],
         workers: Workers,
+        processes: Processes = ALONE,
     ) -> None:
-        super().__init__(stages, layout, copy_streams, workers)
-        self.divided = Divided(model, blocks, stages)
+        super().__init__(divided.stages, layout, copy_streams, workers, processes)
+        self.divided = divided
         self.threads = Threads()
         self._known: dict[Any, Facts] = {}
+        self._elsewhere = Elsewhere()
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
-    def stage_runs(
-        self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied, deferred: DeferredGradients
-    ) -> StageRuns:
-        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, deferred, self._known)
+    @property
+    def takes_inputs(self) -> bool:
+        return True  # each process runs the whole forward
+
+    def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
+        given = self.divided, self.threads.pool.submit, transport, spec, tied, deferred, self._known
+        run = ModelRun(*given) if self.processes.ranks is None else FarRun(self._elsewhere, *given)
         self._run, self._facts = run if spec.replays else None, None
         return run
 

@@ -125,6 +125,11 @@ class Replay:
                     # backward would raise.
                     buffer.data.copy_(before)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the current stage."""
+        return self._devices[self._stage]
+
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations on the device of the current stage."""
         count, tensors = self._draws.count, list[Tensor]()

@@ -13,6 +13,7 @@ from ..engine._recomputation import Recomputation
 from ..engine._stage import Stage
 from ..module._init._model import Own
 from ..skip import SkipLayout
+from ._blocks import names_by_stage
 from ._called import answered
 
 
@@ -41,18 +42,20 @@ class ModelStage(Stage):
 
 
 class Divided(NamedTuple):
-    """A model, its named blocks, and its stages."""
+    """A model, its named blocks, and its stages.
+
+    Attributes:
+        balance: the number of blocks of each stage.
+        parts: the part of each stage.
+        stages: the stages of this process.
+    """
 
     model: nn.Module
     blocks: Mapping[str, nn.Module]
+    balance: Sequence[int]
+    parts: Sequence[nn.Module]
     stages: Sequence[ModelStage]
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which stages, or a replay, handle the calls of blocks."""
-        stages = {
-            module: stage.index
-            for stage in self.stages
-            for name, module in self.blocks.items()
-            if stage.module._modules.get(name) is module
-        }
-        return answered(self.blocks, stages)
+        return answered(self.blocks, names_by_stage(self.blocks, self.balance))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,14 +24,14 @@ from ..engine._spec import RunSpec
 from ..engine._stage import Stage
 from ..engine._stage_run import StageRun, StageRuns, Trained
 from ..engine._tied import Tied, contents_of
-from ..transport._copy import Copy, StagePlace, carriers
-from ..transport._transport import AnyChannel
+from ..transport._copy import Copy, carriers
+from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
 from ._left import Left
 from ._stage import Divided
-from ._tensors import Turn
+from ._tensors import Tensors, Turn
 
 _log = logging.getLogger("gpipe")
 
@@ -44,6 +44,8 @@ class ModelRun(StageRuns):
         known: the facts from forwards of earlier runs, by kind.
 
     Attributes:
+        count: the number of stages, in all processes.
+        transport: the channels between stages.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
@@ -56,27 +58,28 @@ class ModelRun(StageRuns):
         self,
         divided: Divided,
         start: Callable[[Callable[[], None]], Any],
-        places: Mapping[int, StagePlace],
+        transport: Transport,
         spec: RunSpec,
         tied: Tied,
         deferred: DeferredGradients,
         known: dict[Any, Facts],
     ) -> None:
         self.model, self._divided = divided.model, divided
-        self.stages: Sequence[Stage] = divided.stages
-        self.places, self.spec = places, spec
+        self.count = len(divided.balance)
+        self.transport, self.places, self.spec = transport, transport.places, spec
         self.start = start
         self.replays = spec.replays
         self.kind: tuple[Any, ...] = ()
         self.is_known = False
         self._known, self._shown = known, list[Facts]()
-        self.devices = {place[0] for place in places.values()}
+        self.devices = {place[0] for place in self.places.values()}
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
         self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
+        self._own = {stage.index: stage for stage in divided.stages}
         self._blocks: dict[nn.Module, Block] = {}
         self._carriers: dict[tuple[int, int], tuple[Copy | None, Copy | None]] = {}
 
@@ -87,8 +90,8 @@ class ModelRun(StageRuns):
     @contextmanager
     def walking(self) -> Iterator[None]:
         # If stages share tensors, modules now hold the copies of this run.
-        for stage in reversed(self.stages):
-            self._homes.update(dict.fromkeys(contents_of(stage.module).tensors, stage.index))
+        for index in reversed(range(self.count)):
+            self._homes.update(dict.fromkeys(contents_of(self._divided.parts[index]).tensors, index))
         try:
             with self._divided.answering(), without_cache(self.model):
                 yield
@@ -109,6 +112,15 @@ class ModelRun(StageRuns):
             self.forwards[microbatch] = Forward(self, microbatch, inputs, known if self.replays else None)
         return self.forwards[microbatch]
 
+    def is_own(self, stage: int) -> bool:
+        return True
+
+    def tensors(self, microbatch: int) -> Tensors:
+        return Tensors(self, self.count)
+
+    def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
+        raise AssertionError("all blocks are in this process")
+
     def learn(self, forward: Forward) -> None:
         """Record the facts from a forward."""
         if forward.uses is not None:
@@ -126,7 +138,7 @@ class ModelRun(StageRuns):
         if microbatch >= self.spec.size.checkpoint_stops[stage]:
             return None
         if module not in self._blocks:
-            own = self._divided.stages[stage]
+            own = self._own[stage]
             self._blocks[module] = Block(own, own.recomputation_of(module))
         return self._blocks[module]
 
@@ -140,7 +152,7 @@ class ModelRun(StageRuns):
         )
 
     def tell_of_order(self, name: str, stage: int, later: int) -> None:
-        own = self._divided.stages[stage]
+        own = self._own[stage]
         if not own.has_told:
             own.has_told = True
             _log.warning(
@@ -222,15 +234,15 @@ class ModelStageRun(StageRun):
         self._run = run
         # The turns of all stages, by micro-batch.
         self._turns: dict[int, list[Turn]] = {}
-        self._is_last = stage.index == run.stages[-1].index
+        self._is_last = stage.index == run.count - 1
         # Each block keeps its own random numbers and context for its recomputation.
         self._checkpoint_stop = self._late_losses = 0
 
     def forward(self, i: int) -> None:
-        inputs = self._arrival.get_values(i)
+        inputs = self._arrived(i)
         forward = self._run.forward(i, inputs)
         self._cells[i] = cell = Cell(inputs)
-        turn = forward.go_on()
+        turn = forward.go_on(self.stage.index)
         self._turns[i] = forward.turns
         if self.stage.index:
             cell.inputs = Activation(tuple([each.leaf for each in turn.leaves.values()]))
@@ -238,16 +250,23 @@ class ModelStageRun(StageRun):
         sent = Activation(())
         if self._is_last:
             self._run.learn(forward)
-            output, found = forward.take()
-            used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(found.items())}
-            cell.outputs = Activation((output, used) if self._run.replays else output)
-            del output, found
+            cell.outputs = self._taken(forward)
             sent = self._sent(cell.inputs, cell.outputs, [])
             del self._run.forwards[i]
         self._end_forward(i)
         if not self._spec.trains:
             del self._turns[i]
         self._send(i, sent)
+
+    def _arrived(self, i: int) -> Activation:
+        """Return the inputs of the model in the turn of the first stage, or wait for the stage before."""
+        return self._arrival.get_values(i)
+
+    def _taken(self, forward: Forward) -> Activation:
+        """Return the output of the model, and the outputs of blocks that a replay uses, from a complete forward."""
+        output, found = forward.take()
+        used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(found.items())}
+        return Activation((output, used) if self._run.replays else output)
 
     def recompute(self, i: int) -> None:
         """Recompute the last block, which the backward needs first, while its gradients are on their way."""

@@ -111,7 +111,7 @@ class Tensors:
     """
 
     def __init__(self, moves: Moves, stages: int) -> None:
-        self.stage = -1
+        self.stage = 0
         self.turns = [Turn() for _ in range(stages)]
         self._moves = moves
         self._limits: list[int] = []  # the sequence number of the next node at the end of each turn
@@ -123,7 +123,8 @@ class Tensors:
         return self.turns[self.stage]
 
     def begin(self) -> None:
-        """Begin the turn of a later stage."""
+        """Begin the turn of the next stage."""
+        self.stage += 1
         self.turn.first = next_sequence_number()
 
     def end(self, stage: int, arguments: Any) -> None:
@@ -132,6 +133,9 @@ class Tensors:
         if self._moves.copies:
             self.turn.done = record_event(self._moves.places[self.stage][1])
             changed(arguments, partial(self._send_ahead, stage))
+
+    def finish(self) -> None:
+        """End the last turn."""
 
     def clear(self) -> None:
         """Release all tensors."""
@@ -157,12 +161,24 @@ class Tensors:
             return self._moves.parameter(tensor, self.stage) if is_of_model else self._copy(tensor)
         return tensor
 
-    def made(self, output: Any) -> Any:
-        """Return the output of an operation on this stage's device. The operation may have named a different one.
+    def compute(self, function: Callable[..., Any], args: Any, kwargs: Any, here: Callable[[Tensor], Tensor]) -> Any:
+        """Compute an operation with the tensors that ``here`` returns, and that are on this stage."""
+        looked = changed(args, here)
+        return self.made(function(*looked, **(changed(kwargs, here) if kwargs else kwargs)))
+
+    def expect_present(self, name: str, stage: int) -> None:
+        """Expect that this stage can compute the block ``name`` of an earlier ``stage``."""
+
+    def made(self, output: Any, given: Any = ()) -> Any:
+        """Return an output on this stage's device, made from ``given``. An operation may have named a different one.
 
         The output is moved right away, because in-place changes would be lost in a copy for a single operation.
         """
         return changed(output, self._moved) if self._moves.copies else output
+
+    def given(self, leaf: Tensor) -> Tensor:
+        """Return the tensor that the model uses for ``leaf``, one of its inputs."""
+        return self.entering(leaf)
 
     def entering(self, leaf: Tensor) -> Tensor:
         """Return the tensor that the model uses for ``leaf``, because a leaf must not be modified in place."""

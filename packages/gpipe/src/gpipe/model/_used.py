@@ -6,7 +6,7 @@ this, so the value before the change is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,6 +17,7 @@ from microbatch import flatten
 
 from ..values._leaves import version
 from ._facts import Answer, Facts, Place, Shape
+from ._tensors import Tensors
 
 
 class _Returned(NamedTuple):
@@ -37,7 +38,7 @@ class Uses:
     Args:
         model: the name of the model, for errors.
         known: the facts from earlier forwards, if any.
-        here: returns the tensor that stands for a tensor on the current stage.
+        tensors: the tensors of the current stage.
 
     Attributes:
         answers: the outputs of blocks, without their tensors.
@@ -45,11 +46,11 @@ class Uses:
         changes_inputs: whether the model has modified its inputs in place.
     """
 
-    def __init__(self, model: str, known: Facts | None, here: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: str, known: Facts | None, tensors: Tensors) -> None:
         self.answers: list[Answer] = []
         self.changed: set[Place] = set()
         self.changes_inputs = False
-        self._model, self._known, self._here = model, known, here
+        self._model, self._known, self._tensors = model, known, tensors
         self._returned: dict[int, _Returned] = {}
         self._uses: dict[Place, _Use] = {}
         self._altered: dict[int, tuple[ref[Tensor], str]] = {}
@@ -109,7 +110,8 @@ class Uses:
         before = None
         if keeps:
             with torch.set_grad_enabled(tensor.requires_grad):  # the model may be in no_grad() now
-                before = self._here(tensor).clone()
+                here = self._tensors.here
+                before = self._tensors.compute(Tensor.clone, (tensor,), {}, here)
         self._uses[place] = _Use(tensor, version(tensor), before)
 
     def alters(self, block: str, tensor: Tensor) -> None:
@@ -134,7 +136,7 @@ class Uses:
                     f"{self._model} changes an output of block {self.answers[place.call].block!r} in place, which it "
                     "did not in the first mini-batch; let it work on a clone"
                 )
-            found[place] = self._here(tensor if kept is None or not is_changed else kept)
+            found[place] = self._tensors.here(tensor if kept is None or not is_changed else kept)
         self._returned.clear()
         self._uses.clear()
         self._inputs.clear()

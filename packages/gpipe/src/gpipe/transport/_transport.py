@@ -189,7 +189,7 @@ class Transport:
     """The channels of one run, for the stages of this process.
 
     Args:
-        places: the places of these stages, by number.
+        places: the places of these stages, by number; also an attribute.
         count: the number of stages in all processes.
         is_cancelled: whether what a reader waits for will not arrive.
         remote: the channel of a number, if one of its ends is in another process.
@@ -209,7 +209,7 @@ class Transport:
         remote: Callable[[int], Channel | None] = lambda number: None,
         got: Got | None = None,
     ) -> None:
-        self._places = places
+        self.places = places
         self._remote = remote
         self._link = partial(Link[Any], stall_timeout=stall_seconds(), is_cancelled=is_cancelled, got=got)
         self._inner: list[Channel] = []
@@ -228,7 +228,7 @@ class Transport:
         """A new channel from stage ``a`` to stage ``b``, with its ``number`` among all channels between stages."""
         channel = self._remote(number)
         if channel is None:
-            forth, back = carriers(self._places[a], self._places[b])
+            forth, back = carriers(self.places[a], self.places[b])
             channel = Channel(self._link(f"values {name}", forth), self._link(f"gradients {name}", back))
         self._inner.append(channel)
         return channel
@@ -238,7 +238,7 @@ class Transport:
         stashed: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.departures.items()}
         # Every process gives a skip the same number, also if it has neither end of it.
         for number, (key, source, target) in enumerate(layout.routes, start=count):
-            if source in self._places or target in self._places:
+            if source in self.places or target in self.places:
                 skip = self.between(
                     source, target, number, f"of skip {key[1]!r} between partitions {source} and {target}"
                 )

@@ -1,0 +1,223 @@
+"""Answer calls of blocks of other processes: with tensors of the right shapes, but without data.
+
+The shapes come from the block's own code, which runs once for arguments of a kind: on ``meta``, or on zeros if it asks
+for values there, as the experts of a mixture do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import flatten, unflatten
+
+from .._current import doing
+from .._flatten._collected import collector
+from ..values._constants import is_constant
+from ..values._leaves import AsNonleaf, version
+
+
+class Argument(NamedTuple):
+    """Stands for a tensor among the arguments of a block, which the block returns."""
+
+    number: int
+
+
+class Like(NamedTuple):
+    """Stands for a new tensor in the output of a block."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def bare(self) -> Tensor:
+        """Return a tensor without data."""
+        return bare(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"), self.requires_grad)
+
+
+class Output(NamedTuple):
+    """The output of a block for arguments of a kind, without its tensors.
+
+    Attributes:
+        leaves: constants, and for each tensor its :class:`Argument`, its :class:`Like`, or the number of an equal leaf.
+        tree: the structure of the output and of the values that hooks inside the block have collected.
+        altered: the arguments that the block modifies in place.
+    """
+
+    leaves: Sequence[Any]
+    tree: Any
+    altered: Sequence[int]
+
+
+class Same(NamedTuple):
+    """Stands for a tensor that is also an earlier leaf."""
+
+    leaf: int
+
+
+Make = Callable[[Tensor], Tensor]
+
+
+class Elsewhere:
+    """The blocks of other processes, and their outputs for arguments of each kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Output] = {}
+
+    def call(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the output of the block ``name`` of another process, without data.
+
+        Raises:
+            RuntimeError: its code fails both on ``meta`` and on zeros.
+        """
+        leaves, tree = flatten((args, kwargs))
+        mode = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
+        key = (name, *mode, repr(tree), *map(_kind, leaves))
+        output = self._known.get(key)
+        if output is None:
+            output = self._learned(name, module, function, leaves, tree)
+            if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
+                self._known[key] = output
+        return _filled(output, leaves)
+
+    def _learned(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
+        try:
+            return _output(module, function, leaves, tree, bare)
+        except Exception:  # its code asks for values
+            try:
+                return _output(module, function, leaves, tree, _zeros)
+            except Exception as error:
+                raise RuntimeError(
+                    f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
+                    f"the shapes of its outputs; that fails: {error!r}; use a GPipe, or give the block, by blocks=, to "
+                    "a stage of the same rank as what uses its outputs"
+                ) from error
+
+
+def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
+    """Return a tensor like ``tensor`` without data. If it requires grad, it is no leaf."""
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _as_given(found, tensor.requires_grad if requires_grad is None else requires_grad)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return _as_given(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor.requires_grad)
+
+
+def _as_given(tensor: Tensor, requires_grad: bool) -> Tensor:
+    if not requires_grad:
+        return tensor
+    with torch.enable_grad():
+        found: Tensor = AsNonleaf.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+    return found
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, make: Make) -> Output:
+    """Call a block on tensors that ``make`` makes of its arguments, and describe its output."""
+    given = [make(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    before = [version(each) if isinstance(each, Tensor) else 0 for each in given]
+    sizes = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
+    try:
+        with _with_state(module, make), _undrawn():
+            args, kwargs = unflatten(given, tree)
+            output = function(*args, **kwargs)
+        collected = {kind: collector()[kind][size:] for kind, size in sizes.items()}
+    finally:
+        for kind, size in sizes.items():
+            del collector()[kind][size:]
+    found, structure = flatten((output, collected))
+    known = {id(each): Argument(k) for k, each in enumerate(given) if isinstance(each, Tensor)}
+    seen: dict[int, Same] = {}
+    described = [_described(leaf, known, seen, k) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(found)]
+    altered = [k for k, each in enumerate(given) if isinstance(each, Tensor) and version(each) != before[k]]
+    return Output(described, structure, altered)
+
+
+def _described(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], number: int) -> Any:
+    if id(leaf) in known:
+        return known[id(leaf)]
+    if id(leaf) in seen:
+        return seen[id(leaf)]
+    seen[id(leaf)] = Same(number)
+    return Like(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+
+def _filled(output: Output, leaves: Sequence[Any]) -> Any:
+    """Return the output for the arguments ``leaves``, and add to the values that hooks collect."""
+    for k in output.altered:
+        if not leaves[k].is_meta:
+            raise RuntimeError(
+                "a block on another rank changes one of the inputs of the model in place, or a tensor made of them "
+                "alone, of which each rank has its own; let it change a clone"
+            )
+        with torch.no_grad():
+            leaves[k].zero_()  # a new version, as the block makes one
+    found: list[Any] = []
+    for leaf in output.leaves:
+        if isinstance(leaf, Argument):
+            found.append(leaves[leaf.number])
+        elif isinstance(leaf, Same):
+            found.append(found[leaf.leaf])
+        else:
+            found.append(leaf.bare() if isinstance(leaf, Like) else leaf)
+    value, collected = unflatten(found, output.tree)
+    for kind, values in collected.items():
+        collector()[kind].extend(values)
+    return value
+
+
+@contextmanager
+def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
+    """Let ``module`` hold what ``make`` makes of its parameters and buffers; its own are on ``meta``, or tied ones."""
+    entries = [own for each in module.modules() for own in (each._parameters, each._buffers)]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, dict(own)) for own in entries]
+    made: dict[int, Any] = {}
+    try:
+        for own, tensors in before:
+            for name, tensor in tensors.items():
+                if tensor is not None and (make is not bare or not tensor.is_meta):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = make(tensor)
+                    own[name] = made[id(tensor)]
+        yield
+    finally:
+        for own, tensors in before:
+            own.update(tensors)
+
+
+class _Unnumbered:
+    """Random numbers that nobody uses."""
+
+    at = 0
+    draws = 0
+    module = None
+
+    def draw(self) -> torch.Generator:
+        return torch.Generator()
+
+    def draw_on(self, device: torch.device) -> None: ...
+
+    def saw(self, generator: torch.Generator) -> None: ...
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Leave all generators, and the statistics of batch norms, as they are."""
+    numpy = sys.modules.get("numpy")
+    with ExitStack() as scope:
+        scope.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            scope.callback(numpy.random.set_state, numpy.random.get_state())
+        scope.enter_context(doing(rng=_Unnumbered(), statistics=None, blocks=()))
+        yield

@@ -1,0 +1,206 @@
+"""Tensors of a forward whose stages are in several processes. Each process runs the whole forward.
+
+A tensor is either known to every process, because it is computed from the model's inputs alone, or belongs to the
+stage that computes it. In other processes, a tensor of a stage has a shape, but no data: it is on ``meta``. So each
+process sees which tensors of other stages its own ones use, and which of its tensors others use. A stage sends another
+one a single message per micro-batch, with all of its tensors that the other one uses, in the order of their use::
+
+    process 0     stage 0 computes | stage 1 on meta: it uses x and mask of stage 0 --> send (x, mask)
+    process 1     stage 0 on meta  | stage 1 uses x, mask: <-- receive; computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import ref
+
+from torch import Tensor
+
+from .._current import current
+from ..transport._transport import AnyChannel
+from ..values._leaves import Activation, version
+from ._elsewhere import bare
+from ._tensors import Leaf, Moves, Tensors
+from ._tree import changed
+
+
+class FarMoves(Moves, Protocol):
+    """Moves tensors between the stages of a run, which are in several processes.
+
+    Attributes:
+        into: for each stage, the channels from earlier stages, by these, if one of the two is in this process.
+    """
+
+    into: Mapping[int, Mapping[int, AnyChannel]]
+
+    def is_own(self, stage: int) -> bool:
+        """Return whether ``stage`` is in this process."""
+
+    def home_of(self, tensor: Tensor) -> int | None:
+        """Return the stage of a parameter or buffer of the model; None for any other tensor."""
+
+
+class FarTensors(Tensors):
+    """Gives each operation the tensors of the current stage: received ones, or tensors without data.
+
+    Args:
+        microbatch: the micro-batch of the forward.
+        model: the name of the model, for errors.
+    """
+
+    def __init__(self, moves: FarMoves, stages: int, microbatch: int, model: str) -> None:
+        super().__init__(moves, stages)
+        self._far, self._microbatch, self._model = moves, microbatch, model
+        self._homes: dict[int, tuple[ref[Tensor], int]] = {}
+        self._arrived: dict[int, Iterator[Tensor]] = {}  # for this turn, by stage
+
+    def end(self, stage: int, arguments: Any) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        channels = self._far.into[self.stage]
+        if not self._far.is_own(self.stage):
+            for home, channel in channels.items():
+                used = [leaf.tensor for leaf in self.turn.leaves.values() if leaf.home == home]
+                channel.put_values(self._microbatch, Activation(tuple(used)))
+            return
+        for home in channels:
+            if next(self._messages(home), None) is not None:
+                raise self._differs(home)
+        self._arrived = {}
+
+    def clear(self) -> None:
+        super().clear()
+        self._homes.clear()
+
+    def given(self, leaf: Tensor) -> Tensor:
+        # The gradient of an input goes to the process of the first stage.
+        if not leaf.requires_grad:
+            return super().given(leaf)
+        return self._belongs(super().given(leaf) if self._far.is_own(0) else bare(leaf), 0)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        home = self._home_of(tensor)
+        if home is None:
+            return self._moved(tensor) if self._moves.copies else tensor
+        if home == self.stage:
+            return tensor
+        if self._far.is_own(home) and self._far.is_own(self.stage) and self._moves.is_of_model(tensor):
+            return self._moves.parameter(tensor, self.stage)
+        return self._leaf(tensor, home).alias
+
+    def compute(self, function: Callable[..., Any], args: Any, kwargs: Any, here: Callable[[Tensor], Tensor]) -> Any:
+        given = _tensors_in((args, kwargs))
+        is_local = any(self._home_of(tensor) is not None for tensor in given)
+        draws = current.work.rng.draws
+        if is_local and not self._far.is_own(self.stage):
+            output = self._without_data(function, changed(args, here), changed(kwargs, here))
+        else:
+            fixed = [(tensor, version(tensor)) for tensor in given if self._home_of(tensor) is None and is_local]
+            output = function(*changed(args, here), **changed(kwargs, here))
+            if any(version(tensor) != before for tensor, before in fixed):
+                raise self._changes_common()
+        if not is_local and current.work.rng.draws == draws:
+            return super().made(output)
+        if not is_local and not self._far.is_own(self.stage):
+            output = changed(output, bare)  # random numbers of the other process
+        return self.made(output, given)
+
+    def made(self, output: Any, given: Any = ()) -> Any:
+        common = {id(tensor) for tensor in _tensors_in(given) if self._home_of(tensor) is None}
+        output = super().made(output) if self._far.is_own(self.stage) else output
+        return changed(output, lambda tensor: tensor if id(tensor) in common else self._belongs(tensor, self.stage))
+
+    def expect_present(self, name: str, stage: int) -> None:
+        raise RuntimeError(
+            f"block {name!r} of stage {stage} is called after blocks of stage {self.stage}, which may be on another "
+            "rank; name the blocks in the order of their calls, Rank(model, blocks=[...]), and give blocks that are "
+            "called several times to one stage"
+        )
+
+    def _home_of(self, tensor: Tensor) -> int | None:
+        """Return the stage of ``tensor``, or None if every process has it."""
+        found = self._homes.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        home = self._far.home_of(tensor)
+        if home is None and tensor.is_meta:
+            raise RuntimeError(
+                f"between its blocks {self._model} uses a tensor of shape {tuple(tensor.shape)} that a block of "
+                "another rank has left in an attribute, or in an object; let the block return it"
+            )
+        return home
+
+    def _belongs(self, tensor: Tensor, stage: int) -> Tensor:
+        self._homes[id(tensor)] = ref(tensor), stage
+        return tensor
+
+    def _leaf(self, tensor: Tensor, home: int) -> Leaf:
+        found = super()._leaf(tensor, home)
+        self._belongs(found.alias, self.stage)
+        return found
+
+    def _received(self, tensor: Tensor, home: int) -> Tensor:
+        if not self._far.is_own(self.stage):
+            return bare(tensor).detach().requires_grad_(tensor.requires_grad)
+        if self._far.is_own(home):
+            return super()._received(tensor, home)
+        found = next(self._messages(home), None)
+        if found is None or found.shape != tensor.shape:
+            raise self._differs(home)
+        return found
+
+    def _messages(self, home: int) -> Iterator[Tensor]:
+        if home not in self._arrived:
+            message = self._far.into[self.stage][home].get_values(self._microbatch)
+            self._arrived[home] = iter(message.tensors)
+        return self._arrived[home]
+
+    def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute an operation of another process without data."""
+        common: list[tuple[Tensor, int]] = []
+
+        def on_meta(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            made = bare(tensor)
+            common.append((made, version(made)))
+            return made
+
+        try:
+            output = function(*changed(args, on_meta), **changed(kwargs, on_meta))
+        except (RuntimeError, NotImplementedError) as error:
+            name = getattr(function, "__name__", repr(function))
+            raise RuntimeError(
+                f"between its blocks {self._model} computes {name} with tensors of stage {self.stage}, which is on "
+                f"another rank, so that this one has no values of them: {error}; compute it in a block, or use a GPipe"
+            ) from error
+        if any(version(made) != before for made, before in common):
+            raise self._changes_common()
+        return output
+
+    def _changes_common(self) -> RuntimeError:
+        return RuntimeError(
+            f"between its blocks {self._model} changes in place one of its inputs, or a tensor made of them alone, "
+            f"with values that stage {self.stage} has computed; each rank has a tensor of its own there; let it change "
+            "a clone"
+        )
+
+    def _differs(self, home: int) -> RuntimeError:
+        return RuntimeError(
+            f"the forward of {self._model} was another one on the rank of stage {home} than here: stage {self.stage} "
+            "would use other tensors of it; it must depend on the inputs alone, not on values of the rank, such as "
+            "Python's random numbers"
+        )
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    changed(value, note)
+    return found

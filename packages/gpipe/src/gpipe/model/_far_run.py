@@ -1,0 +1,142 @@
+"""The forwards of a run whose stages are in several processes, and the messages between their stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from ..engine._stage_run import StageRun
+from ..transport._transport import AnyChannel, Channel
+from ..values._leaves import Activation
+from ._elsewhere import Elsewhere
+from ._far import FarTensors
+from ._forward import Forward
+from ._stage_run import ModelRun, ModelStageRun
+from ._tensors import Tensors
+
+Channels = Mapping[int, Mapping[int, AnyChannel]]
+"""For each stage of this process or another one, the channels to stages on the other side, by these."""
+
+
+class FarRun(ModelRun):
+    """The forwards of all micro-batches, in a process that has some of the stages.
+
+    Args:
+        elsewhere: answers calls of blocks of other processes.
+        args: as for :class:`ModelRun`.
+
+    Attributes:
+        into: for each stage, the channels from earlier stages on the other side, in another process or this one.
+        out_of: the same channels by the earlier stage.
+    """
+
+    def __init__(self, elsewhere: Elsewhere, *args: Any) -> None:
+        super().__init__(*args)
+        self.answer = elsewhere.call  # type: ignore[method-assign]
+        into: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
+        out_of: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
+        for number, (a, b) in numbered_pairs(self.count).items():
+            if self.is_own(a) != self.is_own(b):
+                into[b][a] = out_of[a][b] = self.transport.between(a, b, number, f"between stages {a} and {b}")
+        self.into: Channels = into
+        self.out_of: Channels = out_of
+
+    @property
+    def of(self) -> Callable[..., StageRun]:
+        return partial(FarStageRun, self)
+
+    @cached_property
+    def first(self) -> int:
+        """The first stage of this process."""
+        return min(self.places)
+
+    @cached_property
+    def last(self) -> int:
+        """The last stage of this process."""
+        return max(self.places)
+
+    def is_own(self, stage: int) -> bool:
+        return stage in self.places
+
+    def tensors(self, microbatch: int) -> Tensors:
+        return FarTensors(self, self.count, microbatch, type(self.model).__name__)
+
+    def home_of(self, tensor: Tensor) -> int | None:
+        """Return the stage of a parameter or buffer of the model; None for any other tensor."""
+        return self._homes.get(id(tensor))
+
+
+def numbered_pairs(count: int) -> dict[int, tuple[int, int]]:
+    """Return each two of ``count`` stages by the number of the channel between them: first all neighbors."""
+    neighbors = [(b - 1, b) for b in range(1, count)]
+    others = [(a, b) for a in range(count) for b in range(a + 2, count)]
+    return dict(enumerate([*neighbors, *others], start=1))
+
+
+class Quiet(Channel):
+    """The channel between neighboring stages. It is empty, because tensors go directly to the stages that use them."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        def put(microbatch: int, payload: Any) -> None: ...
+
+        self.get_values = lambda microbatch: Activation(())
+        self.get_gradients = lambda microbatch: []
+        self.put_values = self.put_gradients = put
+
+
+class FarStageRun(ModelStageRun):
+    """The turns of one stage in all forwards, when other processes have other stages."""
+
+    _run: FarRun
+
+    def __init__(self, run: FarRun, *args: Any) -> None:
+        super().__init__(run, *args)
+        j = self.stage.index
+        self._is_last = j == run.last
+        self._begins = j == run.first
+        self._inputs = 0  # the number of tensors among the inputs of the model
+        self._arrival = run.transport.entrance if self._begins else Quiet()
+        if j < run.count - 1:
+            self._departure = Quiet()
+
+    def _arrived(self, i: int) -> Activation:
+        inputs = super()._arrived(i)
+        self._inputs = len(inputs.tensors)
+        return inputs
+
+    def _taken(self, forward: Forward) -> Activation:
+        output = super()._taken(forward)
+        return output if self._run.last == self._run.count - 1 else Activation(())
+
+    def _prepared(self, i: int) -> list[Tensor | None]:
+        turns, j = self._turns[i], self.stage.index
+        # The gradients of later stages first, as these send them in one process.
+        for later in sorted(self._run.out_of[j], reverse=True):
+            used = [key for key, leaf in turns[later].leaves.items() if leaf.home == j]
+            for key, gradient in zip(used, self._run.out_of[j][later].get_gradients(i), strict=True):
+                del turns[later].leaves[key]  # freed during the backward
+                if gradient is not None:
+                    turns[j].gradients.setdefault(key, []).append(partial(_itself, gradient))
+        return super()._prepared(i)
+
+    def _deliver(self, i: int, gradients: Sequence[Tensor | None]) -> None:
+        turns, j = self._turns[i], self.stage.index
+        found = [*zip(turns[j].leaves.items(), gradients, strict=True)] if j else []
+        for home, channel in self._run.into[j].items():
+            channel.put_gradients(i, [gradient for (_, leaf), gradient in found if leaf.home == home])
+        if j:
+            found = [each for each in found if self._run.is_own(each[0][1].home)]
+            turns[j].leaves, gradients = dict(pair for pair, _ in found), [gradient for _, gradient in found]
+        super()._deliver(i, gradients)
+        if j and self._begins:  # the gradients of inputs are where the first stage is
+            self._arrival.put_gradients(i, [None] * self._inputs)
+
+
+def _itself(gradient: Tensor) -> Tensor:
+    return gradient

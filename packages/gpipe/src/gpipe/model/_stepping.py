@@ -1,0 +1,168 @@
+"""The part of a pipe of a model that is the same in one process and in several: inputs, losses, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch, map_tensors
+
+from .._flatten._cache import expect_documents_apart, without_cache
+from .._flatten._inputs import Inputs
+from .._flatten._own_loss import with_whole_count
+from ..engine._loss_value import own_loss
+from ..engine._losses import Losses
+from ..module._cut import Checked, checked
+from ..module._keywords import Call
+from ..module._partition import checked_balance
+from ..module._step import Asked, Prepared, Stepping
+from ..module._training import whole_arguments
+from ..skip.layout import skippables
+from ..values._leaves import Activation
+from ..values._sharing import gathered
+from ._blocks import Blocks, Division, divide, named_blocks
+from ._pipeline import ModelPipeline
+from ._replay import Replay, ReplayedLoss, ordered, used_of
+
+Pipe = TypeVar("Pipe", bound="ModelStepping")
+
+
+class ModelStepping(Stepping):
+    """The part of a pipe of a model that computes losses."""
+
+    _blocks: Blocks
+
+    def train(self: Pipe, mode: bool = True) -> Pipe:
+        """Set the mode of the model through its own ``train()``."""
+        self._whole_model.train(mode)
+        return self
+
+    def _end(self, at: int) -> nn.Module:
+        return self._whole_model
+
+    def _layers(self) -> dict[str, nn.Module]:
+        return dict(self._blocks)
+
+    def _follow_model(self, inputs: Any) -> None:
+        """Check before a run that the blocks are still in the model, and adopt its mode."""
+        model = self._whole_model
+        modules = dict(model.named_modules())
+        for name, block in self._blocks.items():
+            if modules.get(name) is not block:
+                raise RuntimeError(f"block {name!r} of {type(model).__name__} was replaced or removed{self._ANEW}")
+        for part in self._partitions:
+            part.training = model.training
+        expect_documents_apart(model, Inputs.of(inputs))
+
+    @property
+    def _whole_model(self) -> nn.Module:
+        model = self._model
+        assert model is not None
+        return model
+
+    def _shown(self) -> ModelPipeline:
+        assert isinstance(self._pipeline, ModelPipeline)
+        return self._pipeline
+
+    def _output_of(self, outputs: Sequence[Activation], batches: Sequence[Batch], inputs: Any) -> Any:
+        """Return the output of the model for the full mini-batch, from the outputs of a run."""
+        if self.out_spec is not None:
+            return gathered(outputs, batches, self.out_spec)
+        used = used_of(outputs).value
+        with self._shown().divided.answering(), without_cache(self._whole_model):
+            return ordered(self._replayed(used, batches, inputs), {*self._devices})
+
+    @property
+    def _places(self) -> list[torch.device]:
+        """The device of each stage, in all processes."""
+        return self._devices
+
+    def _replayed(
+        self, used: Any, batches: Sequence[Batch], inputs: Any, owner_of: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> Any:
+        """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
+        pipeline = self._shown()
+        try:
+            facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
+            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._places, owner_of)
+            return replay.output(inputs)
+        except BaseException:
+            pipeline.forget()
+            raise
+
+    def _cut_for_loss(self, asked: Asked) -> Asked:
+        return asked._replace(batches=self._cut(self._checked(asked.inputs))[0])
+
+    def _checked(self, inputs: Any) -> Checked:
+        """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
+        return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
+
+    def _computes_loss(self, asked: Asked) -> str | None:
+        return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
+
+    def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
+        if not whole or self.out_spec is not None:
+            return super()._losses(asked, scope, whole=whole)
+        call, batches = asked.call, asked.batches
+        loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+        arguments = whole_arguments(call, self._devices[-1])
+        self._tell_of_whole(asked)
+        inputs = self._checked(asked.inputs).bare
+        kept: dict[int, Activation] = {}
+
+        def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
+            output = self._replayed(used, batches, inputs, owner_of)
+            if call.return_outputs:  # a copy, because loss_fn may modify it
+                kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
+            return loss_fn(output, *others)
+
+        unlike = None if call.reduction is None else self._unlike(asked)
+        weight = 1.0 / call.divisor
+        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike)
+        losses.outputs = kept
+        return losses
+
+    def _returned(self, prepared: Prepared, call: Call) -> Any:
+        losses = prepared.losses
+        if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
+            return super()._returned(prepared, call)
+        found = super()._returned(prepared, call._replace(return_outputs=False))
+        return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
+
+
+def expect_own_forward(module: nn.Module) -> None:
+    """Raise TypeError unless the forward of ``module`` is Python code that calls modules."""
+    if isinstance(module, Stepping):
+        raise TypeError("module is a pipe already; make another one of its model or layers: GPipe(pipe[:], ...)")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a ScriptModule, whose forward does not run in Python, where it could be cut")
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(f"module must have a forward; {type(module).__name__} has none")
+    if not any(True for _ in module.children()):
+        raise TypeError(
+            f"module must be a model that calls modules; got a single {type(module).__name__}; a pipe of one layer is "
+            "GPipe(nn.Sequential(layer), [1], ...)"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "module was compiled as a whole by torch.compile, so that its forward cannot be cut; compile its blocks"
+        )
+    if any(True for _ in skippables(module)):
+        raise TypeError(
+            "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
+        )
+
+
+def division_of(
+    model: nn.Module, balance: Iterable[int] | None, names: str | Sequence[str] | None, stages: Callable[[], int]
+) -> Division:
+    """Return the blocks with these ``names``, and a ``balance``; for as many ``stages`` if it is not given."""
+    given = [names] if isinstance(names, str) else names
+    if balance is None:
+        return divide(model, stages(), given)
+    blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
+    return Division(blocks, checked_balance(balance, len(blocks)))
