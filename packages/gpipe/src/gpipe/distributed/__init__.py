@@ -3,6 +3,7 @@
 from ._average import average_gradients
 from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
+from ._model_rank import ModelRank as _ModelRank  # noqa: F401  (registers itself)
 from ._rank import Rank
 from ._scaler import GradScaler
 

@@ -70,7 +70,7 @@ def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_
 _SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"
 
 
-def described(module: nn.Sequential) -> dict[str, Any]:
+def described(module: nn.Module) -> dict[str, Any]:
     """What ranks compare of a model: its layers, their tensors, and the version of torch."""
     return {
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),

@@ -41,9 +41,9 @@ class FarLoss(Losses):
     verdict: Verdict
     scales = False  # as far as messages have told
 
-    def __init__(self, *, is_whole: bool) -> None:
+    def __init__(self, *, is_whole: bool, replays: bool = False) -> None:
         super().__init__(_elsewhere)
-        self.is_whole = is_whole
+        self.is_whole, self.replays = is_whole, replays
 
     @property
     def scale(self) -> Scale:

@@ -14,7 +14,7 @@ from streams import has_streams
 from ..checkpoint._random import next_seed
 from ..module._arguments import Device, parsed_device
 from ..module._init import Initializer, Loaded
-from ..module._partition import partitions_of, place_partitions
+from ..module._partition import place_partitions
 from ._tied import TiedTensor, tied_of
 
 TRANSPORTS = ("auto", "host")
@@ -54,25 +54,24 @@ class Share(NamedTuple):
 
 
 def own_share(
-    module: nn.Sequential,
-    balance: Sequence[int],
+    every: Sequence[nn.Module],
     ranks: Sequence[int],
     me: int,
     device: Device | Sequence[Device],
     initializer: Initializer | None,
     norm_chunks: int = 0,
 ) -> Share:
-    """Cut ``module``, and move the partitions of rank ``me`` to their devices. After an error no layer has moved."""
-    every = partitions_of(module, balance)
+    """Move the partitions of rank ``me``, of ``every`` one, to their devices. After an error no layer has moved."""
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
-    tied, ties = tied_of(list(every), ranks, me)
+    tied, ties = tied_of(every, ranks, me)
+    layers = {name: layer for partition in every for name, layer in partition.named_children()}
     # What an initializer draws for the layers of one rank, others must not draw too, nor may their generators differ.
     with torch.random.fork_rng(devices=[], enabled=initializer is not None):
         if initializer is not None and not isinstance(initializer, Loaded):
             torch.manual_seed(next_seed() + me)
-        place_partitions(module, own, places, initializer, norm_chunks)
+        place_partitions(layers, list(own), places, initializer, norm_chunks)
     return Share(list(every), numbers, own, places, tied, ties)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..checkpoint._random import next_seed, take_seed
 from ..engine._failures import When
 from ..engine._processes import Processes, RunState
-from ..skip import SkipLayout
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
@@ -68,6 +67,7 @@ class Ranks(Processes):
 
     Args:
         share: the part of the model that this rank has.
+        routes: each two stages, besides neighbors, that send each other tensors.
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
         replicas: the processes that end each step together with this one.
@@ -83,7 +83,7 @@ class Ranks(Processes):
     def __init__(
         self,
         share: Share,
-        layout: SkipLayout,
+        routes: Sequence[tuple[int, int]],
         groups: Groups,
         ranks: Sequence[int],
         replicas: Replicas,
@@ -93,7 +93,7 @@ class Ranks(Processes):
         self._members, self._replicas = groups.members, replicas
         self._rendezvous = Rendezvous(groups, ranks[0])
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
-        channels, devices = channels_between(ranks, layout, share.ties), share.device_of
+        channels, devices = channels_between(ranks, routes, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, channels, devices, backends)
         # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         self._end_wires = weakref.finalize(self, self._wires.end)
@@ -111,7 +111,7 @@ class Ranks(Processes):
                 peer = groups.peer(ranks[there], out, into)
                 found = self._wires.found
                 link = RemoteLink(peer, devices[here], found.get(out), found.get(into), most=most)
-                if number >= len(ranks) + len(layout.routes):
+                if number >= len(ranks) + len(routes):
                     by_rank[link.member] = link
                 else:
                     self._links[number] = link
@@ -289,9 +289,11 @@ class Ranks(Processes):
         raise RemoteError(f"rank {self._members[k]} failed: {reports[k]['what']}") from None
 
 
-def channels_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[ChannelEnds]:
+def channels_between(
+    ranks: Sequence[int], routes: Sequence[tuple[int, int]], ties: Sequence[tuple[int, int]]
+) -> list[ChannelEnds]:
     """The channels between stages of two ranks, of skips, and of shared tensors, numbered alike on all ranks."""
-    ends = [*[(j - 1, j) for j in range(1, len(ranks))], *[route[1:] for route in layout.routes], *ties]
+    ends = [*[(j - 1, j) for j in range(1, len(ranks))], *routes, *ties]
     return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,29 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from microbatch import Versions, unwrap
+from microbatch import Versions
 
 from .._chooser import choice_of
-from .._flatten._ending import Ending, Recording
-from .._flatten._inputs import Inputs
-from .._flatten._own_loss import OwnLoss, without_loss_only
-from .._flatten._segment import Segment
 from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs, train
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
-from ..engine._whole_loss import WholeLoss
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, whole
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
 from ..module._init import initializer_of
-from ..module._keywords import NOTHING, Call, called_with, given_to
+from ..module._keywords import Call, called_with, given_to
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
-from ..module._partition import as_sequential, checked_balance
+from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
 from ..module._step import Asked, Prepared, Stepping
 from ..module._torch_losses import is_of_torch
@@ -67,9 +62,11 @@ class Rank(Stepping):
 
     Args:
         module: the whole model, as :class:`gpipe.GPipe` takes it. Only this rank's layers are kept, and moved to its
-            device; of a model on ``meta``, ``init`` allocates and fills these layers alone.
-        balance: the number of layers of each stage.
-        sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
+            device; of a model on ``meta``, ``init`` allocates and fills these layers alone. A model with a forward of
+            its own keeps its other layers on ``meta``, and its forward runs on each rank.
+        balance: the number of layers, or blocks, of each stage. Of a model with a forward of its own it is optional:
+            its blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
+        blocks, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches that a mini-batch is cut into.
         checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
         ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
@@ -102,13 +99,25 @@ class Rank(Stepping):
     """
 
     _ANEW = "; make a new Rank of a model that has the layers"
+    _of_models: type[Rank]
+
+    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> Rank:
+        """A model with a forward of its own gets a class of its own."""
+        has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
+        return super().__new__(Rank._of_models if cls is Rank and has_own else cls)
+
+    def __init_subclass__(cls, *, of_models: bool = False) -> None:
+        """Register the class that ranks of models have, if ``of_models``."""
+        super().__init_subclass__()
+        if of_models:
+            Rank._of_models = cls
 
     def __init__(
         self,
         module: nn.Module,
-        balance: Iterable[int],
+        balance: Iterable[int] | None = None,
         *,
-        sample: Any = None,
+        blocks: str | Sequence[str] | None = None,
         chunks: int = 1,
         checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
@@ -132,29 +141,49 @@ class Rank(Stepping):
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__["_least_rows"] = 2 if self._deferred else 1
-                initializer, layers = initializer_of(init), as_sequential(module, sample)
-                verify_skippables(layers)
-                expect_sums(layers, self._chunks)
-                self._balance = checked_balance(balance, len(layers))
+                initializer, ranks = initializer_of(init), None if ranks is None else [*ranks]
+                every = self._divide(module, balance, blocks, len(groups.members if ranks is None else ranks))
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
-                found.alike = self._made_alike(layers, transport)
+                found.alike = self._made_alike(module, transport)
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
-                share = own_share(layers, self._balance, self._ranks, groups.me, device, initializer, norm_chunks)
+                share = own_share(every, self._ranks, groups.me, device, initializer, norm_chunks)
                 placed.told = share.told(transport)
-            self._loss_of_all: OwnLoss | None = getattr(layers[-1], "own_loss", None)  # which another rank computes
-            self.training = layers.training
-            self._take(share.partitions, layers)
-            self._devices, self._laid_out = share.devices, self._held()
+            self.training = module.training
+            self._guards: list[RemovableHandle] = []
+            self._keep(module, share)
+            self._end_guards = weakref.finalize(self, _remove, self._guards)
+            self._devices = share.devices
             self._connect(share, groups, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.tied)
             self._synced, self._members = synced_layers(self), groups.members
-        self._end_guards = weakref.finalize(self, _remove, _guarded(share))
         self._last: Choice | None = None
         self.__dict__["_sums"] = SeenSums()
         self._parallel: set[dist.ProcessGroup] = set()
+
+    def _divide(
+        self, module: nn.Module, balance: Iterable[int] | None, blocks: str | Sequence[str] | None, stages: int
+    ) -> list[nn.Module]:
+        """Set the balance, and return the partition of each stage; as many as ``stages`` if no balance is given."""
+        expect_sequential(module)
+        assert isinstance(module, nn.Sequential)
+        if blocks is not None:
+            raise TypeError("blocks= tells where a model with a forward of its own is cut; leave it out")
+        if balance is None:
+            raise BalanceError(recommend_auto_balance("balance is required: how many layers each stage gets"))
+        verify_skippables(module)
+        expect_sums(module, self._chunks)
+        self._balance = checked_balance(balance, len(module))
+        return [*partitions_of(module, self._balance)]
+
+    def _keep(self, module: nn.Module, share: Share) -> None:
+        """Register the layers of this rank."""
+        assert isinstance(module, nn.Sequential)
+        self._take(share.partitions, module)
+        self._laid_out = self._held()
+        self._guards = _guarded(share)
 
     def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
         """Make the stages of the engine, and connect them to those of other ranks."""
@@ -162,18 +191,28 @@ class Rank(Stepping):
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))])
         stages = [every[j] for j in share.numbers]
-        self._trained = sorted(j for each in told for j in each["trained"])
-        self._processes = Ranks(share, layout, groups, self._ranks, self._replicas, told)
-        streams = {device: CopyStreams.on(device) for device in share.devices}  # torch has few: see MOST of wires
-        workers = Workers(share.devices)
-        self._pipeline = Pipeline(stages, layout, [streams[each] for each in share.devices], workers, self._processes)
+        routes = [(source, target) for _, source, target in layout.routes]
+        processes = self._joined(share, routes, groups, told)
+        self._pipeline = Pipeline(stages, layout, self._copy_streams(share), Workers(share.devices), processes)
 
-    def _made_alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
+    def _joined(
+        self, share: Share, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
+    ) -> Ranks:
+        """Connect to the other ranks, with channels for these ``routes`` besides those between neighbors."""
+        self._trained = sorted(j for each in told for j in each["trained"])
+        self._processes = Ranks(share, routes, groups, self._ranks, self._replicas, told)
+        return self._processes
+
+    def _copy_streams(self, share: Share) -> list[CopyStreams]:
+        streams = {device: CopyStreams.on(device) for device in share.devices}  # torch has few: see MOST of wires
+        return [streams[each] for each in share.devices]
+
+    def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
         """What must be equal on all ranks when they are made, by names that a user knows."""
         return {
             "balance": self._balance,
             "ranks": self._ranks,
-            **described(layers),
+            **described(module),
             "deferred_batch_norm": self._deferred,
             "checkpoint": self._checkpoint,
             "transport": transport,
@@ -201,11 +240,6 @@ class Rank(Stepping):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rank:
         """Called when the rank, or a module around it, is moved or changes its dtype."""
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
-        if self._model is not None:  # whose segments have copies of its buffers
-            raise TypeError(
-                "the dtype of a flattened model cannot be changed in a Rank, whose parts would keep that of before; "
-                "change it in the model, before the Rank is made"
-            )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     @property
@@ -217,8 +251,8 @@ class Rank(Stepping):
         """Compute the output in the pipeline, without gradients.
 
         Args:
-            args, kwargs: the inputs of the model, on the rank of the first stage; and on that of the last, if the model
-                computes its own loss from them. Other ranks may leave them out.
+            args, kwargs: the inputs of the model, on the rank of the first stage. Other ranks may leave them out; of a
+                model with a forward of its own all ranks need the same ones.
 
         Returns:
             The output of the model on the rank of the last stage, None on the others.
@@ -227,24 +261,15 @@ class Rank(Stepping):
             TypeError, ValueError: the input is missing on a rank that needs it, or cannot be cut into micro-batches.
         """
         refuse_transforms()
-        given = as_value(args, kwargs)
-        ending = self._ending() if self._pipeline.ends else None
         with self._opening("forward") as found:
-            if ending is not None and not args and not kwargs:
-                raise TypeError(_NEEDS_INPUTS)
             if self._pipeline.begins:
-                found.batches, _ = self._cut(checked(without_loss_only(given), self.in_spec))
-        with nullcontext() if ending is None else _recording(ending) as recording, torch.no_grad():
+                found.batches, _ = self._cut(checked(as_value(args, kwargs), self.in_spec))
+        with torch.no_grad():
             size = self._size(len(found.batches), trains=False)
             with self._pipeline.section.entered():
                 spec = self._pipeline.spec(size, seed=found.seed)
                 outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
-        if not self._pipeline.ends:
-            return None
-        output = self._gathered(outputs, found.batches)
-        if ending is None or recording is None:
-            return output
-        return ending.whole(Inputs.of(unwrap(given)[0]), output, recording)
+        return self._gathered(outputs, found.batches) if self._pipeline.ends else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -292,31 +317,34 @@ class Rank(Stepping):
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
             with self._opening(call.method, schedule) as found:
                 self._expect_fit(call)
-                own = self._own_loss(call)
-                if self._pipeline.begins:
-                    asked = self._cut_for_loss(Asked(call, schedule, own, called_with(self._end(0), call), []))
-                    found.batches = asked.batches
-                    found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
+                asked = self._asked(call, schedule, found)
+            asked = asked._replace(batches=asked.batches or found.batches)
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
-            losses: Losses = FarLoss(is_whole=found.whole)
+            losses: Losses = self._far_loss(whole=found.whole)
             if self._pipeline.ends:
-                asked = Asked(call, schedule, own, given_to(call), found.batches)
                 try:
                     losses = self._losses(asked, scope, whole=found.whole)
                 except Exception as error:
                     self._processes.call_off([error])
-        return Prepared(found.batches, self._size(len(found.batches), trains=call.trains), losses, found.seed)
+        return Prepared(asked.batches, self._size(len(asked.batches), trains=call.trains), losses, found.seed)
 
-    def _loss_of_model(self) -> OwnLoss | None:
-        return self._loss_of_all
+    def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
+        """Check a call; on the rank of the first stage, cut its inputs, and tell the others of the micro-batches."""
+        if not self._pipeline.begins:
+            return Asked(call, schedule, None, given_to(call), [])
+        asked = self._cut_for_loss(Asked(call, schedule, None, called_with(self._end(0), call), []))
+        found.batches = asked.batches
+        found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
+        return asked
+
+    def _far_loss(self, *, whole: bool) -> FarLoss:
+        return FarLoss(is_whole=whole)
 
     def _rule(self, asked: Asked) -> Rule | None:
         found, call = super()._rule(asked), asked.call
         if found is None and call.target is None and not self._pipeline.ends and is_of_torch(call.loss_fn):
             return Rule(own_loss, None)  # the target is given where the last stage is
-        if found is None and asked.own is not None and not self._pipeline.begins:
-            return Rule(own_loss, [1.0] * len(asked.batches))  # by the inputs, which are given where the first stage is
         return found
 
     def _unlike(self, asked: Asked) -> Unlike:
@@ -327,11 +355,6 @@ class Rank(Stepping):
             return error(value) if is_decided or value.count is not None else ValueError(_DECIDED)
 
         return unlike
-
-    def _loss_of_ending(self, ending: Ending, asked: Asked, scope: ExitStack) -> WholeLoss:
-        if asked.inputs is NOTHING:
-            raise TypeError(_NEEDS_INPUTS)
-        return super()._loss_of_ending(ending, asked, scope)
 
     def _end_collectives(self) -> None:
         """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
@@ -386,22 +409,11 @@ class Rank(Stepping):
         }
 
 
-_NEEDS_INPUTS = (
-    "the rank of the last stage needs the inputs too, because the model computes its loss from them, as from labels; "
-    "give them on every rank, or flatten the model with a sample without labels"
-)
-
-
 _DECIDED = (
     "the rank of the first stage decides whether the loss is computed once. It was given another loss_fn, target or "
     "reduction= than the rank of the last stage, or none, and there it is not known how the losses of micro-batches "
     "add up; pass the same on both ranks"
 )
-
-
-def _recording(last: Segment) -> AbstractContextManager[Recording]:
-    assert last.ending is not None
-    return last.recording(last.ending)
 
 
 def _guarded(share: Share) -> list[RemovableHandle]:

@@ -21,6 +21,7 @@ from .._current import doing
 from .._flatten._collected import collector
 from ..values._constants import is_constant
 from ..values._leaves import AsNonleaf, version
+from ._tree import changed
 
 
 class Argument(NamedTuple):
@@ -105,6 +106,27 @@ def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     """Return a tensor like ``tensor`` without data. If it requires grad, it is no leaf."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as_given(found, tensor.requires_grad if requires_grad is None else requires_grad)
+
+
+class ChangesValuesError(Exception):
+    """An operation without data would change a tensor that has data."""
+
+
+def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the output of ``function`` without data."""
+    made: list[tuple[Tensor, int]] = []
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        found = bare(tensor)
+        made.append((found, version(found)))
+        return found
+
+    output = function(*changed(args, on_meta), **changed(kwargs, on_meta))
+    if any(version(tensor) != before for tensor, before in made):
+        raise ChangesValuesError
+    return output
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._current import current
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, version
-from ._elsewhere import bare
+from ._elsewhere import ChangesValuesError, bare, computed_on_meta
 from ._tensors import Leaf, Moves, Tensors
 from ._tree import changed
 
@@ -29,9 +29,11 @@ class FarMoves(Moves, Protocol):
     """Moves tensors between the stages of a run, which are in several processes.
 
     Attributes:
+        model: the model.
         into: for each stage, the channels from earlier stages, by these, if one of the two is in this process.
     """
 
+    model: nn.Module
     into: Mapping[int, Mapping[int, AnyChannel]]
 
     def is_own(self, stage: int) -> bool:
@@ -46,12 +48,11 @@ class FarTensors(Tensors):
 
     Args:
         microbatch: the micro-batch of the forward.
-        model: the name of the model, for errors.
     """
 
-    def __init__(self, moves: FarMoves, stages: int, microbatch: int, model: str) -> None:
+    def __init__(self, moves: FarMoves, stages: int, microbatch: int) -> None:
         super().__init__(moves, stages)
-        self._far, self._microbatch, self._model = moves, microbatch, model
+        self._far, self._microbatch, self._model = moves, microbatch, type(moves.model).__name__
         self._homes: dict[int, tuple[ref[Tensor], int]] = {}
         self._arrived: dict[int, Iterator[Tensor]] = {}  # for this turn, by stage
 
@@ -88,6 +89,8 @@ class FarTensors(Tensors):
             return tensor
         if self._far.is_own(home) and self._far.is_own(self.stage) and self._moves.is_of_model(tensor):
             return self._moves.parameter(tensor, self.stage)
+        if home > self.stage:
+            raise self._too_early(tensor, home)
         return self._leaf(tensor, home).alias
 
     def compute(self, function: Callable[..., Any], args: Any, kwargs: Any, here: Callable[[Tensor], Tensor]) -> Any:
@@ -159,32 +162,31 @@ class FarTensors(Tensors):
 
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation of another process without data."""
-        common: list[tuple[Tensor, int]] = []
-
-        def on_meta(tensor: Tensor) -> Tensor:
-            if tensor.is_meta:
-                return tensor
-            made = bare(tensor)
-            common.append((made, version(made)))
-            return made
-
         try:
-            output = function(*changed(args, on_meta), **changed(kwargs, on_meta))
+            return computed_on_meta(function, args, kwargs)
+        except ChangesValuesError:
+            raise self._changes_common() from None
         except (RuntimeError, NotImplementedError) as error:
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(
                 f"between its blocks {self._model} computes {name} with tensors of stage {self.stage}, which is on "
                 f"another rank, so that this one has no values of them: {error}; compute it in a block, or use a GPipe"
             ) from error
-        if any(version(made) != before for made, before in common):
-            raise self._changes_common()
-        return output
 
     def _changes_common(self) -> RuntimeError:
         return RuntimeError(
             f"between its blocks {self._model} changes in place one of its inputs, or a tensor made of them alone, "
             f"with values that stage {self.stage} has computed; each rank has a tensor of its own there; let it change "
             "a clone"
+        )
+
+    def _too_early(self, tensor: Tensor, home: int) -> RuntimeError:
+        named = (*self._far.model.named_parameters(), *self._far.model.named_buffers())
+        name = next((name for name, each in named if each is tensor), "a parameter")
+        return RuntimeError(
+            f"{name!r} belongs to stage {home}, because of the place where the model registers it, but the model uses it "
+            f"between blocks of stage {self.stage} already, which may be on another rank; name its module among the "
+            "blocks, in the order of their calls: Rank(model, blocks=[...])"
         )
 
     def _differs(self, home: int) -> RuntimeError:

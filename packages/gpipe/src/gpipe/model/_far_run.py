@@ -63,7 +63,7 @@ class FarRun(ModelRun):
         return stage in self.places
 
     def tensors(self, microbatch: int) -> Tensors:
-        return FarTensors(self, self.count, microbatch, type(self.model).__name__)
+        return FarTensors(self, self.count, microbatch)
 
     def home_of(self, tensor: Tensor) -> int | None:
         """Return the stage of a parameter or buffer of the model; None for any other tensor."""

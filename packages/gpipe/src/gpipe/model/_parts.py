@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .._gpipe import indented
 from ..module._init._model import Own
@@ -62,3 +63,40 @@ def _fill(
 
 def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
     return any(each in stages for each in module.modules())
+
+
+def tree_of(parts: Sequence[nn.Module]) -> nn.Module:
+    """Return a module with the contents of some ``parts`` of a model, under the names that they have there."""
+    root = nn.Module()
+    for part in parts:
+        for path, module in part._modules.items():
+            names = path.split(".") if path else []
+            at = root
+            for name in names if isinstance(module, Own) else names[:-1]:
+                at = at._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+            if isinstance(module, Own):
+                vars(at).update({name: vars(module)[name] for name in _TENSORS})
+            else:
+                at._modules[names[-1]] = module
+    return root
+
+
+def emptied(parts: Sequence[nn.Module], kept: nn.Module) -> None:
+    """Move ``parts`` of a model to ``meta``, except for what ``kept`` shares with them."""
+    found: dict[int, Tensor] = {id(tensor): tensor for tensor in (*kept.parameters(), *kept.buffers())}
+    for module in (module for part in parts for module in part.modules()):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in found:
+                        made = found[id(tensor)] = _without_data(tensor)
+                        found[id(made)] = made
+                    tensors[name] = found[id(tensor)]  # type: ignore[assignment]
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
+_TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")

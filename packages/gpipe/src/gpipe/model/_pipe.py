@@ -16,14 +16,14 @@ from .._gpipe import GPipe
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
-from ..module._devices import expect_movable, untouched_on_failure
+from ..module._devices import untouched_on_failure
 from ..module._frequencies import expect_sums
-from ..module._graphs import expect_no_graphs
-from ..module._init import expect_materializable, initializer_of, materialize
+from ..module._init import initializer_of
 from ..module._modes import checked_modes, expect_fitting
+from ..module._partition import place_partitions
 from ..module._rule import SeenSums
 from ..module._signature import class_for
-from ..module._tied import expect_shareable, move_all
+from ..module._tied import expect_shareable
 from ..module._transforms import not_compiled, refuse_transforms
 from ..skip import inspect_skip_layout
 from ..transport._copy import CopyStreams
@@ -78,16 +78,8 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
             places = checked_places(devices, len(division.balance))
             parts = parts_of(module, *division)
             expect_shareable(parts, places)
-            if initializer is not None:
-                layers = {name: layer for part in parts for name, layer in part.named_children()}
-                expect_materializable(layers, places, initializer)
-            for j, (part, place) in enumerate(zip(parts, places, strict=True)):
-                if initializer is None:
-                    expect_movable(part, place, j)
-                expect_no_graphs(part, place, j)
-            if initializer is not None:
-                materialize(parts, places, initializer)
-            move_all(parts, places)
+            layers = {name: layer for part in parts for name, layer in part.named_children()}
+            place_partitions(layers, parts, places, initializer, 0)
         has_deferred = any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__.update(
             _checkpoint=expect_fitting(modes, len(places)),

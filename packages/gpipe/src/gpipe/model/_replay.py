@@ -26,6 +26,7 @@ from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
 from ._drawn import Draws
+from ._elsewhere import ChangesValuesError, computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
@@ -138,11 +139,28 @@ class Replay:
             tensors.append(tensor)
             return self.here(tensor)
 
-        output = self.made(function(*changed(args, looked), **changed(kwargs, looked)))
+        given = changed(args, looked), changed(kwargs, looked)
+        if any(tensor.is_meta for tensor in tensors):
+            return self._without_data(function, *given)
+        output = self.made(function(*given[0], **given[1]))
         is_drawn = self._draws.count > count and self._calls < len(self._answers)
         if is_drawn or any(tensor in self._draws for tensor in tensors):
             changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
+
+    def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute an operation with parameters of another process, whose result only blocks may use."""
+        try:
+            return computed_on_meta(function, args, kwargs)
+        except (ChangesValuesError, RuntimeError, NotImplementedError) as error:
+            raise self._of_others() from error
+
+    def _of_others(self) -> RuntimeError:
+        return RuntimeError(
+            f"the output of {type(self._model).__name__} for the full mini-batch depends on parameters of another rank, "
+            "which it uses between its blocks; give the module with these parameters to the last stage, by blocks=, "
+            "or give a loss_fn whose losses of micro-batches are known to add up: reduction="
+        )
 
     def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
         found = self._placeholders.get(id(tensor))
@@ -203,6 +221,8 @@ class Replay:
     def _returned(self, tensor: Tensor) -> Tensor:
         if tensor in self._draws:
             raise self._random("torch")
+        if tensor.is_meta:
+            raise self._of_others()
         return self.here(tensor)
 
     def _random(self, source: str) -> RuntimeError:
@@ -235,7 +255,7 @@ def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules() if model.training else ():
         if module not in inside:
-            yield from (each for each in module.buffers(recurse=False) if is_small(each))
+            yield from (each for each in module.buffers(recurse=False) if is_small(each) and not each.is_meta)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

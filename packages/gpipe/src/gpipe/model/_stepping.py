@@ -49,6 +49,10 @@ class ModelStepping(Stepping):
 
     def _follow_model(self, inputs: Any) -> None:
         """Check before a run that the blocks are still in the model, and adopt its mode."""
+        self._expect_blocks()
+        expect_documents_apart(self._whole_model, Inputs.of(inputs))
+
+    def _expect_blocks(self) -> None:
         model = self._whole_model
         modules = dict(model.named_modules())
         for name, block in self._blocks.items():
@@ -56,7 +60,6 @@ class ModelStepping(Stepping):
                 raise RuntimeError(f"block {name!r} of {type(model).__name__} was replaced or removed{self._ANEW}")
         for part in self._partitions:
             part.training = model.training
-        expect_documents_apart(model, Inputs.of(inputs))
 
     @property
     def _whole_model(self) -> nn.Module:

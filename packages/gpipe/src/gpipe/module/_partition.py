@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -124,7 +124,7 @@ def divide(
     """The partitions of ``module``, each on its place. What several of them share is on that of the first."""
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
-    place_partitions(module, partitions, places, initializer, norm_chunks)
+    place_partitions(dict(module.named_children()), list(partitions), places, initializer, norm_chunks)
     return partitions
 
 
@@ -142,37 +142,39 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
 
 
 def place_partitions(
-    module: nn.Sequential,
-    partitions: nn.ModuleList,
+    layers: Mapping[str, nn.Module],
+    partitions: Sequence[nn.Module],
     places: Sequence[torch.device],
     initializer: Initializer | None,
     norm_chunks: int,
 ) -> None:
-    """Move each of the ``partitions`` of ``module`` to its place, after all were checked.
+    """Move each of the ``partitions`` to its place, after all were checked.
 
     Args:
+        layers: the layers of the model, by name.
         initializer: if given, gives values to what is on ``meta``, on its place.
         norm_chunks: the ``chunks`` of the deferred batch norms that replace those of the partitions; 0 if none are.
     """
     if initializer is not None:
-        expect_materializable(dict(module.named_children()), places, initializer)
+        expect_materializable(layers, places, initializer)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         if initializer is None:
             expect_movable(partition, place, j)  # all of them before the first moves
         expect_no_graphs(partition, place, j)
     if norm_chunks:
         _expect_norms_of_the_model(partitions, norm_chunks)
-    with untouched_on_failure(partitions):
+    every = nn.ModuleList(partitions)
+    with untouched_on_failure(every):
         if initializer is not None:
-            materialize(partitions, places, initializer)
-        move_all(list(partitions), places)  # a shared tensor may be on the device where it was needed last
+            materialize(layers, partitions, places, initializer)
+        move_all(partitions, places)  # a shared tensor may be on the device where it was needed last
         if norm_chunks:
-            DeferredBatchNorm.convert_deferred_batch_norm(partitions, norm_chunks)
+            DeferredBatchNorm.convert_deferred_batch_norm(every, norm_chunks)
 
 
-def _expect_norms_of_the_model(partitions: nn.Module, chunks: int) -> None:
+def _expect_norms_of_the_model(partitions: Sequence[nn.Module], chunks: int) -> None:
     """Raise ValueError if a norm would be replaced in a layer of a flattened model, and not in the model itself."""
-    for module in partitions.modules():
+    for module in nn.ModuleList(partitions).modules():
         follower = follower_of(module)
         if follower is None and not isinstance(module, Part):
             continue

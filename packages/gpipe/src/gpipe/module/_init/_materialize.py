@@ -51,10 +51,13 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], initia
         initializer.expect_names(layers)
 
 
-def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], initializer: Initializer) -> None:
+def materialize(
+    layers: Layers, partitions: Iterable[nn.Module], places: Sequence[torch.device], initializer: Initializer
+) -> None:
     """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
 
     Args:
+        layers: the layers of the model, by name, of which other partitions may have some.
         partitions: the partitions of the model, in order. What has data already is moved.
         places: the device of each partition.
         initializer: gives values to a layer.
@@ -64,7 +67,6 @@ def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device],
         Exception: any error of ``initializer``, with a note that names the layer.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
-    layers: Layers = {name: layer for block in blocks for name, layer in block.items()}
     memory = Memory()
     with torch.no_grad():
         for block, place in zip(blocks, places, strict=True):

@@ -1,0 +1,157 @@
+"""One process's part of a pipe of a model whose own forward runs, in each process."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Versions, flatten
+
+from .._batchnorm import DeferredBatchNorm
+from ..engine._mini_batch import compute_outputs
+from ..engine._workers import Workers
+from ..model._far_run import numbered_pairs
+from ..model._parts import emptied, parts_of, tree_of
+from ..model._pipeline import ModelPipeline
+from ..model._stage import Divided, ModelStage
+from ..model._stepping import ModelStepping, division_of, expect_own_forward
+from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
+from ..module._frequencies import expect_sums
+from ..module._keywords import NOTHING, Call, called_with, given_to
+from ..module._step import Asked, Prepared
+from ..module._transforms import refuse_transforms
+from ..schedule import Schedule
+from ..skip import inspect_skip_layout
+from ..values._leaves import as_value
+from ._far_loss import FarLoss
+from ._groups import Groups
+from ._own import Share
+from ._processes import Opening
+from ._rank import Rank
+
+
+class ModelRank(ModelStepping, Rank, of_models=True):
+    """The :class:`Rank` of a model other than an ``nn.Sequential``.
+
+    The forward of the model runs on each rank, once per micro-batch. Blocks of other ranks return tensors without data.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with untouched_on_failure(module):
+            super().__init__(module, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output in the pipeline, without gradients.
+
+        Args:
+            args, kwargs: the inputs of the model, the same on all ranks.
+
+        Returns:
+            The output of the model on the rank of the last stage, None on the others.
+
+        Raises:
+            TypeError, ValueError: the inputs are missing, differ between ranks, or cannot be cut into micro-batches.
+        """
+        refuse_transforms()
+        with self._opening("forward") as found:
+            if not args and not kwargs:
+                raise TypeError(_NEEDS_INPUTS)
+            inputs = self._checked(as_value(args, kwargs))
+            batches, _ = self._cut(inputs)
+            found.batches, found.whole = batches, self.out_spec is None
+            found.alike |= fingerprints(inputs.bare)
+        with torch.no_grad(), self._pipeline.section.entered():
+            spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
+            outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
+            self._learn(found.whole)
+            return self._output_of(outputs, batches, inputs.bare) if self._pipeline.ends else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
+        expect_same_device(fn, (*self.parameters(), *self.buffers()))
+        with identities_kept(self._whole_model):
+            self._whole_model._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _divide(
+        self, module: nn.Module, balance: Iterable[int] | None, blocks: str | Sequence[str] | None, stages: int
+    ) -> list[nn.Module]:
+        expect_own_forward(module)
+        expect_sums(module, self._chunks)
+        if self._deferred:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, self._chunks)
+        division = division_of(module, balance, blocks, lambda: stages)
+        self._balance, self._blocks = division.balance, division.blocks
+        return [*parts_of(module, *division)]
+
+    def _keep(self, module: nn.Module, share: Share) -> None:
+        self.__dict__.update(_model=module, _partitions=share.partitions)
+        others = [part for j, part in enumerate(share.every) if j not in share.numbers]
+        emptied(others, share.partitions)
+        tree = tree_of([*share.partitions])
+        self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+
+    def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
+        layout, count = inspect_skip_layout(share.every), len(self._balance)
+        stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
+        processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, told)
+        divided = Divided(self._whole_model, self._blocks, self._balance, share.every, stages)
+        workers = Workers(share.devices)
+        self._pipeline = ModelPipeline(divided, layout, self._copy_streams(share), workers, processes)
+
+    def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
+        return {"blocks": [*self._blocks], **super()._made_alike(module, transport)}
+
+    def _expect_layers(self) -> None:
+        self._expect_blocks()
+
+    @property
+    def _places(self) -> list[torch.device]:
+        return [self._devices[-1]] * len(self._balance)
+
+    def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
+        if given_to(call) is NOTHING:
+            raise TypeError(_NEEDS_INPUTS)
+        asked = self._cut_for_loss(Asked(call, schedule, None, called_with(self._end(0), call), []))
+        found.batches = asked.batches
+        found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
+        found.alike |= fingerprints(asked.inputs)
+        return asked
+
+    def _far_loss(self, *, whole: bool) -> FarLoss:
+        return FarLoss(is_whole=whole, replays=whole and self.out_spec is None)
+
+    def _returned(self, prepared: Prepared, call: Call) -> Any:
+        self._learn(bool(prepared.losses.replays))
+        return super()._returned(prepared, call)
+
+    def _learn(self, replays: bool) -> None:
+        """Keep the facts from the forwards of a run, on all ranks alike."""
+        if replays:
+            self._shown().shown()
+
+
+def fingerprints(inputs: Any) -> dict[str, Any]:
+    """Return what ranks compare of their inputs: sizes, and of tensors on the CPU their first bytes."""
+    leaves, tree = flatten(inputs)
+    found: dict[str, Any] = {"the structure of the inputs": repr(tree)}
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            found[f"the size of input tensor {k}"] = tuple(leaf.shape), str(leaf.dtype)
+            if leaf.device.type == "cpu" and leaf.layout is torch.strided:
+                data = leaf.detach().reshape(-1)[:_SEEN].contiguous().view(torch.uint8)
+                found[f"the checksum of input tensor {k}"] = zlib.crc32(bytes(data.tolist()))
+    return found
+
+
+_SEEN = 1024
+"""The elements of a tensor that ranks compare."""
+
+_NEEDS_INPUTS = (
+    "every rank needs the inputs, because the forward of the model runs on each of them; give the same mini-batch on "
+    "all ranks"
+)

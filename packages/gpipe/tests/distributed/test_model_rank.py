@@ -1,0 +1,157 @@
+"""Ranks of a model whose own forward runs compute what the plain model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.distributed import Rank, RemoteError
+
+from ..layers import DOUBLE, MODES
+from ..model.forwards import Told, models
+from ..model.test_pipe import LOSSES, assert_close
+from ..schedules import balance_by
+
+REFUSALS = (
+    "is called after blocks of stage",
+    "so that this one has no values of them",
+    "changes in place one of its inputs",
+    "changes a tensor in place on a later stage",
+    "depends on parameters of another rank",
+    "which may be on another rank; name its module",
+)
+"""What ranks refuse, although one process computes it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks compute loss and gradients.
+
+    Attributes:
+        cut: which of the balances with so many stages.
+        rows: the rows of each mini-batch.
+    """
+
+    loss: str
+    schedule: str
+    cut: int
+    rows: tuple[int, ...]
+    chunks: int
+    mode: str
+
+
+ways = st.builds(
+    Way,
+    st.sampled_from([*LOSSES, "own", "own by items"]),
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
+    st.integers(0, 9),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 4),
+    st.sampled_from(MODES),
+)
+many = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    max_examples=max(16, settings().max_examples // 2),
+)
+
+
+@many
+@given(models(least=3), ways, st.sampled_from([2, 3]), st.integers(2, 4), st.integers(0, 9))
+def test_ranks_of_a_model_are_the_plain_model(worlds, told: Told, way: Way, size: int, stages: int, seed: int):
+    assume(stages >= size)
+    assume(len(_names(told)) >= stages)
+    ranks = [*range(size), *[(seed + j) % size for j in range(stages - size)]]
+    worlds(size).run(_expect_as_plain, told, way, ranks)
+
+
+def _names(told: Told) -> list[str]:
+    return gpipe.GPipe(told.model(), devices=["cpu"]).block_names
+
+
+def _expect_as_plain(told: Told, way: Way, ranks: list[int]) -> None:
+    plain, model = told.model(), told.model()
+    balance = balance_by(way.cut, len(_names(told)), len(ranks))
+    ranks = ranks if len(balance) == len(ranks) else [j % dist.get_world_size() for j in range(len(balance))]
+    if len(balance) < dist.get_world_size():
+        return
+    rank = Rank(model, balance, ranks=ranks, chunks=way.chunks, checkpoint=way.mode)
+    try:
+        for batch in batches(way):
+            expected = stepped_plainly(plain, batch, way)
+            if expected is None:
+                return
+            loss = stepped(rank, batch, way)
+            torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-10)
+            gradients = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
+            for name, parameter in rank.named_parameters(remove_duplicate=False):
+                own, wanted = parameter.grad, gradients[name]
+                zero = torch.zeros_like(parameter)
+                assert_close(zero if own is None else own, zero if wanted is None else wanted)
+            if "own" not in way.loss:
+                output = rank(**batch)
+                if len(plain.told.statements) and rank._pipeline.ends:
+                    with torch.no_grad():
+                        assert_close(output, plain(**batch))
+    except (RuntimeError, RemoteError) as error:
+        if not any(each in str(error) for each in REFUSALS):
+            raise
+    finally:
+        rank.close()
+
+
+def batches(way: Way) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for count in way.rows:
+        own = {"labels": torch.randn(count, 3, dtype=DOUBLE, generator=generator)} if "own" in way.loss else {}
+        items = {"num_items_in_batch": torch.tensor(2.0 * count)} if way.loss == "own by items" else {}
+        made.append({"x": torch.randn(count, 2, dtype=DOUBLE, generator=generator), **own, **items})
+    return made
+
+
+def stepped_plainly(plain: nn.Module, batch: dict[str, Any], way: Way) -> Tensor | None:
+    function, options = LOSSES.get(way.loss, (lambda output, _: output.loss, {}))
+    try:
+        loss = function(plain(**batch), None)
+        loss = loss.total / loss.count if isinstance(loss, gpipe.LossSum) else loss / options.get("normalizer", 1)
+        if not loss.requires_grad:
+            return None
+        loss.backward()
+    except RuntimeError as error:
+        if "inplace" in str(error) or "in-place" in str(error):
+            return None
+        raise
+    return loss.detach()
+
+
+def stepped(rank: Rank, batch: dict[str, Any], way: Way) -> Tensor:
+    function, options = LOSSES.get(way.loss, (None, {}))
+    schedule = way.schedule
+    if way.loss == "own by items":
+        return rank.step(schedule=schedule, reduction="sum", **batch)
+    if way.loss in ("whole", "own"):
+        schedule = None
+    return rank.step(loss_fn=function, schedule=schedule, **options, **batch)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_of_a_model_keeps_its_own_parameters_alone(worlds, size: int) -> None:
+    worlds(size).run(_expect_own)
+
+
+def _expect_own() -> None:
+    told = Told(tuple([("layers", -1, 0)] * 4))
+    rank = Rank(told.model(), chunks=2)
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [*rank.state_dict()])
+    assert sorted(sum(names, [])) == sorted(told.model().state_dict())
+    assert not any(p.is_meta for p in rank.parameters())
+    rank.close()
