@@ -226,9 +226,10 @@ NEAR = st.integers(-3, -1) | st.integers(0, 9)
 
 
 @st.composite
-def models(draw: st.DrawFn, *, least: int = 2, in_place: bool = True) -> Told:
-    """Some model with so many blocks, or more."""
-    names = [name for name in (*LISTS, "again", *STATEMENTS) if in_place or name not in IN_PLACE]
+def models(draw: st.DrawFn, *, least: int = 2, in_place: bool = True, without: tuple[str, ...] = ()) -> Told:
+    """Some model with so many blocks, or more, ``without`` some statements."""
+    left_out = (*without, *(() if in_place else IN_PLACE))
+    names = [name for name in (*LISTS, "again", *STATEMENTS) if name not in left_out]
     statements = st.builds(Statement, st.sampled_from(LISTS) | st.sampled_from(names), NEAR, NEAR)
     told = draw(st.lists(statements, min_size=least, max_size=12))
     missing = max(0, least - sum(name in LISTS for name, _, _ in told))

@@ -15,7 +15,7 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
 from ..model._far_run import numbered_pairs
-from ..model._parts import emptied, parts_of, tree_of
+from ..model._parts import common_of, emptied, parts_of, tree_of
 from ..model._pipeline import ModelPipeline
 from ..model._stage import Divided, ModelStage
 from ..model._stepping import ModelStepping, division_of, expect_own_forward
@@ -39,6 +39,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
 
     The forward of the model runs on each rank, once per micro-batch. Blocks of other ranks return tensors without data.
     """
+
+    _common: dict[str, nn.Module]
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with untouched_on_failure(module):
@@ -87,11 +89,17 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         self._balance, self._blocks = division.balance, division.blocks
         return [*parts_of(module, *division)]
 
+    def _share_by_all(self, every: Sequence[nn.Module]) -> None:
+        # Tables such as those of rotary embeddings, from which masks and positions are computed on each rank.
+        self._common = common_of(every, self._blocks)
+        for stage in {rank: self._ranks.index(rank) for rank in self._ranks}.values():
+            every[stage]._modules.update({**self._common, **every[stage]._modules})
+
     def _keep(self, module: nn.Module, share: Share) -> None:
         self.__dict__.update(_model=module, _partitions=share.partitions)
         others = [part for j, part in enumerate(share.every) if j not in share.numbers]
         emptied(others, share.partitions)
-        tree = tree_of([*share.partitions])
+        tree = tree_of(module, [*share.partitions])
         self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
 
@@ -99,7 +107,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
         processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, told)
-        divided = Divided(self._whole_model, self._blocks, self._balance, share.every, stages)
+        common = [*self._common.values()]
+        divided = Divided(self._whole_model, self._blocks, self._balance, share.every, stages, common)
         workers = Workers(share.devices)
         self._pipeline = ModelPipeline(divided, layout, self._copy_streams(share), workers, processes)
 

@@ -148,6 +148,7 @@ class Rank(Stepping):
                 found.alike = self._made_alike(module, transport)
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
+                self._share_by_all(every)
                 share = own_share(every, self._ranks, groups.me, device, initializer, norm_chunks)
                 placed.told = share.told(transport)
             self.training = module.training
@@ -177,6 +178,9 @@ class Rank(Stepping):
         expect_sums(module, self._chunks)
         self._balance = checked_balance(balance, len(module))
         return [*partitions_of(module, self._balance)]
+
+    def _share_by_all(self, every: Sequence[nn.Module]) -> None:
+        """Add to the first partition of each rank what all ranks have."""
 
     def _keep(self, module: nn.Module, share: Share) -> None:
         """Register the layers of this rank."""

@@ -108,25 +108,37 @@ def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     return _as_given(found, tensor.requires_grad if requires_grad is None else requires_grad)
 
 
-class ChangesValuesError(Exception):
-    """An operation without data would change a tensor that has data."""
-
-
-def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the output of ``function`` without data."""
-    made: list[tuple[Tensor, int]] = []
+def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+    """Return the output of ``function`` without data, and the tensors with data that it would change in place."""
+    if function in _WITHOUT_KERNELS:
+        args, kwargs = (changed(part, lambda each: _zeros(each) if each.is_meta else each) for part in (args, kwargs))
+        return changed(function(*args, **kwargs), bare), []
+    made: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def on_meta(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor
         found = bare(tensor)
-        made.append((found, version(found)))
+        made[id(found)] = found, tensor, version(found)
         return found
 
-    output = function(*changed(args, on_meta), **changed(kwargs, on_meta))
-    if any(version(tensor) != before for tensor, before in made):
-        raise ChangesValuesError
-    return output
+    if function in (Tensor.cpu, Tensor.cuda):
+        function, args, kwargs = Tensor.to, (args[0], "meta"), {}
+    args = [_on_meta(value) if function is Tensor.to else value for value in changed(args, on_meta)]
+    kwargs = {key: _on_meta(value) if key == "device" else value for key, value in changed(kwargs, on_meta).items()}
+    output = changed(function(*args, **kwargs), lambda each: made[id(each)][1] if id(each) in made else each)
+    return output, [tensor for found, tensor, before in made.values() if version(found) != before]
+
+
+_WITHOUT_KERNELS = {torch.ctc_loss, nn.functional.ctc_loss}
+"""Functions that do not run on ``meta``, although the sizes of their outputs do not depend on values."""
+
+
+def _on_meta(value: Any) -> Any:
+    """Replace a device."""
+    return (
+        torch.device("meta") if isinstance(value, torch.device | str | int) and not isinstance(value, bool) else value
+    )
 
 
 def _zeros(tensor: Tensor) -> Tensor:

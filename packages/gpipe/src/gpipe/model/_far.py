@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from .._current import current
 from ..transport._transport import AnyChannel
-from ..values._leaves import Activation, version
-from ._elsewhere import ChangesValuesError, bare, computed_on_meta
+from ..values._leaves import Activation, storage_id, version
+from ._elsewhere import bare, computed_on_meta
 from ._tensors import Leaf, Moves, Tensors
 from ._tree import changed
 
@@ -54,6 +54,7 @@ class FarTensors(Tensors):
         super().__init__(moves, stages)
         self._far, self._microbatch, self._model = moves, microbatch, type(moves.model).__name__
         self._homes: dict[int, tuple[ref[Tensor], int]] = {}
+        self._changed: dict[int, tuple[Tensor, int]] = {}  # by storage
         self._arrived: dict[int, Iterator[Tensor]] = {}  # for this turn, by stage
 
     def end(self, stage: int, arguments: Any) -> None:
@@ -74,6 +75,7 @@ class FarTensors(Tensors):
     def clear(self) -> None:
         super().clear()
         self._homes.clear()
+        self._changed.clear()
 
     def given(self, leaf: Tensor) -> Tensor:
         # The gradient of an input goes to the process of the first stage.
@@ -102,8 +104,9 @@ class FarTensors(Tensors):
         else:
             fixed = [(tensor, version(tensor)) for tensor in given if self._home_of(tensor) is None and is_local]
             output = function(*changed(args, here), **changed(kwargs, here))
-            if any(version(tensor) != before for tensor, before in fixed):
-                raise self._changes_common()
+            for tensor, before in fixed:
+                if version(tensor) != before:
+                    self._takes_over(tensor)
         if not is_local and current.work.rng.draws == draws:
             return super().made(output)
         if not is_local and not self._far.is_own(self.stage):
@@ -128,6 +131,8 @@ class FarTensors(Tensors):
         if found is not None and found[0]() is tensor:
             return found[1]
         home = self._far.home_of(tensor)
+        if home is None and self._changed and storage_id(tensor) in self._changed:
+            return self._changed[storage_id(tensor)][1]
         if home is None and tensor.is_meta:
             raise RuntimeError(
                 f"between its blocks {self._model} uses a tensor of shape {tuple(tensor.shape)} that a block of "
@@ -163,29 +168,27 @@ class FarTensors(Tensors):
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation of another process without data."""
         try:
-            return computed_on_meta(function, args, kwargs)
-        except ChangesValuesError:
-            raise self._changes_common() from None
+            output, changes = computed_on_meta(function, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(
                 f"between its blocks {self._model} computes {name} with tensors of stage {self.stage}, which is on "
                 f"another rank, so that this one has no values of them: {error}; compute it in a block, or use a GPipe"
             ) from error
+        for tensor in changes:
+            self._takes_over(tensor)
+        return output
 
-    def _changes_common(self) -> RuntimeError:
-        return RuntimeError(
-            f"between its blocks {self._model} changes in place one of its inputs, or a tensor made of them alone, "
-            f"with values that stage {self.stage} has computed; each rank has a tensor of its own there; let it change "
-            "a clone"
-        )
+    def _takes_over(self, tensor: Tensor) -> None:
+        """Note that a tensor of all processes was changed with values of the current stage, to which it now belongs."""
+        self._changed[storage_id(tensor)] = tensor, self.stage
 
     def _too_early(self, tensor: Tensor, home: int) -> RuntimeError:
         named = (*self._far.model.named_parameters(), *self._far.model.named_buffers())
         name = next((name for name, each in named if each is tensor), "a parameter")
         return RuntimeError(
-            f"{name!r} belongs to stage {home}, because of the place where the model registers it, but the model uses it "
-            f"between blocks of stage {self.stage} already, which may be on another rank; name its module among the "
+            f"{name!r} belongs to stage {home}, because of the place where the model registers it, but the model "
+            f"uses it between blocks of stage {self.stage} already, which may be on another rank; name its module among the "
             "blocks, in the order of their calls: Rank(model, blocks=[...])"
         )
 

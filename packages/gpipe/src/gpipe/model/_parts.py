@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +65,35 @@ def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
     return any(each in stages for each in module.modules())
 
 
-def tree_of(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return a module with the contents of some ``parts`` of a model, under the names that they have there."""
-    root = nn.Module()
-    for part in parts:
-        for path, module in part._modules.items():
-            names = path.split(".") if path else []
-            at = root
-            for name in names if isinstance(module, Own) else names[:-1]:
-                at = at._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
-            if isinstance(module, Own):
-                vars(at).update({name: vars(module)[name] for name in _TENSORS})
-            else:
-                at._modules[names[-1]] = module
-    return root
+def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module]:
+    """Return the modules of ``parts``, outside of blocks, that have buffers and no parameters."""
+    inside = {*blocks.values()}
+    return {
+        path: module
+        for part in parts
+        for path, module in part.named_children()
+        if module not in inside and not any(True for _ in module.parameters())
+    }
+
+
+def tree_of(model: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:
+    """Return a module with the contents of some ``parts`` of ``model``, under its names and in its order."""
+    found = [module for part in parts for module in part._modules.values()]
+    owned = {module.of: module for module in found if isinstance(module, Own)}
+    return _tree(model, {*found}, owned) or nn.Module()
+
+
+def _tree(module: nn.Module, held: Collection[nn.Module | None], owned: Mapping[nn.Module, Own]) -> nn.Module | None:
+    if module in held:
+        return module
+    tree = nn.Module()
+    if module in owned:
+        vars(tree).update({name: vars(owned[module])[name] for name in _TENSORS})
+    for name, child in module._modules.items():
+        below = None if child is None else _tree(child, held, owned)
+        if below is not None:
+            tree._modules[name] = below
+    return tree if tree._modules or tree._parameters or tree._buffers else None
 
 
 def emptied(parts: Sequence[nn.Module], kept: nn.Module) -> None:

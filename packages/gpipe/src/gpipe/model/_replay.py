@@ -26,7 +26,7 @@ from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._called import answered_by
 from ._drawn import Draws
-from ._elsewhere import ChangesValuesError, computed_on_meta
+from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
@@ -151,16 +151,15 @@ class Replay:
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation with parameters of another process, whose result only blocks may use."""
         try:
-            return computed_on_meta(function, args, kwargs)
-        except (ChangesValuesError, RuntimeError, NotImplementedError) as error:
+            output, changes = computed_on_meta(function, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
             raise self._of_others() from error
+        if changes:
+            raise self._of_others()
+        return output
 
     def _of_others(self) -> RuntimeError:
-        return RuntimeError(
-            f"the output of {type(self._model).__name__} for the full mini-batch depends on parameters of another rank, "
-            "which it uses between its blocks; give the module with these parameters to the last stage, by blocks=, "
-            "or give a loss_fn whose losses of micro-batches are known to add up: reduction="
-        )
+        return depends_on_others(self._model)
 
     def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
         found = self._placeholders.get(id(tensor))
@@ -221,8 +220,6 @@ class Replay:
     def _returned(self, tensor: Tensor) -> Tensor:
         if tensor in self._draws:
             raise self._random("torch")
-        if tensor.is_meta:
-            raise self._of_others()
         return self.here(tensor)
 
     def _random(self, source: str) -> RuntimeError:
@@ -239,6 +236,14 @@ class Replay:
                 f"{type(self._model).__name__} uses an output of a block for the full mini-batch that it did not use "
                 f"for a micro-batch; {_SAME}"
             )
+
+
+def depends_on_others(model: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"the loss of {type(model).__name__} for the full mini-batch depends on parameters of another rank, which the "
+        "model uses between its blocks; name the module with these parameters as a block of the last stage, by "
+        "blocks=, or give a loss_fn whose losses of micro-batches are known to add up: reduction="
+    )
 
 
 _SAME = "its forward must call the same blocks, in the same order, whatever the rows are"

@@ -48,6 +48,7 @@ class Divided(NamedTuple):
         balance: the number of blocks of each stage.
         parts: the part of each stage.
         stages: the stages of this process.
+        common: modules outside of blocks that each process has, because they have buffers and no parameters.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Divided(NamedTuple):
     balance: Sequence[int]
     parts: Sequence[nn.Module]
     stages: Sequence[ModelStage]
+    common: Sequence[nn.Module] = ()
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which stages, or a replay, handle the calls of blocks."""

@@ -92,6 +92,9 @@ class ModelRun(StageRuns):
         # If stages share tensors, modules now hold the copies of this run.
         for index in reversed(range(self.count)):
             self._homes.update(dict.fromkeys(contents_of(self._divided.parts[index]).tensors, index))
+        for module in self._divided.common:
+            for tensor in contents_of(module).tensors:
+                self._homes.pop(tensor, None)
         try:
             with self._divided.answering(), without_cache(self.model):
                 yield

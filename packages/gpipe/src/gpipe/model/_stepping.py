@@ -22,11 +22,11 @@ from ..module._partition import checked_balance
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
-from ..values._leaves import Activation
+from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._blocks import Blocks, Division, divide, named_blocks
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, ordered, used_of
+from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, used_of
 
 Pipe = TypeVar("Pipe", bound="ModelStepping")
 
@@ -121,7 +121,15 @@ class ModelStepping(Stepping):
             output = self._replayed(used, batches, inputs, owner_of)
             if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
-            return loss_fn(output, *others)
+            try:
+                found = loss_fn(output, *others)
+            except (RuntimeError, NotImplementedError) as error:
+                if _lacks_data(output):
+                    raise depends_on_others(self._whole_model) from error
+                raise
+            if _lacks_data(found):
+                raise depends_on_others(self._whole_model)
+            return found
 
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
@@ -135,6 +143,11 @@ class ModelStepping(Stepping):
             return super()._returned(prepared, call)
         found = super()._returned(prepared, call._replace(return_outputs=False))
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
+
+
+def _lacks_data(value: Any) -> bool:
+    """Return whether a tensor in ``value`` would come from parameters of another process."""
+    return any(tensor.is_meta for tensor in tensors_of(value))
 
 
 def expect_own_forward(module: nn.Module) -> None:
