@@ -54,7 +54,7 @@ def _expect_as_one(name: str) -> None:
 
 
 def _pipe(make: Callable[..., Any], name: str) -> Any:
-    return make(_model(name), chunks=4, checkpoint="always")
+    return make(_model(name), sample=batch_of(name, 2, "unpadded"), chunks=4, checkpoint="always")
 
 
 def _expect_steps_as_one(name: str, rank: Rank, one: GPipe, kinds: list[str]) -> None:

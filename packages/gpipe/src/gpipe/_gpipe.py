@@ -110,9 +110,9 @@ class GPipe(Stepping):
     _workers: Workers
 
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> GPipe:
-        """A model with a forward of its own, without a sample, gets a class of its own."""
+        """A model with a forward of its own gets a class of its own."""
         has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
-        if cls is GPipe and has_own and kwargs.get("sample") is None:
+        if cls is GPipe and has_own:
             return super().__new__(GPipe._of_models)
         return super().__new__(cls)
 

@@ -39,12 +39,14 @@ class Way:
 
     Attributes:
         cut: which of the balances with so many stages.
+        sampled: whether the order of uses is known from a sample.
         rows: the rows of each mini-batch.
     """
 
     loss: str
     schedule: str
     cut: int
+    sampled: bool
     rows: tuple[int, ...]
     chunks: int
     mode: str
@@ -55,6 +57,7 @@ ways = st.builds(
     st.sampled_from([*LOSSES, "own", "own by items"]),
     st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
     st.integers(0, 9),
+    st.booleans(),
     st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
     st.integers(1, 4),
     st.sampled_from(MODES),
@@ -95,7 +98,8 @@ def _expect_as_plain(told: Told, way: Way, ranks: list[int]) -> str:
     ranks = ranks if len(balance) == len(ranks) else [j % dist.get_world_size() for j in range(len(balance))]
     if len(balance) < dist.get_world_size():
         return "too few blocks"
-    rank = Rank(model, balance, ranks=ranks, chunks=way.chunks, checkpoint=way.mode)
+    sample = batches(way)[0] if way.sampled else None
+    rank = Rank(model, balance, ranks=ranks, sample=sample, chunks=way.chunks, checkpoint=way.mode)
     try:
         for batch in batches(way):
             expected = stepped_plainly(plain, batch, way)

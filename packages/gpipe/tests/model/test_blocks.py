@@ -36,7 +36,7 @@ class Listed(nn.Module):
 @given(models(least=2), st.integers(1, 6))
 def test_each_module_is_in_one_block_at_most_and_each_block_in_one_stage(told: Told, stages: int) -> None:
     model = told.model()
-    blocks, balance = divide(model, stages)
+    blocks, balance, _ = divide(model, stages)
     inside = [each for block in blocks.values() for each in block.modules()]
     assert len(inside) == len({*inside})
     assert sum(balance) == len(blocks)

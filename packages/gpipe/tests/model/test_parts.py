@@ -14,8 +14,9 @@ from .forwards import Told, models
 @given(models(), st.integers(1, 5))
 def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages: int) -> None:
     model = told.model()
-    blocks, balance = divide(model, stages)
-    parts = parts_of(model, blocks, balance)
+    division = divide(model, stages)
+    blocks, balance, _ = division
+    parts = parts_of(model, division)
     for kind in ("named_parameters", "named_buffers"):
         found = {name: each for part in parts for name, each in getattr(part, kind)(remove_duplicate=False)}
         expected = dict(getattr(model, kind)(remove_duplicate=False))
@@ -26,8 +27,9 @@ def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages:
 @given(models(), st.integers(1, 5))
 def test_each_block_is_in_the_part_of_its_stage(told: Told, stages: int) -> None:
     model = told.model()
-    blocks, balance = divide(model, stages)
-    parts = parts_of(model, blocks, balance)
+    division = divide(model, stages)
+    blocks, balance, _ = division
+    parts = parts_of(model, division)
     ends = [*accumulate(balance)]
     for k, (name, block) in enumerate(blocks.items()):
         stage = next(j for j, end in enumerate(ends) if k < end)
@@ -38,7 +40,7 @@ def test_each_block_is_in_the_part_of_its_stage(told: Told, stages: int) -> None
 def test_what_is_outside_of_blocks_follows_the_block_before_it(told: Told, stages: int) -> None:
     model = told.model()
     division = divide(model, stages)
-    parts = parts_of(model, *division)
+    parts = parts_of(model, division)
     first = {name for name, _ in parts[0].named_parameters()}
     last = {name for name, _ in parts[-1].named_parameters()}
     if not {"embed", "head"} & division.blocks.keys():

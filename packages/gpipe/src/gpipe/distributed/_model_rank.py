@@ -15,10 +15,10 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
 from ..model._far_run import numbered_pairs
-from ..model._parts import common_of, emptied, parts_of, tree_of
+from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
 from ..model._pipeline import ModelPipeline
 from ..model._stage import Divided, ModelStage
-from ..model._stepping import ModelStepping, division_of, expect_own_forward
+from ..model._stepping import ModelStepping, division_of, expect_own_forward, picker
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._keywords import NOTHING, Call, called_with, given_to
@@ -79,15 +79,20 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         return self
 
     def _divide(
-        self, module: nn.Module, balance: Iterable[int] | None, blocks: str | Sequence[str] | None, stages: int
+        self,
+        module: nn.Module,
+        balance: Iterable[int] | None,
+        blocks: str | Sequence[str] | None,
+        stages: int,
+        sample: Any,
     ) -> list[nn.Module]:
         expect_own_forward(module)
         expect_sums(module, self._chunks)
         if self._deferred:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self._chunks)
-        division = division_of(module, balance, blocks, lambda: stages)
-        self._balance, self._blocks = division.balance, division.blocks
-        return [*parts_of(module, *division)]
+        self._division = division_of(module, balance, blocks, lambda: stages, sample)
+        self._balance, self._blocks = self._division.balance, self._division.blocks
+        return [*parts_of(module, self._division)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
         # Tables such as those of rotary embeddings, from which masks and positions are computed on each rank.
@@ -107,8 +112,12 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
         processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, told)
-        common = [*self._common.values()]
-        divided = Divided(self._whole_model, self._blocks, self._balance, share.every, stages, common)
+        common, others = [*self._common.values()], others_of(share.every[:-1], {*self._blocks.values()})
+        stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
+        named = {name: module for part in others for name, module in part.items()}
+        divided = Divided(
+            self._whole_model, self._division, picker(None), share.every, stages, common, named, stages_of_others
+        )
         workers = Workers(share.devices)
         self._pipeline = ModelPipeline(divided, layout, self._copy_streams(share), workers, processes)
 

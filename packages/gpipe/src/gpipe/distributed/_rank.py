@@ -66,7 +66,7 @@ class Rank(Stepping):
             its own keeps its other layers on ``meta``, and its forward runs on each rank.
         balance: the number of layers, or blocks, of each stage. Of a model with a forward of its own it is optional:
             its blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
-        blocks, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
+        blocks, sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches that a mini-batch is cut into.
         checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
         ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
@@ -118,6 +118,7 @@ class Rank(Stepping):
         balance: Iterable[int] | None = None,
         *,
         blocks: str | Sequence[str] | None = None,
+        sample: Any = None,
         chunks: int = 1,
         checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
@@ -142,7 +143,8 @@ class Rank(Stepping):
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__["_least_rows"] = 2 if self._deferred else 1
                 initializer, ranks = initializer_of(init), None if ranks is None else [*ranks]
-                every = self._divide(module, balance, blocks, len(groups.members if ranks is None else ranks))
+                stages = len(groups.members if ranks is None else ranks)
+                every = self._divide(module, balance, blocks, stages, sample)
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(module, transport)
@@ -165,13 +167,18 @@ class Rank(Stepping):
         self._parallel: set[dist.ProcessGroup] = set()
 
     def _divide(
-        self, module: nn.Module, balance: Iterable[int] | None, blocks: str | Sequence[str] | None, stages: int
+        self,
+        module: nn.Module,
+        balance: Iterable[int] | None,
+        blocks: str | Sequence[str] | None,
+        stages: int,
+        sample: Any,
     ) -> list[nn.Module]:
         """Set the balance, and return the partition of each stage; as many as ``stages`` if no balance is given."""
         expect_sequential(module)
         assert isinstance(module, nn.Sequential)
-        if blocks is not None:
-            raise TypeError("blocks= tells where a model with a forward of its own is cut; leave it out")
+        if blocks is not None or sample is not None:
+            raise TypeError("blocks= and sample= are for a model with a forward of its own; leave them out")
         if balance is None:
             raise BalanceError(recommend_auto_balance("balance is required: how many layers each stage gets"))
         verify_skippables(module)

@@ -23,11 +23,42 @@ _NEARLY = 0.02
 """A coarser division is chosen if its unevenness exceeds the minimum by at most this much."""
 
 
+class Order(NamedTuple):
+    """The order of uses in a forward.
+
+    Attributes:
+        blocks: the names of the called blocks, by first call.
+        after: for modules outside of blocks, the block that was called last before their first use, if any.
+    """
+
+    blocks: list[str]
+    after: Mapping[nn.Module, str | None]
+
+
 class Division(NamedTuple):
-    """The blocks of a model, and the number of blocks of each stage."""
+    """The blocks of a model, and the number of blocks of each stage.
+
+    Attributes:
+        after: for modules outside of blocks, the block that is called last before their first use, as far as known.
+    """
 
     blocks: Blocks
     balance: list[int]
+    after: Mapping[nn.Module, str | None]
+
+
+def ordered_by(order: Order, model: nn.Module, division: Division, *, moves: bool) -> Division:
+    """Return a division by the order in which the model uses its modules.
+
+    Args:
+        moves: whether blocks may be in another order than in ``division``, and the balance another one.
+    """
+    if not moves:
+        return division._replace(after=order.after)
+    names = dict.fromkeys([*order.blocks, *division.blocks])  # last those that are not called
+    blocks = {name: division.blocks[name] for name in names}
+    found = Division(blocks, division.balance, order.after)
+    return found._replace(balance=_balance(model, found, len(division.balance)))
 
 
 def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) -> Division:
@@ -44,7 +75,7 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
     """
     if names is not None:
         blocks = named_blocks(model, names)
-        return Division(blocks, _balance(model, blocks, min(stages, len(blocks))))
+        return _balanced(model, blocks, min(stages, len(blocks)))
     blocks = _outermost(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
@@ -63,14 +94,14 @@ def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[tuple[
     while finer is not None:
         blocks, found = finer, None
         if len(blocks) >= stages:
-            found = Division(blocks, _balance(model, blocks, stages))
+            found = _balanced(model, blocks, stages)
             uneven = unevenness(model, found)
             yield uneven, found
             if uneven <= _EVEN:
                 return
         finer = _divided(model, blocks, found)
     if len(blocks) < stages:
-        found = Division(blocks, [1] * len(blocks))
+        found = Division(blocks, [1] * len(blocks), {})
         yield unevenness(model, found), found
 
 
@@ -99,36 +130,44 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
 
 def unevenness(model: nn.Module, division: Division) -> float:
     """Return the bytes of the largest stage divided by the mean of all stages."""
-    costs, ends = _costs(model, division.blocks), [0]
+    costs, ends = _costs(model, division), [0]
     for size in division.balance:
         ends.append(ends[-1] + size)
     sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
     return max(sums) * len(sums) / max(1, sum(sums))
 
 
-def _balance(model: nn.Module, blocks: Blocks, stages: int) -> list[int]:
+def _balanced(model: nn.Module, blocks: Blocks, stages: int) -> Division:
+    division = Division(blocks, [], {})
+    return division._replace(balance=_balance(model, division, stages))
+
+
+def _balance(model: nn.Module, division: Division, stages: int) -> list[int]:
     from blockpartition import solve  # imported here, because training loops do not need it
 
-    return [len(part) for part in solve(_costs(model, blocks), stages)]
+    return [len(part) for part in solve(_costs(model, division), stages)]
 
 
-def _costs(model: nn.Module, blocks: Blocks) -> list[int]:
+def _costs(model: nn.Module, division: Division) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
-    costs, at, seen = [0] * len(blocks), -1, set[int]()
-    members = {module: k for k, module in enumerate(blocks.values())}
+    costs, at, seen = [0] * len(division.blocks), -1, set[int]()
+    numbers = {name: k for k, name in enumerate(division.blocks)}
+    members = {module: k for k, module in enumerate(division.blocks.values())}
     for module in model.modules():
         if module in members:
             at = members[module]
+        name = division.after.get(module, "")
+        owner = at if name == "" else -1 if name is None else numbers[name]
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                costs[max(at, 0)] += parameter.numel() * parameter.element_size()
+                costs[max(owner, 0)] += parameter.numel() * parameter.element_size()
     return [cost + 1 for cost in costs]  # a module without parameters takes time too
 
 
 def _divided(model: nn.Module, blocks: Blocks, division: Division | None) -> Blocks | None:
     """Replace the largest divisible block of the largest stage by its parts. Return None if no block is divisible."""
-    costs = _costs(model, blocks)
+    costs = _costs(model, Division(blocks, [], {}))
     candidates = range(len(blocks))
     if division is not None:
         starts = [sum(division.balance[:j]) for j in range(len(division.balance))]
@@ -203,7 +242,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def names_by_stage(blocks: Mapping[str, nn.Module], balance: Sequence[int]) -> dict[nn.Module, int]:
+def stages_of(division: Division) -> dict[nn.Module, int]:
     """Return the stage of each block."""
-    stages = [stage for stage, size in enumerate(balance) for _ in range(size)]
-    return dict(zip(blocks.values(), stages, strict=True))
+    stages = [stage for stage, size in enumerate(division.balance) for _ in range(size)]
+    return dict(zip(division.blocks.values(), stages, strict=True))

@@ -163,7 +163,7 @@ def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, 
     before = [version(each) if isinstance(each, Tensor) else 0 for each in given]
     sizes = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
     try:
-        with _with_state(module, make), _undrawn():
+        with _with_state(module, make), undrawn():
             args, kwargs = unflatten(given, tree)
             output = function(*args, **kwargs)
         collected = {kind: collector()[kind][size:] for kind, size in sizes.items()}
@@ -230,7 +230,7 @@ def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
             own.update(tensors)
 
 
-class _Unnumbered:
+class Unnumbered:
     """Random numbers that nobody uses."""
 
     at = 0
@@ -246,12 +246,12 @@ class _Unnumbered:
 
 
 @contextmanager
-def _undrawn() -> Iterator[None]:
+def undrawn() -> Iterator[None]:
     """Leave all generators, and the statistics of batch norms, as they are."""
     numpy = sys.modules.get("numpy")
     with ExitStack() as scope:
         scope.callback(random.setstate, random.getstate())
         if numpy is not None:
             scope.callback(numpy.random.set_state, numpy.random.get_state())
-        scope.enter_context(doing(rng=_Unnumbered(), statistics=None, blocks=()))
+        scope.enter_context(doing(rng=Unnumbered(), statistics=None, blocks=()))
         yield

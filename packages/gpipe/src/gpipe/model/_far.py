@@ -121,8 +121,8 @@ class FarTensors(Tensors):
     def expect_present(self, name: str, stage: int) -> None:
         raise RuntimeError(
             f"block {name!r} of stage {stage} is called after blocks of stage {self.stage}, which may be on another "
-            "rank; name the blocks in the order of their calls, Rank(model, blocks=[...]), and give blocks that are "
-            "called several times to one stage"
+            "rank; give an input of the model, which shows the order of its blocks: Rank(model, sample=...), and give "
+            "blocks that are called several times to one stage: balance="
         )
 
     def _home_of(self, tensor: Tensor) -> int | None:
@@ -187,9 +187,9 @@ class FarTensors(Tensors):
         named = (*self._far.model.named_parameters(), *self._far.model.named_buffers())
         name = next((name for name, each in named if each is tensor), "a parameter")
         return RuntimeError(
-            f"{name!r} belongs to stage {home}, because of the place where the model registers it, but the model "
-            f"uses it between blocks of stage {self.stage} already, which may be on another rank; name its module among the "
-            "blocks, in the order of their calls: Rank(model, blocks=[...])"
+            f"{name!r} belongs to stage {home}, because of the place where the model registers it, but the model uses "
+            f"it between blocks of stage {self.stage} already, which may be on another rank; give an input of the "
+            "model, which shows the order: Rank(model, sample=...)"
         )
 
     def _differs(self, home: int) -> RuntimeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager
 from threading import Semaphore
 from typing import Any, Protocol
@@ -34,6 +34,8 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
+        pick: returns the part of its output that the pipe returns.
+        others: modules whose calls are handled like those of blocks, although they are none.
         count: the number of its stages, in all processes.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
@@ -42,6 +44,8 @@ class AnyRun(Moves, Protocol):
     """
 
     model: nn.Module
+    pick: Callable[[Any], Any]
+    others: Container[nn.Module]
     count: int
     spec: RunSpec
     replays: bool
@@ -192,7 +196,7 @@ class Forward:
             arguments = as_arguments(self._entering(self._inputs))
             del self._inputs
             with answered_by(self), self._between:
-                output = self._run.model(*arguments.args, **arguments.kwargs)
+                output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
                 with self._between.off():
                     self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
@@ -248,13 +252,17 @@ class Forward:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block through ``function``, in the turn of its stage."""
+        is_block = module not in self._run.others
+        if not is_block and stage < self._tensors.stage:
+            return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
         number = self._calls
-        self._calls += 1
+        self._calls += is_block
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
             look = self._run.left.watch(name, module)
-            current.work.rng.at = 2 * number + 1
+            if is_block:
+                current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
@@ -264,7 +272,8 @@ class Forward:
             self._run.tell_of_order(name, stage, self._tensors.stage)
             with answered_by(None):
                 output = function(*args, **kwargs)
-        current.work.rng.at = 2 * number + 2
+        if is_block:
+            current.work.rng.at = 2 * number + 2
         with self._between.off():
             look((args, kwargs, output))
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
@@ -296,7 +305,8 @@ class Forward:
         return output
 
     def _computed(self, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-        block = self._run.block(self._tensors.stage, self.microbatch, module)
+        is_block = module not in self._run.others
+        block = self._run.block(self._tensors.stage, self.microbatch, module) if is_block else None
         if block is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         at = current.work.rng.at

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .._gpipe import indented
 from ..module._init._model import Own
-from ._blocks import Blocks, names_by_stage
+from ._blocks import Blocks, Division, stages_of
 
 
 class Part(nn.Module):
@@ -27,38 +27,51 @@ class Part(nn.Module):
         raise RuntimeError("a part of a model cannot be called; call the pipe")
 
 
-def parts_of(model: nn.Module, blocks: Blocks, balance: Sequence[int]) -> list[Part]:
+def parts_of(model: nn.Module, division: Division) -> list[Part]:
     """Return the part of each stage.
 
-    Everything outside the blocks belongs to the stage of the block that the model registers before it, or to the first.
+    Everything outside the blocks belongs to the stage of the block that is used before it, if that is known, else of
+    the block that the model registers before it; or to the first stage.
     """
-    parts = [Part() for _ in balance]
-    _fill(parts, model, "", names_by_stage(blocks, balance), 0, set())
+    parts = [Part() for _ in division.balance]
+    for path, module, stage in _entries(model, "", division, stages_of(division), 0, set()):
+        parts[stage]._modules[path] = module
     for part in parts:
         part.training = model.training
     return parts
 
 
-def _fill(
-    parts: Sequence[Part], module: nn.Module, path: str, stages: Mapping[nn.Module, int], at: int, seen: set[nn.Module]
-) -> int:
-    """Add ``module``, with the name ``path``, to its part. Return the stage of the last block inside it, or ``at``."""
+Entry = tuple[str, nn.Module, int]
+
+
+def _entries(
+    module: nn.Module, path: str, division: Division, stages: Mapping[nn.Module, int], at: int, seen: set[nn.Module]
+) -> Generator[Entry, None, int]:
+    """Yield what stages hold of ``module``, with names and stages. Return the stage of its last block, or ``at``."""
     if module in seen:
         return at
     seen.add(module)
     if path and (module in stages or not _contains(module, stages)):
         at = stages.get(module, at)
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            parts[at]._modules[path] = module
+            yield path, module, at if module in stages else _stage_after([*module.modules()], division, stages, at)
         seen.update(module.modules())
         return at
     if not path or module._parameters or module._buffers:
-        parts[at]._modules[path] = Own(module)
+        yield path, Own(module), _stage_after([module], division, stages, at)
     prefix = f"{path}." if path else ""
     for name, child in module._modules.items():
         if child is not None:
-            at = _fill(parts, child, prefix + name, stages, at, seen)
+            at = yield from _entries(child, prefix + name, division, stages, at, seen)
     return at
+
+
+def _stage_after(
+    modules: Sequence[nn.Module], division: Division, stages: Mapping[nn.Module, int], default: int
+) -> int:
+    """Return the stage that uses one of ``modules`` first, if that is known."""
+    found = [division.after[module] for module in modules if module in division.after]
+    return min((0 if name is None else stages[division.blocks[name]] for name in found), default=default)
 
 
 def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
@@ -74,6 +87,18 @@ def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module
         for path, module in part.named_children()
         if module not in inside and not any(True for _ in module.parameters())
     }
+
+
+def others_of(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list[dict[str, nn.Module]]:
+    """Return the modules in each part that have parameters and are no blocks."""
+    return [
+        {
+            path: module
+            for path, module in part.named_children()
+            if module not in blocks and not isinstance(module, Own) and any(True for _ in module.parameters())
+        }
+        for part in parts
+    ]
 
 
 def tree_of(model: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:

@@ -31,11 +31,11 @@ from ..values._leaves import as_value
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
 from ._stage import Divided, ModelStage
-from ._stepping import ModelStepping, division_of, expect_own_forward
+from ._stepping import ModelStepping, division_of, expect_own_forward, picker
 
 
 class ModelPipe(ModelStepping, GPipe, of_models=True):
-    """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``, without a ``sample``.
+    """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``.
 
     Attributes:
         balance: the number of blocks per stage.
@@ -61,10 +61,8 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        assert sample is None
         initializer = initializer_of(init)
-        if pick is not None:
-            raise TypeError("pick= goes with a sample; without one, the output is all that the model returns")
+        picked = picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -74,9 +72,9 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         with untouched_on_failure(module):
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-            division = division_of(module, balance, blocks, partial(_stages, module, devices))
+            division = division_of(module, balance, blocks, partial(_stages, module, devices), sample)
             places = checked_places(devices, len(division.balance))
-            parts = parts_of(module, *division)
+            parts = parts_of(module, division)
             expect_shareable(parts, places)
             layers = {name: layer for part in parts for name, layer in part.named_children()}
             place_partitions(layers, parts, places, initializer, 0)
@@ -86,6 +84,8 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
             _balance=division.balance,
             _devices=places,
             _blocks=division.blocks,
+            _division=division,
+            _pick=picked,
             _least_rows=2 if has_deferred else 1,
             _model=module,
             _partitions=nn.ModuleList(parts),
@@ -155,7 +155,7 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
             ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
-        divided = Divided(self._whole_model, self._blocks, self._balance, parts, stages)
+        divided = Divided(self._whole_model, self._division, self._pick, parts, stages)
         pipeline = ModelPipeline(divided, layout, streams, workers)
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)

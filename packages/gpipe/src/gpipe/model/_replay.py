@@ -7,7 +7,7 @@ object of any class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Replay:
     Args:
         model: the model.
         blocks: its blocks.
+        others: modules whose calls are handled like those of blocks, although they are none.
+        pick: returns the part of its output that the pipe returns.
         facts: the facts from the forwards of micro-batches, without tensors.
         used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
         rows: the number of rows of each micro-batch.
@@ -49,6 +51,8 @@ class Replay:
         self,
         model: nn.Module,
         blocks: Collection[nn.Module],
+        others: Container[nn.Module],
+        pick: Callable[[Any], Any],
         facts: Facts,
         used: Sequence[Mapping[str, Tensor]],
         rows: Sequence[int],
@@ -56,6 +60,7 @@ class Replay:
         owner_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._owner_of = owner_of
+        self._others, self._pick = others, pick
         self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
         self._used: dict[Place, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
@@ -77,7 +82,7 @@ class Replay:
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._model(*args, **kwargs)
+                output = self._pick(self._model(*args, **kwargs))
                 with self._between.off():
                     self._stage = len(self._devices) - 1
                     output = changed(output, self._returned)
@@ -89,6 +94,9 @@ class Replay:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the known output of a block."""
+        is_next = self._calls < len(self._answers) and self._answers[self._calls].block == name
+        if module in self._others and not is_next:
+            return function(*args, **kwargs)
         if self._calls == len(self._answers):
             raise _other(self._model, self._calls + 1, len(self._answers))
         answer: Answer = self._answers[self._calls]

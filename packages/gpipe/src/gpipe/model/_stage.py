@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ..engine._recomputation import Recomputation
 from ..engine._stage import Stage
 from ..module._init._model import Own
 from ..skip import SkipLayout
-from ._blocks import names_by_stage
+from ._blocks import Division, stages_of
 from ._called import answered
 
 
@@ -42,22 +43,27 @@ class ModelStage(Stage):
 
 
 class Divided(NamedTuple):
-    """A model, its named blocks, and its stages.
+    """A model, its division, and its stages.
 
     Attributes:
-        balance: the number of blocks of each stage.
+        pick: returns the part of the model's output that the pipe returns.
         parts: the part of each stage.
         stages: the stages of this process.
         common: modules outside of blocks that each process has, because they have buffers and no parameters.
+        others: modules outside of blocks with parameters that not each process has, by name; and their stages. A replay
+            in one process needs their outputs.
     """
 
     model: nn.Module
-    blocks: Mapping[str, nn.Module]
-    balance: Sequence[int]
+    division: Division
+    pick: Callable[[Any], Any]
     parts: Sequence[nn.Module]
     stages: Sequence[ModelStage]
     common: Sequence[nn.Module] = ()
+    others: Mapping[str, nn.Module] = MappingProxyType({})
+    stages_of_others: Mapping[nn.Module, int] = MappingProxyType({})
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which stages, or a replay, handle the calls of blocks."""
-        return answered(self.blocks, names_by_stage(self.blocks, self.balance))
+        stages = {**self.stages_of_others, **stages_of(self.division)}
+        return answered({**self.others, **self.division.blocks}, stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -45,6 +45,8 @@ class ModelRun(StageRuns):
 
     Attributes:
         count: the number of stages, in all processes.
+        pick: returns the part of the model's output that the pipe returns.
+        others: modules whose calls are handled like those of blocks, although they are none.
         transport: the channels between stages.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         places: the device, stream and copy streams of each stage.
@@ -64,8 +66,9 @@ class ModelRun(StageRuns):
         deferred: DeferredGradients,
         known: dict[Any, Facts],
     ) -> None:
-        self.model, self._divided = divided.model, divided
-        self.count = len(divided.balance)
+        self.model, self.pick, self._divided = divided.model, divided.pick, divided
+        self.others: Container[nn.Module] = divided.stages_of_others
+        self.count = len(divided.parts)
         self.transport, self.places, self.spec = transport, transport.places, spec
         self.start = start
         self.replays = spec.replays

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,10 +26,12 @@ from ..module._training import whole_arguments
 from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
-from ._blocks import Blocks, Division, divide, named_blocks
+from ._blocks import Blocks, Division, divide, named_blocks, ordered_by
+from ._order import order_of
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, used_of
 
+_log = logging.getLogger("gpipe")
 Pipe = TypeVar("Pipe", bound="ModelStepping")
 
 
@@ -35,6 +39,8 @@ class ModelStepping(Stepping):
     """The part of a pipe of a model that computes losses."""
 
     _blocks: Blocks
+    _division: Division
+    _pick: Callable[[Any], Any]
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         """Set the mode of the model through its own ``train()``."""
@@ -91,7 +97,9 @@ class ModelStepping(Stepping):
         pipeline = self._shown()
         try:
             facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
-            replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._places, owner_of)
+            model, divided = self._whole_model, pipeline.divided
+            others, pick = divided.stages_of_others, divided.pick
+            replay = Replay(model, self._blocks.values(), others, pick, facts, used, rows, self._places, owner_of)
             return replay.output(inputs)
         except BaseException:
             pipeline.forget()
@@ -174,11 +182,63 @@ def expect_own_forward(module: nn.Module) -> None:
 
 
 def division_of(
-    model: nn.Module, balance: Iterable[int] | None, names: str | Sequence[str] | None, stages: Callable[[], int]
+    model: nn.Module,
+    balance: Iterable[int] | None,
+    names: str | Sequence[str] | None,
+    stages: Callable[[], int],
+    sample: Any = None,
 ) -> Division:
-    """Return the blocks with these ``names``, and a ``balance``; for as many ``stages`` if it is not given."""
+    """Return the blocks of ``model`` and their balance.
+
+    Args:
+        balance: the number of blocks of each stage, if it is given.
+        names: the names of the blocks, or of lists of them, if they are given.
+        stages: returns the number of stages for a balance that is not given.
+        sample: an input of the model, which shows in which order it uses its modules.
+    """
     given = [names] if isinstance(names, str) else names
     if balance is None:
-        return divide(model, stages(), given)
-    blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
-    return Division(blocks, checked_balance(balance, len(blocks)))
+        division = divide(model, stages(), given)
+    else:
+        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
+        division = Division(blocks, checked_balance(balance, len(blocks)), {})
+    if sample is None:
+        return division
+    try:
+        order = order_of(model, division.blocks, sample)
+    except (RuntimeError, NotImplementedError) as error:
+        _log.warning(
+            "the order in which %s uses its modules is not known, because its forward does not run without data (%s); "
+            "it is taken to be the order in which they are registered",
+            type(model).__name__,
+            error,
+        )
+        return division
+    return ordered_by(order, model, division, moves=given is None)
+
+
+def picker(pick: Any) -> Callable[[Any], Any]:
+    """Return a function for ``pick``, a function or the name of a field of the output; None is the whole output.
+
+    Raises:
+        TypeError: ``pick`` is something else.
+    """
+    if pick is None:
+        return _whole
+    if isinstance(pick, str):
+        return partial(_field, pick)
+    if not callable(pick):
+        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
+    found: Callable[[Any], Any] = pick
+    return found
+
+
+def _whole(output: Any) -> Any:
+    return output
+
+
+def _field(name: str, output: Any) -> Any:
+    try:
+        return output[name] if isinstance(output, Mapping) else getattr(output, name)
+    except (KeyError, AttributeError):
+        raise TypeError(f"pick={name!r} names no field of the output of the model, a {type(output).__name__}") from None

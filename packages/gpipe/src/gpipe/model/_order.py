@@ -1,0 +1,137 @@
+"""Find the order in which a model uses its blocks, and what is outside of them, by one forward without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .._current import doing
+from .._flatten._cache import without_cache
+from .._flatten._inputs import Inputs
+from .._torch import is_intercepting, set_intercepting
+from ..transport._copy import StagePlace
+from ..transport._transport import AnyChannel
+from ._between import Between
+from ._blocks import Order
+from ._called import answered, answered_by
+from ._elsewhere import Elsewhere, Unnumbered, undrawn
+from ._far import FarTensors
+from ._replay import buffers_outside
+from ._tree import changed
+
+
+def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> Order:
+    """Return the order in which ``model`` uses its ``blocks`` for ``sample``. The model is not changed.
+
+    Raises:
+        RuntimeError: the forward needs values that blocks compute.
+    """
+    inputs = Inputs.of(sample)
+    args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
+    rehearsal = Rehearsal(model, blocks)
+    with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():
+        model(*args, **kwargs)
+    return Order(rehearsal.called, rehearsal.after)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    buffers = [(each, each.clone()) for each in buffers_outside(model, blocks.values())]
+    before = is_intercepting()
+    set_intercepting(True)
+    try:
+        with undrawn(), doing(rng=Unnumbered(), statistics=None, blocks=()):
+            yield
+    finally:
+        set_intercepting(before)
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+
+
+class Rehearsal:
+    """A forward in which all blocks are elsewhere, and all tensors of the model are without data.
+
+    Attributes:
+        called: the names of the called blocks, by first call.
+        after: for modules outside of blocks, the block that was called last before their first use, if any.
+    """
+
+    copies = False
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self.model, self._blocks = model, blocks
+        self.places: Mapping[int, StagePlace] = {}
+        self.devices: set[torch.device] = set()
+        self.into: Mapping[int, Mapping[int, AnyChannel]] = {0: {}}
+        self.called: list[str] = []
+        self.after: dict[nn.Module, str | None] = {}
+        self._last: str | None = None
+        self._elsewhere = Elsewhere()
+        inside = {module for block in blocks.values() for module in block.modules()}
+        self._outside = {module for module in model.modules() if module not in inside}
+        self._holders: dict[int, list[nn.Module]] = {}
+        for module in self._outside:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                self._holders.setdefault(id(tensor), []).append(module)
+        self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._between = Between(self)
+        self._tensors = FarTensors(self, 1, 0)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the calls of blocks, and the operations between them, of a forward in this context."""
+        # The call of a module around blocks says nothing about its own parameters.
+        around = {module for module in self._outside if not {*module.modules()} <= self._outside}
+        hook = register_module_forward_pre_hook(lambda module, _: None if module in around else self._uses([module]))
+        stages = dict.fromkeys(self._blocks.values(), 0)
+        try:
+            with answered(self._blocks, stages), answered_by(self), self._between:
+                yield
+        finally:
+            hook.remove()
+
+    def _uses(self, modules: list[nn.Module]) -> None:
+        if len(modules) == 1 and modules[0] in self._outside:
+            self.after.setdefault(modules[0], self._last)
+
+    # Calls of blocks, and operations between them.
+
+    def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if name not in self.called:
+            self.called.append(name)
+        self._last = name
+        with self._between.off(), answered_by(None):
+            return self._tensors.made(self._elsewhere.call(name, module, function, args, kwargs), (args, kwargs))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._tensors.compute(function, args, kwargs, self._tensors.here)
+
+    def read(self, tensor: Tensor) -> None: ...
+
+    # The tensors of the model.
+
+    def is_own(self, stage: int) -> bool:
+        return False
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._of_model
+
+    def home_of(self, tensor: Tensor) -> int | None:
+        self._uses(self._holders.get(id(tensor), []))
+        is_known = not tensor.is_meta and not isinstance(tensor, nn.Parameter)
+        return 0 if self.is_of_model(tensor) and not is_known else None
+
+    def parameter(self, tensor: Tensor, stage: int) -> Tensor:
+        raise AssertionError("no stage is in this process")
+
+    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
+        raise AssertionError("no stage is in this process")

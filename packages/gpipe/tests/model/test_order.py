@@ -1,0 +1,91 @@
+"""The order in which a model uses its modules is found by a forward without data."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe.model._blocks import divide
+from gpipe.model._order import order_of
+
+from ..layers import rows
+from .forwards import Told, models
+
+
+class Backwards(nn.Module):
+    """Registers its modules in another order than the one in which it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+        self.second = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed = nn.Embedding(5, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embed(x)
+        for layer in (*self.first, *self.second):
+            x = torch.nn.functional.dropout(layer(x), 0.1)
+        return self.head(x * self.scale)
+
+
+def test_blocks_and_what_is_outside_of_them_come_in_the_order_of_their_use() -> None:
+    pipe = GPipe(Backwards(), devices=["cpu"] * 2, sample=torch.arange(4))
+    assert pipe.block_names == ["first.0", "first.1", "second.0", "second.1"]
+    first, last = ([name for name, _ in part.named_parameters()] for part in pipe.partitions)
+    assert "embed.weight" in first
+    assert {"head.weight", "scale"} <= {*last}
+
+
+def test_blocks_that_are_named_keep_their_order() -> None:
+    pipe = GPipe(Backwards(), devices=["cpu"] * 2, sample=torch.arange(4), blocks=["second", "first"])
+    assert pipe.block_names == ["second.0", "second.1", "first.0", "first.1"]
+
+
+@given(models(without=("branch",)))
+def test_the_order_is_that_of_the_calls_and_nothing_changes(told: Told) -> None:
+    model = told.model()
+    blocks = divide(model, 1).blocks
+    seen: list[str] = []
+    x = rows(3)[:, :2]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    found = order_of(model, blocks, x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: seen.append(name)) for name, module in blocks.items()
+    ]
+    try:
+        model(x)
+    except RuntimeError as error:  # the plain model cannot compute this with gradients
+        assume("inplace" not in str(error) and "in-place" not in str(error))
+        raise
+    for hook in hooks:
+        hook.remove()
+    assert found.blocks == [*dict.fromkeys(seen)]
+
+
+def test_a_forward_that_needs_values_of_its_blocks_keeps_the_order_of_registration(caplog: Any) -> None:
+    class Reading(Backwards):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            return self.head(x) if x.sum() > 1e9 else super().forward(x.argmax(-1))
+
+    pipe = GPipe(Reading(), devices=["cpu"] * 2, sample=torch.arange(4))
+    assert pipe.block_names == ["second.0", "second.1", "first.0", "first.1"]
+    assert "is not known" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_without_data_has_an_order_too(device: str) -> None:
+    with torch.device(device):
+        model = Backwards()
+    found = order_of(model, divide(model, 1).blocks, torch.arange(4))
+    assert found.blocks == ["first.0", "first.1", "second.0", "second.1"]
