@@ -14,9 +14,7 @@ from .forwards import Told, models
 @given(models(), st.integers(1, 5))
 def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages: int) -> None:
     model = told.model()
-    division = divide(model, stages)
-    blocks, balance, _ = division
-    parts = parts_of(model, division)
+    parts = parts_of(model, divide(model, stages))
     for kind in ("named_parameters", "named_buffers"):
         found = {name: each for part in parts for name, each in getattr(part, kind)(remove_duplicate=False)}
         expected = dict(getattr(model, kind)(remove_duplicate=False))

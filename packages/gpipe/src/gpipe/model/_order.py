@@ -76,7 +76,8 @@ class Rehearsal:
         self._outside = {module for module in model.modules() if module not in inside}
         self._holders: dict[int, list[nn.Module]] = {}
         for module in self._outside:
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            # A module is where its parameters are used; its buffers may only count calls.
+            for tensor in (module._parameters or module._buffers).values():
                 self._holders.setdefault(id(tensor), []).append(module)
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._between = Between(self)
