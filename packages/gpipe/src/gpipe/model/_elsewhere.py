@@ -97,9 +97,14 @@ class Elsewhere:
             except Exception as error:
                 raise RuntimeError(
                     f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
-                    f"the shapes of its outputs; that fails: {error!r}; use a GPipe, or give the block, by blocks=, to "
+                    f"the shapes of its outputs; that fails: {first_line(error)}; use a GPipe, or give the block, by blocks=, to "
                     "a stage of the same rank as what uses its outputs"
                 ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of a message, as those about operations that do not run on ``meta`` have many lines."""
+    return str(error).strip().split("\n")[0][:200]
 
 
 def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._current import current
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, storage_id, version
-from ._elsewhere import bare, computed_on_meta
+from ._elsewhere import bare, computed_on_meta, first_line
 from ._tensors import Leaf, Moves, Tensors
 from ._tree import changed
 
@@ -173,7 +173,7 @@ class FarTensors(Tensors):
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(
                 f"between its blocks {self._model} computes {name} with tensors of stage {self.stage}, which is on "
-                f"another rank, so that this one has no values of them: {error}; compute it in a block, or use a GPipe"
+                f"another rank, so that this one has no values of them: {first_line(error)}; compute it in a block, or use a GPipe"
             ) from error
         for tensor in changes:
             self._takes_over(tensor)

@@ -14,6 +14,7 @@ from .._current import doing
 from .._flatten._cache import without_cache
 from .._flatten._inputs import Inputs
 from .._torch import is_intercepting, set_intercepting
+from ..checkpoint._random import interception
 from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
 from ._between import Between
@@ -43,6 +44,7 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> 
 def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     buffers = [(each, each.clone()) for each in buffers_outside(model, blocks.values())]
     before = is_intercepting()
+    interception.prepare()
     set_intercepting(True)
     try:
         with undrawn(), doing(rng=Unnumbered(), statistics=None, blocks=()):

@@ -27,6 +27,7 @@ from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._blocks import Blocks, Division, divide, named_blocks, ordered_by
+from ._elsewhere import first_line
 from ._order import order_of
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, used_of
@@ -211,7 +212,7 @@ def division_of(
             "the order in which %s uses its modules is not known, because its forward does not run without data (%s); "
             "it is taken to be the order in which they are registered",
             type(model).__name__,
-            error,
+            first_line(error),
         )
         return division
     return ordered_by(order, model, division, moves=given is None)
