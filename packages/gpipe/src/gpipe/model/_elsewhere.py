@@ -97,8 +97,8 @@ class Elsewhere:
             except Exception as error:
                 raise RuntimeError(
                     f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
-                    f"the shapes of its outputs; that fails: {first_line(error)}; use a GPipe, or give the block, by blocks=, to "
-                    "a stage of the same rank as what uses its outputs"
+                    f"the shapes of its outputs; that fails: {first_line(error)}; use a GPipe, or give the "
+                    "block, by blocks=, to a stage of the same rank as what uses its outputs"
                 ) from error
 
 

@@ -173,7 +173,8 @@ class FarTensors(Tensors):
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(
                 f"between its blocks {self._model} computes {name} with tensors of stage {self.stage}, which is on "
-                f"another rank, so that this one has no values of them: {first_line(error)}; compute it in a block, or use a GPipe"
+                f"another rank, so that this one has no values of them: {first_line(error)}; compute it in a block, or "
+                "use a GPipe"
             ) from error
         for tensor in changes:
             self._takes_over(tensor)

@@ -79,14 +79,16 @@ def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
 
 
 def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module]:
-    """Return the modules of ``parts``, outside of blocks, that have buffers and no parameters."""
+    """Return what stages share: modules with buffers and no parameters, and buffers of modules around blocks."""
     inside = {*blocks.values()}
-    return {
-        path: module
-        for part in parts
-        for path, module in part.named_children()
-        if module not in inside and not any(True for _ in module.parameters())
-    }
+    found: dict[str, nn.Module] = {}
+    for path, module in ((path, module) for part in parts for path, module in part.named_children()):
+        if isinstance(module, Own) and module._buffers:
+            found[path] = buffers = Own(module.of)
+            vars(buffers)["_parameters"] = {}
+        elif module not in inside and not any(True for _ in module.parameters()):
+            found[path] = module
+    return found
 
 
 def others_of(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list[dict[str, nn.Module]]:
