@@ -31,6 +31,10 @@ from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
 
+def returned_itself(value: Any) -> Any:
+    return value
+
+
 class Replay:
     """One forward for the full mini-batch, in which calls of blocks return known outputs.
 
@@ -52,7 +56,7 @@ class Replay:
         used: Sequence[Mapping[str, Tensor]],
         rows: Sequence[int],
         devices: Sequence[torch.device],
-        owner_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        owner_of: Callable[[Tensor], Tensor] = returned_itself,
     ) -> None:
         self._owner_of = owner_of
         self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
@@ -68,8 +72,11 @@ class Replay:
         self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def output(self, inputs: Any) -> Any:
-        """Return the output of the model for ``inputs``."""
+    def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
+        """Return the output of the model for ``inputs``, or what ``pick`` returns of it.
+
+        Only that must not depend on random numbers drawn between blocks.
+        """
         arguments = as_arguments(inputs)
         begin = self._devices[0]
         args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
@@ -79,7 +86,7 @@ class Replay:
                 output = self._model(*args, **kwargs)
                 with self._between.off():
                     self._stage = len(self._devices) - 1
-                    output = changed(output, self._returned)
+                    output = changed(pick(output), self._returned)
         finally:
             del self._between  # it refers to this object
         if self._calls != len(self._answers):
