@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import pop_function_mode, push_function_mode, top_function_mode
+from .._torch import pop_function_mode, push_function_mode, top_function_mode, with_lost_weight
 
 
 class Looks(Protocol):
@@ -34,7 +34,7 @@ class Between(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(function, kwargs)
         if self.is_off:
             return function(*args, **kwargs)
         kind = _kind(function)

@@ -22,6 +22,7 @@ from ..engine._spec import RunSpec
 from ..engine._stage import Stage
 from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
+from ._buffers import Kept, kept, restore
 from ._called import answered_by
 from ._facts import Facts, Place
 from ._left import Left
@@ -84,6 +85,8 @@ class Forward:
         self.microbatch = microbatch
         self._tensors = Tensors(run, len(run.stages))
         self.uses = Uses(type(run.model).__name__, known, self._tensors.here) if run.replays else None
+        # Buffers used after the last block so far: a replay will compute again what follows it.
+        self._buffers: dict[int, list[Kept]] | None = {} if run.replays and known is None else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
         self._calls = 0
@@ -184,6 +187,8 @@ class Forward:
                     self._enter(self._run.stages[-1].index)
                     self._output = changed(output, self.here)
                     self._collect()
+                    for buffers in (self._buffers or {}).values():
+                        restore(buffers)
         finally:
             self._turn.close()
             del self._turn
@@ -229,10 +234,12 @@ class Forward:
         """Call a block through ``function``, in the turn of its stage."""
         number = self._calls
         self._calls += 1
+        if self._buffers:
+            self._buffers.clear()
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
-            look = self._run.left.watch(name, module)
+            look = self._run.left.watch(name, module, self.microbatch, self._run.is_of_model)
             current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
@@ -244,7 +251,7 @@ class Forward:
                 output = function(*args, **kwargs)
         current.work.rng.at = 2 * number + 2
         with self._between.off():
-            look((args, kwargs, output))
+            look((args, kwargs), output)
             if self.uses is not None:
                 collected = {kind: collector()[kind][size:] for kind, size in before.items()}
                 self.uses.record(name, output, collected, [tensor.shape for tensor in given])
@@ -299,8 +306,17 @@ class Forward:
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations with the tensors of this stage."""
+        if self._buffers is not None and self._run.model.training:
+            changed((args, kwargs), self._keep)
         looked: Any = changed(args, self.here)
         return self._tensors.made(function(*looked, **(changed(kwargs, self.here) if kwargs else kwargs)))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
+        assert self._buffers is not None
+        if not tensor.requires_grad and id(tensor) not in self._buffers and self._run.is_of_model(tensor):
+            self._buffers[id(tensor)] = kept([tensor])
+        return tensor
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
@@ -311,7 +327,7 @@ class Forward:
         """Note that the model itself uses ``tensor``, which a block may have returned."""
         if self.uses is not None:
             self.uses.note(tensor)
-        self._run.left.expect_not(tensor, self._run.model)
+        self._run.left.expect_not(tensor, self._run.model, self.microbatch)
 
 
 def _nothing() -> Generator[None]:

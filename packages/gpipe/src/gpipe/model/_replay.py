@@ -17,13 +17,13 @@ from microbatch import unflatten
 from streams import current_stream, wait_stream
 
 from .._flatten._collected import collector
-from ..checkpoint._state import is_small
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
+from ._buffers import kept, restore
 from ._called import answered_by
 from ._drawn import Draws
 from ._facts import Answer, Facts, Place, Shape
@@ -69,7 +69,7 @@ class Replay:
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
+        self._buffers = kept(buffers_outside(model, blocks))
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
@@ -123,14 +123,8 @@ class Replay:
         """Check generators and restore buffers after the last block, as each micro-batch has already run this part."""
         if source := self._draws.elsewhere():
             raise self._random(source)
-        with self._between.off(), torch.no_grad():
-            for buffer, version, before in self._buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-                elif not torch.equal(buffer, before):
-                    # Batch norm updates its statistics without a new version, so this must not create one either: the
-                    # backward would raise.
-                    buffer.data.copy_(before)
+        with self._between.off():
+            restore(self._buffers)
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations on the device of the current stage."""
@@ -233,11 +227,11 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
 
 
 def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the small buffers of modules outside blocks. In training, the forwards of these modules may change them."""
+    """Yield the buffers of modules outside blocks. In training, the forwards of these modules may change them."""
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules() if model.training else ():
         if module not in inside:
-            yield from (each for each in module.buffers(recurse=False) if is_small(each))
+            yield from module.buffers(recurse=False)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

@@ -89,6 +89,7 @@ class ModelRun(StageRuns):
         # If stages share tensors, modules now hold the copies of this run.
         for stage in reversed(self.stages):
             self._homes.update(dict.fromkeys(contents_of(stage.module).tensors, stage.index))
+        self.left.begin(self._divided.blocks)
         try:
             with self._divided.answering(), without_cache(self.model):
                 yield
