@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from ..layers import Layer, gradients
-from .test_names import expect_listed
+from .test_listings import expect_listed
 
 WIDTH, ROWS = 4, 6
 Program = list[tuple[int, str]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import pop_function_mode, push_function_mode, top_function_mode, with_lost_weight
+from .._torch import pop_function_mode, push_function_mode, saved_tensors_hooks, top_function_mode, with_lost_weight
 
 
 class Looks(Protocol):
@@ -30,6 +30,13 @@ class Between(TorchFunctionMode):
         super().__init__()
         self._looks = looks
         self.is_off = False
+        self._outside: object = None
+        self._region: object = None
+        self._has: set[bool] = set()
+
+    def __enter__(self) -> Any:
+        self._outside = saved_tensors_hooks()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,7 +49,25 @@ class Between(TorchFunctionMode):
             if kind and args and isinstance(args[0], Tensor):
                 self._looks.read(args[0])
             return function(*args, **kwargs)
+        self.expect_no_checkpoint(is_block=False)
         return self._looks.operate(function, args, kwargs)
+
+    def expect_no_checkpoint(self, *, is_block: bool) -> None:
+        """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
+
+        That computes both again in the backward, where blocks save other tensors than in the forward.
+        """
+        hooks: Any = saved_tensors_hooks()
+        if hooks is None or hooks == self._outside or not torch.is_grad_enabled():
+            return
+        if hooks[0] is not self._region:
+            self._region, self._has = hooks[0], set()
+        self._has.add(is_block)
+        if len(self._has) > 1:
+            raise RuntimeError(
+                "the model calls a block inside torch.utils.checkpoint, beside operations of its own, whose gradients "
+                "would be wrong; leave checkpointing to GPipe(checkpoint=...), or checkpoint the block alone"
+            )
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -232,6 +232,7 @@ class Forward:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block through ``function``, in the turn of its stage."""
+        self._between.expect_no_checkpoint(is_block=True)
         number = self._calls
         self._calls += 1
         if self._buffers:

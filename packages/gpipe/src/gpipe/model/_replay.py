@@ -95,6 +95,7 @@ class Replay:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the known output of a block."""
+        self._between.expect_no_checkpoint(is_block=True)
         if self._calls == len(self._answers):
             raise _other(self._model, self._calls + 1, len(self._answers))
         answer: Answer = self._answers[self._calls]
