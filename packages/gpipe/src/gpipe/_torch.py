@@ -6,13 +6,15 @@ such as ``_version`` and ``_modules``, are used where they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload as OpOverload
@@ -49,6 +51,20 @@ of a placeholder would count as computed from its values."""
 no_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 """A context in which operations take a tensor of a class for a plain one. Without it: a placeholder would have to keep
 a plain tensor beside it, which does not follow where its data is moved."""
+
+
+def with_lost_weight(function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keywords that torch gives to a function mode, with the ``weight`` that ``F.l1_loss`` does not pass on.
+
+    Without it: a weighted loss would be computed without weights, where a function mode is on.
+    """
+    found = dict(kwargs or {})
+    if function is F.l1_loss and "weight" not in found:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
+            frame = frame.f_back
+        found["weight"] = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+    return found
 
 
 # Interception of operations that draw. Without these names: a TorchDispatchMode, through which every operation passes;

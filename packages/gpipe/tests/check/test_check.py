@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, LossSum, Report, check, flatten
+from gpipe import GPipe, LossSum, Report, check
 
 from ..clean_models import CLEAN, Clean
 from ..layers import AddsLoss
 from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
+from .listed import Listed
 
 each_fault = pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, named in FAULTS.items() for name in named]
@@ -117,21 +118,9 @@ def test_the_model_and_all_generators_stay_as_they_are() -> None:
     assert model.training
 
 
-class Blocks(nn.Module):
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return F.dropout(x, 0.5, self.training)
-
-
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "model": lambda model: model,
-    "flattened": lambda model: flatten(model, rows()),
-    "pipe": lambda model: GPipe(model, [3, 3], devices=["cpu"] * 2, sample=rows()),
+    "pipe": lambda model: GPipe(model, devices=["cpu"] * 2),
 }
 
 
@@ -141,12 +130,53 @@ def test_a_model_in_evaluation_mode_is_checked_in_training_mode(name: str, form:
     case = FAULTS["training and evaluation differ"][name]()
     found = []
     for mode in (True, False):
-        model = FORMS[form](Blocks(copy.deepcopy(case.model)).train(mode))
+        model = FORMS[form](Listed(copy.deepcopy(case.model)).train(mode))
         report = check(model, case.sample)
         assert {module.training for module in model.modules()} == {mode}
         found.append([str(finding) for finding in report.findings])
     assert not report.ok
     assert found[0] == found[1]
+
+
+class Wrapped(Tensor):
+    """A tensor without operations of its own but the product, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapped":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], *_: Any) -> "Wrapped":
+        return Wrapped(tensors["inner"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return F.linear(args[0], args[1].inner, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        kept = ("aten.detach.default", "aten.clone.default", "aten._to_copy.default", "aten.to.dtype")
+        if str(func) not in kept:
+            raise NotImplementedError(f"no {func} of a wrapped tensor")
+        return cls(func(args[0].inner, *args[1:], **(kwargs or {})))
+
+
+@pytest.mark.parametrize("form", [nn.Sequential, Listed])
+def test_weights_with_few_operations_are_no_fault(form: Callable[..., nn.Module]) -> None:
+    layers = [linear() for _ in range(3)]
+    layers[1].weight = nn.Parameter(Wrapped(layers[1].weight.detach()), requires_grad=False)
+    model = nn.Sequential(*layers)
+    report = check(model if form is nn.Sequential else Listed(model), rows())
+    assert report.findings == ()
+    assert report.compared
 
 
 def test_a_pipe_that_fails_is_a_finding() -> None:

@@ -76,6 +76,31 @@ def test_what_would_depend_on_other_draws_is_refused(between: Callable[[Tensor, 
     pipe.close()
 
 
+class Encoding(Model):
+    """Returns what it draws before its blocks beside the loss, as T5 returns the state of its encoder."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        dropped = F.dropout(self.begin(x), 0.5)
+        hidden = dropped
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return {"loss": F.mse_loss(self.end(hidden)[:, 0], y), "dropped": dropped}
+
+
+def test_a_loss_may_depend_on_no_draws_where_another_field_does() -> None:
+    x, y = batch()
+    pipe = piped(Encoding(nn.Linear(WIDTH, WIDTH), plain))
+    last: list[Tensor] = []
+    pipe.end.register_forward_pre_hook(lambda _, args: last.append(args[0].detach()))
+    for _ in range(2):
+        loss = pipe.step(x, y=y)
+        torch.testing.assert_close(loss, F.mse_loss(pipe.end(last[-1])[:, 0], y).detach())
+    for refused in (lambda: pipe(x, y=y), lambda: pipe.step(x, y=y, return_outputs=True)):
+        with pytest.raises(RuntimeError, match="draws random numbers"):
+            refused()
+    pipe.close()
+
+
 def test_statistics_before_blocks_count_once_for_each_microbatch() -> None:
     model = Model(nn.BatchNorm1d(WIDTH), plain)
     single = deepcopy(model)

@@ -40,7 +40,7 @@ def test_numbers_of_rows_that_differ_say_more_than_arguments(
 def test_an_argument_of_the_same_size_counts_more_than_others() -> None:
     size = torch.Size([12, 2, 8])
     mask, positions = Argument(torch.Size([12, 12, 2]), 2), Argument(torch.Size([24, 8]), NOWHERE)
-    assert dim_by([mask, positions], size) == 2
+    assert dim_by([mask, positions], size) == UNKNOWN
     assert dim_by([Argument(size, 1), mask, positions], size) == 1
     assert dim_by([mask, Argument(torch.Size([12, 2]), 1)], size) == UNKNOWN
 
@@ -49,3 +49,12 @@ def test_what_is_in_no_known_order_is_not_joined() -> None:
     parts = torch.randn(7, 2).split([3, 4])  # as of an expert, which gets some of the tokens
     assert joined(parts, [2, 2], [Argument(torch.Size([3, 2]), 0)]) is None
     assert joined([torch.randn(()), torch.randn(())], [2, 2], [Argument(torch.Size([2, 3]), 0)]) is None
+
+
+def test_entries_that_are_a_multiple_of_the_rows_are_joined_if_arguments_have_as_many() -> None:
+    rows, hidden = [2, 2], Argument(torch.Size([2, 5, 8]), 0)
+    tokens = [torch.randn(10, 3), torch.randn(10, 3)]
+    found = joined(tokens, rows, [hidden])
+    assert found is not None
+    assert torch.equal(found, torch.cat(tokens))
+    assert joined([torch.randn(4), torch.randn(4)], rows, [hidden]) is None  # one for each of four experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,21 @@ from torch import Tensor, nn
 from microbatch import Arguments, map_tensors, scatter, unwrap
 from profiler.sandbox import copied
 
-from .._flatten._flatten import flatten
 from .._flatten._inputs import Inputs
-from .._flatten._names import Flattened
 from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
+from ..model._blocks import divide
+from ..model._stepping import expect_own_forward
 from ..module._arguments import checked_chunks
 from ..module._cut import replicated
 from ..module._partition import checked_balance
 from ._findings import Finding
+from ._forward import examine_forward, units_of, walk_forward
 from ._layer import broken
 from ._loss import EACH, ONCE, Loss, examine_loss
 from ._model import Record, examine_all, finest, walk
-from ._pipe import examine_pipe
+from ._pipe import STAGES, examine_pipe
 from ._report import Report
 from ._rows import Cut, Dims
 from ._trial import Signal, seeded
@@ -50,16 +51,19 @@ def check(
     mode, and in training mode with other rows exchanged. At last a pipe of the whole model makes a step, with
     recomputations. All of it takes about five steps of the plain model in double precision.
 
+    Of a model with a forward of its own, the layers are the modules that it calls, and what the forward computes
+    between these. What follows its last block is not examined if the loss is computed once, on the output of all rows.
+
     Args:
-        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
-            One in evaluation mode is checked in training mode.
+        model: an ``nn.Sequential``, or a model with a forward of its own. It is copied, not changed. One in evaluation
+            mode is checked in training mode.
         sample: an input of the model with at least two rows, which should differ; :class:`microbatch.Arguments` for
-            several arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
+            several arguments. A model with a forward of its own takes a mapping as named arguments.
         target: what ``loss_fn`` compares with, cut like ``sample``.
         loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it returns one, else
             the mean square of its outputs.
         reduction: as for :meth:`gpipe.GPipe.step`; the check finds out whether it is true.
-        balance: layers of each stage; by default four even stages, or one for each layer if there are fewer layers.
+        balance: layers or blocks of each stage; by default four even stages, or fewer if there are fewer layers.
         chunks: how many micro-batches.
 
     Returns:
@@ -79,24 +83,34 @@ def check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     expect_data(model, "check")
+    if isinstance(model, GPipe):
+        model = model[:]
     loss = Loss(loss_fn, target, reduction)
     if checked_chunks(chunks) < 2:
         raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
+    if isinstance(model, nn.Sequential):
+        if not len(model):
+            raise ValueError("model has no layers")
+    else:
+        expect_own_forward(model)
+        sample, loss.of_substitute = Arguments(*Inputs.of(sample)), None
+    asked = balance if balance is None else [*balance]
+    blocks = () if isinstance(model, nn.Sequential) else _blocks(model, asked)
     with seeded(model):
-        record = _in_double(model, sample, target, loss)
-        return _report(record, loss, chunks, _sizes(balance, record.layers))
+        record = _in_double(model, sample, target, loss, blocks)
+        return _report(record, loss, chunks, asked)
 
 
-def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> Record:
+def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss, blocks: Collection[str]) -> Record:
     """In the model's own precision if double fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
-        return _recorded(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss)
+        return _recorded(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss, blocks)
     except Exception:
         # The model cannot compute in double precision; or it fails in any precision, and then this raises.
         loss.to(own)
-        return _recorded(_trainable(model), sample, target, own, loss)
+        return _recorded(_trainable(model), sample, target, own, loss, blocks)
 
 
 def _trainable(model: nn.Module) -> nn.Module:
@@ -105,37 +119,40 @@ def _trainable(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
-def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> Record:
+def _recorded(
+    model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss, blocks: Collection[str]
+) -> Record:
     model.zero_grad()
-    layers, inputs = _layers(model, sample)
-    steps = walk(layers, Signal(unwrap(inputs)[0], {}))
-    loss.of(steps[-1].gave.output.value, unwrap(target, root="target")[0])
-    return Record(layers, inputs, target, dtype, steps)
+    inputs = Signal(unwrap(sample)[0], {})
+    if isinstance(model, nn.Sequential):
+        steps = walk(model, inputs)
+        record = Record(model, sample, target, dtype, steps, steps[-1].gave.output, [step.name for step in steps])
+    else:
+        units = units_of(model, blocks)
+        steps, output, draws = walk_forward(model, units, inputs)
+        record = Record(model, sample, target, dtype, steps, output, units, blocks, draws)
+    loss.of(record.output.value, unwrap(target, root="target")[0])
+    return record
 
 
-def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
-    if isinstance(model, GPipe):
-        model = model[:]
-        sample = Arguments(*Inputs.of(sample)) if isinstance(model, Flattened) else sample
-    if not isinstance(model, nn.Sequential):
-        return flatten(model, sample), Arguments(*Inputs.of(sample))
-    if not len(model):
-        raise ValueError("model has no layers")
-    return model, sample
-
-
-def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> Report:
+def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | None) -> Report:
     batches = scatter(replicated(record.inputs, "sample"), chunks)
     real = Cut(tuple(batch.rows[0] for batch in batches))
     if sum(real.rows) < 2:
         raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches, so give it two or more")
-    dims = real.dims(record.steps[0].given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
+    dims = real.dims(record.given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
-    findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)
-    agreed: list[str] = []
     whole = record.output.value, unwrap(record.target)[0], sum(real.rows)
-    own = loss.is_own(whole[0])
-    kind = "" if own else f"the loss is computed {ONCE if loss.rule(whole, real.rows) is None else EACH}"
+    own, is_once = loss.is_own(whole[0]), loss.rule(whole, real.rows) is None
+    if isinstance(record.model, nn.Sequential):
+        counted = f"{len(record.steps)} layers"
+        balance = _sizes(balance, record.model)
+        findings, where = examine_all(record.model, record.steps, dims, real, tolerance)
+    else:
+        counted = f"{len(record.blocks)} blocks"
+        findings, where = examine_forward(record, dims, real, tolerance, ends=not is_once, is_own=own)
+    agreed: list[str] = []
+    kind = "" if own else f"the loss is computed {ONCE if is_once else EACH}"
     # What is wrong in a layer is wrong in the loss and in a pipe too, and would be reported three times.
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
@@ -143,8 +160,17 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
         draws = any(finding.code == "random" for finding in findings)
         together, agreed = examine_pipe(record, loss, balance, chunks, tolerance, draws)
         findings += together
-    counted = f"{len(record.steps)} layers, {sum(real.rows)} rows in {len(batches)} micro-batches"
-    return Report(tuple(findings), f"{counted}, in {str(record.dtype).removeprefix('torch.')}", tuple(agreed), kind)
+    checked = f"{counted}, {sum(real.rows)} rows in {len(batches)} micro-batches"
+    return Report(tuple(findings), f"{checked}, in {str(record.dtype).removeprefix('torch.')}", tuple(agreed), kind)
+
+
+def _blocks(model: nn.Module, balance: Sequence[int] | None) -> list[str]:
+    """The names of the blocks of a pipe of ``model``, which a ``balance`` has to fit."""
+    if balance is None:
+        return [*divide(model, STAGES).blocks]
+    blocks = [*divide(model, 1).blocks]
+    checked_balance(balance, len(blocks))
+    return blocks
 
 
 def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
@@ -168,6 +194,6 @@ def _double(value: Any) -> Any:
     return map_tensors(double, value)
 
 
-def _sizes(balance: Iterable[int] | None, layers: nn.Sequential) -> list[int]:
+def _sizes(balance: Sequence[int] | None, layers: nn.Sequential) -> list[int]:
     count = len(list(layers.children()))
-    return uniform(min(4, count), layers) if balance is None else checked_balance(balance, count)
+    return uniform(min(STAGES, count), layers) if balance is None else checked_balance(balance, count)

@@ -32,8 +32,8 @@ class Finding(NamedTuple):
 
     Attributes:
         code: the kind, a key of ``CODES``.
-        layer: the name of the layer; None for the loss and the whole model.
-        kind: the class of the layer, as a name.
+        layer: the name of the layer; None for the loss, the whole model, and the operations of a model's own forward.
+        kind: the class of the layer, as a name; for the operations of a model's own forward, the class of the model.
         message: what happens.
         evidence: what was measured.
     """
@@ -57,7 +57,9 @@ class Finding(NamedTuple):
     @property
     def where(self) -> str:
         """The layer, as the start of a message; empty for the whole model."""
-        return "" if self.layer is None else f"layer {self.layer!r} ({self.kind}): "
+        if self.layer is not None:
+            return f"layer {self.layer!r} ({self.kind}): "
+        return f"the forward of {self.kind}: " if self.kind else ""
 
     def __str__(self) -> str:
         lines = [f"{self.level}[{self.code}]: {self.where}{self.message}"]

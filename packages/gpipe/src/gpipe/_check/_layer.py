@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._findings import Finding
-from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, exchanged, figure, kept
+from ._rows import ROUNDING, Cut, Dims, NoRowsError, OtherCallsError, difference, exchanged, figure, kept
 from ._trial import LayerTrial, Signal, attempt, same
 
 
@@ -21,7 +21,8 @@ class LayerExam:
     """A layer, what it did in the plain model, and what it does alone.
 
     Attributes:
-        name, given, gave: the layer's name, its input in the plain model, and what it did there.
+        name, given, gave: the layer's name, its input in the plain model, and what it did there. The name is None for
+            the operations of a model itself.
         layer: in its state before the forward.
         again, apart: the layer in two more copies of the model, which compute the mini-batch and micro-batches. In the
             last all micro-batches pass one layer before the first passes the next: state of another layer is the last
@@ -36,7 +37,7 @@ class LayerExam:
             mini-batch and on them, ``copies`` the layers that did them, ``rows`` the dimensions of rows of the outputs.
     """
 
-    name: str
+    name: str | None
     given: Signal
     gave: LayerTrial
     layer: nn.Module
@@ -66,6 +67,8 @@ class LayerExam:
             if not broken(self.findings):
                 self._run(again)
                 self._compare()
+        except OtherCallsError as error:
+            self._find("rows", "calls other modules for a micro-batch", str(error))
         except NoRowsError as error:
             self._find("rows-lost", "its output does not follow the rows of its input", str(error))
         except Exception as error:
@@ -76,12 +79,18 @@ class LayerExam:
         return self.rows, [trial.output.value for trial in self.trials]
 
     def _find(self, code: str, message: str, evidence: str = "") -> None:
-        self.findings.append(Finding(code, self.name, type(self.layer).__name__, message, evidence))
+        self.findings.append(Finding(code, self.name, self._kind, message, evidence))
+
+    @property
+    def _kind(self) -> str:
+        layer = self.layer if self.name is not None else self.layer.get_submodule("model")
+        return type(layer).__name__
 
     def _remark(self) -> None:
         if self.gave.used.drew:
             self._find("random", "draws random numbers")
-        modules = self.layer.named_modules()
+        # Modules that normalize are no part of a model's own operations.
+        modules = self.layer.named_modules() if self.name is not None else ()
         self.norms = [name or type(module).__name__ for name, module in modules if normalises(module)]
         if self.norms:
             self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(self.norms))
@@ -128,6 +137,11 @@ class LayerExam:
         if not self.whole.used.drew and len(self.findings) == found:
             self._compare_gradients_and_state()
         return None
+
+    def first_differing(self) -> int | None:
+        """The first output tensor whose micro-batches differ from the whole; None if none is known."""
+        pairs = enumerate(self._outputs() if self.ran.rows else [])
+        return next((k for k, pair in pairs if difference(*pair) > self.tolerance), None)
 
     def _outputs(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""

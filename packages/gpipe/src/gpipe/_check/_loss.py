@@ -38,7 +38,10 @@ class Loss:
 
     Attributes:
         reduction: how the caller says that the losses of micro-batches add up; None if he does not.
+        of_substitute: the same for the substitute; None if it is computed once, on the output of all rows.
     """
+
+    of_substitute: str | None = "mean"
 
     def __init__(self, loss_fn: LossFunction | None, target: Any, reduction: str | None = None) -> None:
         self._alone = takes_output_alone(loss_fn, target)
@@ -69,6 +72,8 @@ class Loss:
     def rule(self, whole: LossPart, rows: Sequence[int]) -> Rule | None:
         """How the losses of micro-batches with so many ``rows`` add up; None if that is not known."""
         if self.loss_fn is None and not self.is_own(whole[0]):  # the substitute
+            if self.of_substitute is None:
+                return None
             return Rule(mean_square, shares_of([_Rows((each,)) for each in rows]))
         sums = loss_value(self(*whole[:2])).count is not None or (
             self.loss_fn is not None and self.loss_fn in SeenSums()

@@ -1,16 +1,17 @@
-"""Run the layers of a model one after the other, and examine each on what it got in the plain model."""
+"""The plain model and its forward; the layers of an ``nn.Sequential`` run one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from microbatch import unwrap
 from profiler.sandbox import copied
+from streams import Context
 
-from .._flatten._skeleton import followers
 from ..skip import Skippable
 from ..skip.namespace import Key
 from ._findings import Finding
@@ -20,25 +21,36 @@ from ._trial import LayerTrial, Signal, attempt
 
 
 class LayerRun(NamedTuple):
-    """A layer in the forward of the plain model: its name, its input, and what it did."""
+    """A call of a layer in the forward of the plain model: its name, its input, what it did, and in which settings."""
 
     name: str
     given: Signal
     gave: LayerTrial
+    context: Context
 
 
 class Record(NamedTuple):
-    """The plain model, and its forward."""
+    """The plain model, and its forward.
 
-    layers: nn.Sequential
+    Attributes:
+        units: the names of the layers, or of the modules that a forward of the model's own calls.
+        blocks: the names of the units at which that forward is cut.
+        draws: whether that forward draws random numbers itself.
+    """
+
+    model: nn.Module
     inputs: Any
     target: Any
     dtype: torch.dtype
     steps: list[LayerRun]
+    output: Signal
+    units: Collection[str]
+    blocks: Collection[str] = ()
+    draws: bool = False
 
     @property
-    def output(self) -> Signal:
-        return self.steps[-1].gave.output
+    def given(self) -> Signal:
+        return Signal(unwrap(self.inputs)[0], {})
 
 
 def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
@@ -47,8 +59,9 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
         waiting.update(signal.skips)  # until a layer pops them, which need not be the next
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
         given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
-        steps.append(LayerRun(name, given, attempt(layer, given)._replace(roots=(), leaves=())))
-        signal = steps[-1].gave.output
+        gave = attempt(layer, given)._replace(roots=(), leaves=())
+        steps.append(LayerRun(name, given, gave, Context.capture()))
+        signal = gave.output
     return steps
 
 
@@ -66,7 +79,7 @@ def examine_all(
         where = [rows[id(tensor)] for tensor in step.given.tensors()]
         pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
         parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
-        exam = LayerExam(*step, layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
+        exam = LayerExam(*step[:3], layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
         dims, values = exam.examine()
         findings += exam.findings
         rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
@@ -83,13 +96,18 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
     return cut
 
 
-def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
-    calmed_layers = copied(layers)
-    for layer, step in zip(calmed_layers.children(), steps, strict=True):
-        calm(layer, step.given, step.gave.used.drew)
-    # A pipe of a flattened model follows the mode of that model.
-    for twin in followers(calmed_layers):
-        twin.lead()
-    for twin in followers(calmed_layers):
-        twin.follow()
-    return calmed_layers
+def calmed(record: Record) -> nn.Module:
+    """Return a copy of the model without masks, where batch norm uses running statistics."""
+    model = copied(record.model)
+    for step in record.steps:
+        calm(model.get_submodule(step.name), step.given, step.gave.used.drew)
+    if record.draws:
+        quieten(model, record.units)
+    return model
+
+
+def quieten(model: nn.Module, units: Collection[str]) -> None:
+    """Put all of ``model`` but its units in evaluation mode, so that it draws no random numbers itself."""
+    inside = {each for name in units for each in model.get_submodule(name).modules()}
+    for module in model.modules():
+        module.training &= module in inside

@@ -25,6 +25,9 @@ from ._trial import SEED, call_all, seeded
 Results = dict[str, Tensor | None]
 """The loss and the gradients of a step, by name."""
 
+STAGES = 4
+"""The stages of a pipe, if nothing is said about them."""
+
 _MESSAGES = {
     "loss": "a pipe does not compute the model's own loss as the model does",
     "pipeline": "a pipe of the layers differs from the model",
@@ -33,15 +36,16 @@ _MESSAGES = {
 
 
 def examine_pipe(
-    model: Record, loss: Loss, balance: Sequence[int], chunks: int, tolerance: float, draws: bool
+    model: Record, loss: Loss, balance: Sequence[int] | None, chunks: int, tolerance: float, draws: bool
 ) -> tuple[list[Finding], list[str]]:
     """What was found, and the settings under which a pipe of the whole model agreed with the plain model.
 
     Args:
+        balance: of the stages; None for any.
         tolerance: the largest relative difference that counts as rounding.
         draws: whether a layer or the loss draws random numbers.
     """
-    calm = calmed(model.layers, model.steps)  # masks and batch norm differ by design
+    calm = calmed(model)  # masks and batch norm differ by design
     own = loss.is_own(model.output.value)
     step = partial(_piped, model, loss, balance, chunks)
     agreed, compare = list[str](), partial(_problem, max(ROUNDING, 100 * tolerance))
@@ -55,16 +59,16 @@ def examine_pipe(
         agreed.append("a step with 'always'")
     if draws:  # with all masks, as in training, checkpointing must change nothing
         try:
-            expected = step(model.layers, "never")
+            expected = step(model.model, "never")
         except Exception as error:
             return [Finding("pipeline", None, "", _MESSAGES["pipeline"], _told(error))], []
-        if problem := compare(expected, partial(step, model.layers, "always")):
+        if problem := compare(expected, partial(step, model.model, "always")):
             return [Finding("recompute", None, "", _MESSAGES["recompute"], problem)], []
         agreed.append("a step with 'always' as with 'never'")
     return [], agreed
 
 
-def _plain(model: Record, layers: nn.Sequential, loss: Loss) -> tuple[Results, bool]:
+def _plain(model: Record, layers: nn.Module, loss: Loss) -> tuple[Results, bool]:
     layers = copied(layers)
     value = as_nonleaf(clone_leaves(Activation(unwrap(model.inputs)[0]))).value
     with seeded(layers) as used:
@@ -74,19 +78,20 @@ def _plain(model: Record, layers: nn.Sequential, loss: Loss) -> tuple[Results, b
 
 
 def _piped(
-    model: Record, loss: Loss, balance: Sequence[int], chunks: int, layers: nn.Sequential, checkpoint: str
+    model: Record, loss: Loss, balance: Sequence[int] | None, chunks: int, layers: nn.Module, checkpoint: str
 ) -> Results:
     """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
     layers = copied(layers)
-    pipe = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint)
+    devices = ["cpu"] * (STAGES if balance is None else len(balance))
+    pipe = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
     without_advice(pipe)  # the report says it
     torch.manual_seed(SEED)
     with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here
         if loss.loss_fn is None and not loss.is_own(model.output.value):
-            found = pipe.step(model.inputs, loss_fn=mean_square, reduction="mean")
+            found = pipe.step(model.inputs, loss_fn=mean_square, reduction=loss.of_substitute)
         else:
             found = pipe.step(model.inputs, model.target, loss_fn=loss.loss_fn, reduction=loss.reduction)
-    # Names of the layers, since those of a pipe are of the model that was flattened. There may be metrics.
+    # There may be metrics.
     return _results(layers, found[0] if isinstance(found, tuple) else found)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._trial import Signal
 
@@ -23,6 +24,10 @@ _HUGE = 1e8
 
 class NoRowsError(ValueError):
     """The micro-batches of a tensor do not make up the whole of it."""
+
+
+class OtherCallsError(RuntimeError):
+    """A model calls other modules for a micro-batch than for all rows."""
 
 
 class Cut(NamedTuple):
@@ -117,11 +122,21 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
     With ``alike`` it is relative to the largest value of all tensors: a gradient that is nothing but rounding has no
     scale.
     """
+    expected, found = [*_parts(expected)], [*_parts(found)]
     if len(expected) != len(found):
         return math.inf
     scales = [0.0 if tensor is None else _scale(tensor) for tensor in expected]
     least = max(scales, default=0.0) * (1 if alike else 1e-6)
     return max([_difference(a, b, max(s, least)) for a, b, s in zip(expected, found, scales, strict=True)], default=0.0)
+
+
+def _parts(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+    """Yield the tensors inside of subclasses such as quantized weights, which have few operations of their own."""
+    for tensor in tensors:
+        if tensor is not None and is_traceable_wrapper_subclass(tensor):
+            yield from _parts([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        else:
+            yield tensor
 
 
 def _difference(expected: Tensor | None, found: Tensor | None, scale: float) -> float:

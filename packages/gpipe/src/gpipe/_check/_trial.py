@@ -79,9 +79,11 @@ def call(layer: nn.Module, value: Any) -> Any:
     return layer(*value.args, **value.kwargs) if isinstance(value, Arguments) else layer(value)
 
 
-def call_all(layers: nn.Sequential, value: Any) -> Any:
-    """What ``layers`` make of ``value``; unlike their container, the first takes several arguments."""
-    for layer in layers.children():
+def call_all(model: nn.Module, value: Any) -> Any:
+    """What ``model`` makes of ``value``; the first layer of an ``nn.Sequential`` may take several arguments."""
+    if not isinstance(model, nn.Sequential):
+        return call(model, value)
+    for layer in model.children():
         value = call(layer, value)
     return value
 

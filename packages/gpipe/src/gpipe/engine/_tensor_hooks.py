@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import saved_tensors_hooks
+from .._torch import saved_tensors_hooks, with_lost_weight
 
 # Code that reads grad_fn may later put a hook on the node.
 _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "grad_fn").__get__)
@@ -32,6 +32,7 @@ class TensorHooks(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the compiler traces this mode, but its output has no such hooks
             return function(*args, **(kwargs or {}))
+        kwargs = with_lost_weight(function, kwargs)
         # Saved-tensor hooks, such as the ones of torch.utils.checkpoint, expect to unpack each tensor once.
         self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() is not None
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import pop_function_mode, push_function_mode, top_function_mode
+from .._torch import pop_function_mode, push_function_mode, saved_tensors_hooks, top_function_mode, with_lost_weight
 
 
 class Looks(Protocol):
@@ -37,11 +37,18 @@ class Between(TorchFunctionMode):
         super().__init__()
         self._looks = looks
         self.is_off = False
+        self._outside: object = None
+        self._region: object = None
+        self._has: set[bool] = set()
+
+    def __enter__(self) -> Any:
+        self._outside = saved_tensors_hooks()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(function, kwargs)
         if self.is_off:
             return function(*args, **kwargs)
         kind = _kind(function)
@@ -51,7 +58,25 @@ class Between(TorchFunctionMode):
             found = function(*args, **kwargs)
             # The model must not see that tensors of other processes are on meta.
             return self._looks.device if isinstance(found, torch.device) and found.type == "meta" else found
+        self.expect_no_checkpoint(is_block=False)
         return self._looks.operate(function, args, kwargs)
+
+    def expect_no_checkpoint(self, *, is_block: bool) -> None:
+        """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
+
+        That computes both again in the backward, where blocks save other tensors than in the forward.
+        """
+        hooks: Any = saved_tensors_hooks()
+        if hooks is None or hooks == self._outside or not torch.is_grad_enabled():
+            return
+        if hooks[0] is not self._region:
+            self._region, self._has = hooks[0], set()
+        self._has.add(is_block)
+        if len(self._has) > 1:
+            raise RuntimeError(
+                "the model calls a block inside torch.utils.checkpoint, beside operations of its own, whose gradients "
+                "would be wrong; leave checkpointing to GPipe(checkpoint=...), or checkpoint the block alone"
+            )
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
+from ._buffers import Kept, kept, restore
 from ._called import answered_by
 from ._facts import Facts, Place
 from ._left import Left
@@ -96,6 +97,8 @@ class Forward:
         self.microbatch = microbatch
         self._tensors = run.tensors(microbatch)
         self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
+        # Buffers used after the last block so far: a replay will compute again what follows it.
+        self._buffers: dict[int, list[Kept]] | None = {} if run.replays and known is None else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
         self._calls = 0
@@ -201,6 +204,8 @@ class Forward:
                     self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
                     self._collect()
+                    for buffers in (self._buffers or {}).values():
+                        restore(buffers)
         finally:
             self._turn.close()
             del self._turn
@@ -255,12 +260,15 @@ class Forward:
         is_block = module not in self._run.others
         if not is_block and stage < self._tensors.stage:
             return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
+        self._between.expect_no_checkpoint(is_block=True)
         number = self._calls
         self._calls += is_block
+        if self._buffers:
+            self._buffers.clear()
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
-            look = self._run.left.watch(name, module)
+            look = self._run.left.watch(name, module, self.microbatch, self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
@@ -275,7 +283,7 @@ class Forward:
         if is_block:
             current.work.rng.at = 2 * number + 2
         with self._between.off():
-            look((args, kwargs, output))
+            look((args, kwargs), output)
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
             self._tensors.made(collected, (args, kwargs))
             if self.uses is not None:
@@ -341,7 +349,16 @@ class Forward:
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations with the tensors of this stage."""
+        if self._buffers is not None and self._run.model.training:
+            changed((args, kwargs), self._keep)
         return self._tensors.compute(function, args, kwargs, self.here)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
+        assert self._buffers is not None
+        if not tensor.requires_grad and id(tensor) not in self._buffers and self._run.is_of_model(tensor):
+            self._buffers[id(tensor)] = kept([tensor])
+        return tensor
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
@@ -352,7 +369,7 @@ class Forward:
         """Note that the model itself uses ``tensor``, which a block may have returned."""
         if self.uses is not None:
             self.uses.note(tensor)
-        self._run.left.expect_not(tensor, self._run.model)
+        self._run.left.expect_not(tensor, self._run.model, self.microbatch)
 
 
 def _nothing() -> Generator[None]:

@@ -1,18 +1,35 @@
-"""Detect tensors that blocks leave in attributes. They belong to the micro-batch whose forward set them last."""
+"""Detect tensors in attributes of blocks by which a block and the model pass values beside the call.
+
+They belong to the micro-batch whose forward set them last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor, nn
 
 from ..checkpoint._state import last_entry
-from ._tree import changed
+from ..values._leaves import tensors_of
 
-Found = dict[int, tuple[ref[Tensor], str]]
-"""Tensors by identity, with the names of the attributes."""
+
+class _Entry(NamedTuple):
+    """A tensor in an attribute.
+
+    Attributes:
+        name: the name of the attribute.
+        owner: the micro-batch for which the block has also returned the tensor; None if it has not.
+    """
+
+    tensor: ref[Tensor]
+    name: str
+    owner: int | None = None
+
+
+_Found = dict[int, _Entry]
+"""By the identity of the tensor."""
 
 
 class Left:
@@ -20,40 +37,71 @@ class Left:
 
     def __init__(self) -> None:
         self._leaves: dict[nn.Module, bool] = {}
-        self._found: Found = {}
+        self._found: _Found = {}
+        self._before: _Found = {}
 
-    def watch(self, name: str, block: nn.Module) -> Callable[[Any], None]:
-        """Inspect ``block`` before its call. Return a function to call with its arguments and output afterwards."""
+    def begin(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Note the tensors in attributes of ``blocks`` before the run."""
+        for name, block in blocks.items():
+            self._before.update(_tensors_of(name, block))
+
+    def watch(
+        self, name: str, block: nn.Module, microbatch: int, is_of_model: Callable[[Tensor], bool]
+    ) -> Callable[[Any, Any], None]:
+        """Inspect ``block`` before its call. Return a function to call with its arguments and output afterwards.
+
+        Raises:
+            RuntimeError: the forward of the model has set an attribute of the block to a tensor.
+        """
         if not self._leaves.get(block, True):  # its first call has left nothing
-            return lambda values: None
+            return lambda arguments, output: None
         before = _tensors_of(name, block)
+        if block not in self._leaves:
+            self._expect_none_set(before, is_of_model)
 
-        def look(values: Any) -> None:
-            known = {*before}
-            changed(values, lambda tensor: known.add(id(tensor)) or tensor)  # type: ignore[func-returns-value]
-            left = {key: each for key, each in _tensors_of(name, block).items() if key not in known}
+        def look(arguments: Any, output: Any) -> None:
+            known = {*before, *map(id, tensors_of(arguments))}
+            returned = {*map(id, tensors_of(output))}
+            for key in returned & before.keys():  # this call too has returned what an earlier one has left
+                self._found.pop(key, None)
+            left = {
+                key: each._replace(owner=microbatch if key in returned else None)
+                for key, each in _tensors_of(name, block).items()
+                if key not in known
+            }
             self._leaves[block] = bool(left) or self._leaves.get(block, False)
             self._found.update(left)
 
         return look
 
-    def expect_not(self, tensor: Tensor, model: nn.Module) -> None:
-        """Raise RuntimeError if ``tensor``, which ``model`` itself uses, was left by a block."""
+    def expect_not(self, tensor: Tensor, model: nn.Module, microbatch: int) -> None:
+        """Raise RuntimeError if ``tensor``, which ``model`` itself uses for ``microbatch``, was left by a block."""
         found = self._found.get(id(tensor))
-        if found is not None and found[0]() is tensor:
+        if found is not None and found.tensor() is tensor and found.owner != microbatch:
             raise RuntimeError(
-                f"{type(model).__name__} reads {found[1]}, where a block has left a tensor; by the time of the "
+                f"{type(model).__name__} reads {found.name}, where a block has left a tensor; by the time of the "
                 "read, the block may have stored a different micro-batch's tensor there; let the block return it"
             )
 
+    def _expect_none_set(self, now: _Found, is_of_model: Callable[[Tensor], bool]) -> None:
+        """Raise RuntimeError if a tensor of ``now`` was set in this run, and not by a block."""
+        for key, each in now.items():
+            tensor, then = each.tensor(), self._before.get(key)
+            was_there = then is not None and then.tensor() is tensor
+            if tensor is not None and not was_there and key not in self._found and not is_of_model(tensor):
+                raise RuntimeError(
+                    f"the model sets {each.name}, an attribute of a block, to a tensor; by the time of the call, the "
+                    "forward of a different micro-batch may have set it again; call the block with it"
+                )
 
-def _tensors_of(name: str, block: nn.Module) -> Found:
+
+def _tensors_of(name: str, block: nn.Module) -> _Found:
     """Return the tensors in attributes of ``block``, or at the end of lists in attributes."""
-    found: Found = {}
+    found: _Found = {}
     for path, module in block.named_modules(prefix=name):
         if not type(module).__module__.startswith("torch.nn."):
             for attribute, value in vars(module).items():
                 last = last_entry(value)
                 if isinstance(last, Tensor):
-                    found[id(last)] = ref(last), f"{path}.{attribute}"
+                    found[id(last)] = _Entry(ref(last), f"{path}.{attribute}")
     return found

@@ -19,6 +19,7 @@ from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
 from ._between import Between
 from ._blocks import Order
+from ._buffers import kept, restore
 from ._called import answered, answered_by
 from ._elsewhere import Elsewhere, Unnumbered, undrawn
 from ._far import FarTensors
@@ -42,7 +43,7 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> 
 
 @contextmanager
 def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    buffers = [(each, each.clone()) for each in buffers_outside(model, blocks.values())]
+    buffers = kept(buffers_outside(model, blocks.values()))
     before = is_intercepting()
     interception.prepare()
     set_intercepting(True)
@@ -51,8 +52,7 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
             yield
     finally:
         set_intercepting(before)
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
+        restore(buffers)
 
 
 class Rehearsal:

@@ -17,19 +17,23 @@ from microbatch import unflatten
 from streams import current_stream, wait_stream
 
 from .._flatten._collected import collector
-from ..checkpoint._state import is_small
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
+from ._buffers import kept, restore
 from ._called import answered_by
 from ._drawn import Draws
 from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
+
+
+def returned_itself(value: Any) -> Any:
+    return value
 
 
 class Replay:
@@ -39,7 +43,6 @@ class Replay:
         model: the model.
         blocks: its blocks.
         others: modules whose calls are handled like those of blocks, although they are none.
-        pick: returns the part of its output that the pipe returns.
         facts: the facts from the forwards of micro-batches, without tensors.
         used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
         rows: the number of rows of each micro-batch.
@@ -52,15 +55,14 @@ class Replay:
         model: nn.Module,
         blocks: Collection[nn.Module],
         others: Container[nn.Module],
-        pick: Callable[[Any], Any],
         facts: Facts,
         used: Sequence[Mapping[str, Tensor]],
         rows: Sequence[int],
         devices: Sequence[torch.device],
-        owner_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        owner_of: Callable[[Tensor], Tensor] = returned_itself,
     ) -> None:
         self._owner_of = owner_of
-        self._others, self._pick = others, pick
+        self._others = others
         self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
         self._used: dict[Place, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
@@ -71,21 +73,24 @@ class Replay:
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
+        self._buffers = kept(buffers_outside(model, blocks))
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def output(self, inputs: Any) -> Any:
-        """Return the output of the model for ``inputs``."""
+    def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
+        """Return the output of the model for ``inputs``, or what ``pick`` returns of it.
+
+        Only that must not depend on random numbers drawn between blocks.
+        """
         arguments = as_arguments(inputs)
         begin = self._devices[0]
         args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._pick(self._model(*args, **kwargs))
+                output = self._model(*args, **kwargs)
                 with self._between.off():
                     self._stage = len(self._devices) - 1
-                    output = changed(output, self._returned)
+                    output = changed(pick(output), self._returned)
         finally:
             del self._between  # it refers to this object
         if self._calls != len(self._answers):
@@ -97,6 +102,7 @@ class Replay:
         is_next = self._calls < len(self._answers) and self._answers[self._calls].block == name
         if module in self._others and not is_next:
             return function(*args, **kwargs)
+        self._between.expect_no_checkpoint(is_block=True)
         if self._calls == len(self._answers):
             raise _other(self._model, self._calls + 1, len(self._answers))
         answer: Answer = self._answers[self._calls]
@@ -125,14 +131,8 @@ class Replay:
         """Check generators and restore buffers after the last block, as each micro-batch has already run this part."""
         if source := self._draws.elsewhere():
             raise self._random(source)
-        with self._between.off(), torch.no_grad():
-            for buffer, version, before in self._buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-                elif not torch.equal(buffer, before):
-                    # Batch norm updates its statistics without a new version, so this must not create one either: the
-                    # backward would raise.
-                    buffer.data.copy_(before)
+        with self._between.off():
+            restore(self._buffers)
 
     @property
     def device(self) -> torch.device:
@@ -264,11 +264,11 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
 
 
 def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the small buffers of modules outside blocks. In training, the forwards of these modules may change them."""
+    """Yield the buffers of modules outside blocks. In training, the forwards of these modules may change them."""
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules() if model.training else ():
         if module not in inside:
-            yield from (each for each in module.buffers(recurse=False) if is_small(each) and not each.is_meta)
+            yield from (each for each in module.buffers(recurse=False) if not each.is_meta)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

@@ -8,6 +8,8 @@ because it has the arguments for the full mini-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Final, NamedTuple
 
 import torch
@@ -39,9 +41,14 @@ def dim_between(size: torch.Size, whole: torch.Size) -> int:
 def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
     """Return the dimension of the rows in an output with this ``size``, of a block with these ``arguments``."""
     same = {dim for own, dim in arguments if own == size} - {UNKNOWN, NOWHERE}
-    every = {dim for _, dim in arguments} - {NOWHERE}
-    found = _one([*(same if len(same) == 1 else every)])
-    return found if found < len(size) else UNKNOWN
+    if len(same) == 1:
+        return same.pop()
+    found = _one([*{dim for _, dim in arguments} - {NOWHERE}])
+    if found < 0:
+        return found
+    # Rows may be divided further, as into tokens. Other numbers are those of something else, such as experts.
+    known = {count for own, dim in arguments if dim == found for count in accumulate(own[found:], mul)}
+    return found if found < len(size) and size[found] in known else UNKNOWN
 
 
 def joined(parts: Sequence[Tensor], rows: Sequence[int], arguments: Sequence[Argument]) -> Tensor | None:
@@ -58,8 +65,8 @@ def joined(parts: Sequence[Tensor], rows: Sequence[int], arguments: Sequence[Arg
         return parts[0].clone()  # because it does not depend on rows
     if dim == UNKNOWN or len({(*size[:dim], *size[dim + 1 :]) for size in sizes}) > 1:
         return None
-    # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
     first = sizes[0][dim]
+    # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
     each = all(size[dim] * rows[0] == first * count for size, count in zip(sizes, rows, strict=True))
     return torch.cat([*parts], dim) if each and first % max(1, rows[0]) == 0 else None
 

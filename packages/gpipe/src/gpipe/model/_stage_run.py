@@ -98,6 +98,7 @@ class ModelRun(StageRuns):
         for module in self._divided.common:
             for tensor in contents_of(module).tensors:
                 self._homes.pop(tensor, None)
+        self.left.begin(self._divided.division.blocks)
         try:
             with self._divided.answering(), without_cache(self.model):
                 yield

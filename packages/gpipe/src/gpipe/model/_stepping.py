@@ -30,7 +30,7 @@ from ._blocks import Blocks, Division, divide, named_blocks, ordered_by
 from ._elsewhere import first_line
 from ._order import order_of
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, used_of
+from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
 
 _log = logging.getLogger("gpipe")
 Pipe = TypeVar("Pipe", bound="ModelStepping")
@@ -92,16 +92,20 @@ class ModelStepping(Stepping):
         return self._devices
 
     def _replayed(
-        self, used: Any, batches: Sequence[Batch], inputs: Any, owner_of: Callable[[Tensor], Tensor] = lambda own: own
+        self,
+        used: Any,
+        batches: Sequence[Batch],
+        inputs: Any,
+        owner_of: Callable[[Tensor], Tensor] = returned_itself,
+        pick: Callable[[Any], Any] = returned_itself,
     ) -> Any:
         """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
             facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
-            model, divided = self._whole_model, pipeline.divided
-            others, pick = divided.stages_of_others, divided.pick
-            replay = Replay(model, self._blocks.values(), others, pick, facts, used, rows, self._places, owner_of)
-            return replay.output(inputs)
+            model, others = self._whole_model, pipeline.divided.stages_of_others
+            replay = Replay(model, self._blocks.values(), others, facts, used, rows, self._places, owner_of)
+            return replay.output(inputs, lambda output: pick(pipeline.divided.pick(output)))
         except BaseException:
             pipeline.forget()
             raise
@@ -120,14 +124,16 @@ class ModelStepping(Stepping):
         if not whole or self.out_spec is not None:
             return super()._losses(asked, scope, whole=whole)
         call, batches = asked.call, asked.batches
-        loss_fn = own_loss if call.loss_fn is None else call.loss_fn
+        picks = call.loss_fn is None and not call.return_outputs
+        loss_fn = returned_itself if picks else call.loss_fn or own_loss
+        pick = own_loss if picks else returned_itself
         arguments = whole_arguments(call, self._devices[-1])
         self._tell_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
         def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
-            output = self._replayed(used, batches, inputs, owner_of)
+            output = self._replayed(used, batches, inputs, owner_of, pick)
             if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             try:

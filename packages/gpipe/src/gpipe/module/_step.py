@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microbatch import Batch, Versions, unwrap
 
@@ -176,7 +176,8 @@ class Stepping(Divided):
         """
         if not self._told:
             self._told = True
-            is_trained = self.training or self._last_segment() is None  # who has layers in a row has chosen a mode
+            # Who has layers in a row has chosen a mode; pretrained models are in evaluation mode.
+            is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
             tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)

@@ -1,4 +1,4 @@
-"""A pipe of a flattened model has the model's own names, in the model's own order."""
+"""A pipe of a model has the model's own names, in the model's own order."""
 
 import copy
 import pickle
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 
 from ..layers import gradients
-from .test_flatten import Model, batch, models
+from .trunks import Model, batch, models
 
 LISTINGS = ("named_parameters", "named_buffers", "named_modules", "named_children")
 EVERY = {"remove_duplicate": False}
@@ -55,13 +55,9 @@ def expect_listed(found: nn.Module, expected: nn.Module) -> None:
 @given(models(), st.booleans(), st.data())
 def test_names_and_order_are_those_of_the_model(problem: tuple[dict[str, Any], Any], tied: bool, data: st.DataObject):
     model = Jumbled(**problem[0], tied=tied).double()
-    layers = flatten(model, batch(2))
-    cut = data.draw(st.integers(1, len(layers) - 1))
-    with closing(GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2)) as pipe:
+    with closing(GPipe(model, devices=["cpu"] * data.draw(st.integers(1, 3)))) as pipe:
         expect_listed(pipe, model)
-        assert [*pipe] == [*layers]
-        assert len(pipe) == len(layers)
-        with closing(GPipe(pipe[:], [len(layers)], devices=["cpu"])) as again:
+        with closing(GPipe(pipe[:], devices=["cpu"])) as again:
             expect_listed(again, model)
         assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in model.state_dict()]
 
@@ -93,13 +89,13 @@ def test_buffers_stay_those_of_the_model(change: torch.dtype, through: str):
     model = Averaging()
     x = torch.rand(6, 2)
     plain = copy.deepcopy(model).to(change)
-    pipe = GPipe(flatten(model, x[:2]), [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=3, checkpoint="never")
     (pipe if through == "pipe" else nn.ModuleDict({"pipe": pipe})).to(change)
     expect_listed(pipe, model)
     x = x.to(change)
     for part in x.chunk(3):
         plain(part).float().square().mean().div(3).backward()
-    pipe.step(x, loss_fn=lambda output: output.float().square().mean())
+    pipe.step(x, loss_fn=lambda output: output.float().square().mean(), reduction="mean")
     expect_listed(pipe, model)
     assert {str(t.dtype) for t in model.state_dict().values() if t.is_floating_point()} == {str(change)}
     assert all(tensor.any() for name, tensor in model.named_buffers())
@@ -109,14 +105,14 @@ def test_buffers_stay_those_of_the_model(change: torch.dtype, through: str):
 
 def test_the_pipe_and_the_model_have_one_mode():
     model = Model(others=2, dropout=0.5).double()
-    pipe = GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     model.eval()
     assert not pipe.training
-    torch.testing.assert_close(pipe(**batch()), model(**batch())["logits"])
+    torch.testing.assert_close(pipe(**batch())["logits"], model(**batch())["logits"])
     pipe.train()
     assert all(module.training for module in (*model.modules(), *pipe.modules()))
     model.train(False)
-    pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+    pipe.step(**batch(), loss_fn=lambda output: output["logits"].square().mean())
     found = gradients(model)
     model.zero_grad()
     model(**batch())["logits"].square().mean().backward()
@@ -161,10 +157,10 @@ def test_state_dict_methods_and_hooks_of_the_model_are_those_of_the_pipe(way: st
             )
             each.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: state.pop(f"{prefix}note", None))
             each.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
-    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2)
+    pipe = GPipe(model, devices=["cpu"] * 2)
     if way != "new":
         pipe = copy.deepcopy(pipe) if way == "copied" else pickle.loads(pickle.dumps(pipe))
-        model = pipe._model
+        model = pipe[:]
     pipe.register_state_dict_pre_hook(lambda *_: calls.append("saving"))
     plain.epoch = 7
     pipe.load_state_dict(plain.state_dict())
@@ -180,25 +176,18 @@ def test_state_dict_methods_and_hooks_of_the_model_are_those_of_the_pipe(way: st
     assert model.table.dtype == torch.float32
 
 
-def test_a_module_of_the_model_that_is_replaced_later_needs_a_new_pipe():
-    model = Model().double()
-    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2)
-    model.head = nn.Linear(4, 3).double()
-    with pytest.raises(RuntimeError, match=r"'head' of the model was replaced.*new pipe"):
-        pipe(**batch())
-
-
 def test_parameters_and_buffers_that_are_set_later_are_used():
     model = Jumbled(others=2).double()
-    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2)
+    pipe = GPipe(model, devices=["cpu"] * 2)
     model.factor, model.gain = nn.Parameter(torch.tensor(5.0).double()), torch.tensor(3.0)
     model.embed.weight = nn.Parameter(torch.randn(4, 2).double())
     model.scale = 0.25
     expect_listed(pipe, model)
-    torch.testing.assert_close(pipe(**batch()), model(**batch())["logits"])
+    torch.testing.assert_close(pipe(**batch())["logits"], model(**batch())["logits"])
 
 
 def test_the_map_of_devices_has_the_names_of_the_model():
     model = Model(others=2).double()
-    pipe = GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2)
-    assert pipe.hf_device_map == dict.fromkeys([name for name, _ in model.named_parameters()], "cpu")
+    pipe = GPipe(model, devices=["cpu"] * 2)
+    assert {name for name, _ in model.named_parameters()} <= pipe.hf_device_map.keys()
+    assert {*pipe.hf_device_map.values()} == {"cpu"}

@@ -1,4 +1,4 @@
-"""The loss that a flattened model computes itself: that of the plain model for all rows."""
+"""The loss that a model computes itself: that of the plain model for all rows."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten, inline
+from gpipe import GPipe, inline
 from microbatch import Replicate, Split
 
 from ..layers import Layer
@@ -235,8 +235,7 @@ def batch(count: int, length: int, kept: int) -> dict[str, Tensor]:
 def both(loss: Loss, kind: type[Model] = Model) -> tuple[GPipe, Model]:
     torch.manual_seed(0)
     plain = kind(loss)
-    layers = flatten(copy.deepcopy(plain), batch(2, 3, 3))
-    return GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2), plain
+    return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2), plain
 
 
 def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule: str | None = None) -> None:
@@ -299,22 +298,15 @@ def test_it_is_that_of_the_plain_model(
     inputs: dict[str, Any] = batch(count, length, kept)
     if items is not None:
         inputs["num_items_in_batch"] = items
-    if loss not in BY_ITEMS and schedule in ("1f1b", "zero_bubble") and -(-count // -(-count // chunks)) > 1:
+    if loss in BY_ITEMS:
+        schedule = None
+    if schedule in ("1f1b", "zero_bubble") and -(-count // -(-count // chunks)) > 1:
         with pytest.raises(ValueError, match=r"not known how those of micro-batches add up.*leave out schedule="):
             pipe.step(**inputs, schedule=schedule)
         schedule = None
     with nullcontext() if threads else inline():
         assert_same(pipe, plain, inputs, schedule)
         assert_same_output(pipe, plain, inputs)
-
-
-@pytest.mark.parametrize(("loss", "kind"), [*product(BY_ITEMS + LOSSES, [Model, InTheList])])
-def test_losses_of_micro_batches_are_added_up_by_the_number_of_items_alone(loss: Loss, kind: type[Model]) -> None:
-    pipe, _ = both(loss, kind)
-    pipe.chunks = 2
-    pipe.step(**batch(4, 3, 2))
-    assert pipe.last_schedule is not None
-    assert pipe.last_schedule.name == ("1f1b" if loss in BY_ITEMS else "fill_drain")
 
 
 class Remembers(nn.Module):
@@ -343,19 +335,17 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-def test_a_loss_that_changes_a_buffer_is_refused_and_a_head_that_does_is_called_for_each_micro_batch() -> None:
-    model = Model(Remembers())
-    with pytest.raises(ValueError, match=r"its loss changes 'loss\.mean', a buffer.*give step\(\) a loss_fn"):
-        flatten(model, batch(2, 3, 3))
-    flatten(model, batch(2, 3, 3), pick="logits")
-    assert model.loss.mean == 1  # type: ignore[comparison-overlap]
-    plain = Model(tokens)
-    plain.head = Counting()
-    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2, sample=batch(2, 3, 3))
-    assert_same(pipe.eval(), plain.eval(), batch(4, 3, 3))
-    pipe.train().step(**batch(4, 3, 3))
-    pipe(**batch(4, 3, 3))
-    assert pipe.head.calls == 4
+@pytest.mark.parametrize(("loss", "head"), [(Remembers, None), (lambda: tokens, Counting)])
+def test_buffers_of_what_follows_the_blocks_change_as_in_the_model(loss: Callable[[], Loss], head: Any) -> None:
+    """Also in the first mini-batch, where each micro-batch computes it too."""
+    plain = Model(loss())
+    if head is not None:
+        plain.head = head()
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
+    for count in (4, 6, 3):
+        expected = plain(**batch(count, 3, 3))["loss"].detach()
+        torch.testing.assert_close(pipe.step(**batch(count, 3, 3)), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(pipe.named_buffers()), dict(plain.named_buffers()))
 
 
 def refused(pipe: GPipe, why: str, error: type[Exception] = ValueError, **given: Any) -> None:
@@ -384,7 +374,7 @@ def test_a_loss_of_training_only_is_right_too() -> None:
 def test_a_loss_may_be_set_later(losses: tuple[Loss, Loss]) -> None:
     plain = Model(losses[0])
     model = copy.deepcopy(plain)
-    pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     model.loss = plain.loss = losses[1]
     assert_same(pipe, plain, batch(4, 3, 2))
 
@@ -397,21 +387,14 @@ def test_labels_that_are_missing_are_asked_for() -> None:
 def test_a_step_in_evaluation_mode_or_of_one_micro_batch_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """As models of ``from_pretrained`` are in evaluation mode."""
     for training, chunks in ((True, 2), (False, 1)):
-        layers = flatten(Model(tokens).train(training), batch(2, 3, 3))
-        pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=chunks)
+        pipe = GPipe(Model(tokens).train(training), devices=["cpu"] * 2, chunks=chunks)
         with caplog.at_level(logging.WARNING, "gpipe"):
             for _ in range(2):
-                pipe.step(**batch(4, 3, 3))
+                pipe.step(**batch(4, 3, 3), schedule="fill_drain")
         said = [record.getMessage() for record in caplog.records]
         assert len(said) == (0 if training else 2)
     assert "call pipe.train()" in said[0]
     assert "set pipe.chunks" in said[1]
-
-
-@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])
-def test_it_has_no_reduction(options: dict[str, Any]) -> None:
-    pipe, _ = both(tokens)
-    refused(pipe, r"reduction= and normalizer= go with a loss_fn.*leave them out", **batch(4, 3, 3), **options)
 
 
 class Pair(NamedTuple):
@@ -440,28 +423,23 @@ class Returning(Model):
 
 
 @pytest.mark.parametrize(
-    ("made", "pick"),
+    "made",
     [
-        (lambda output: (output["logits"], output["loss"]), None),
-        (lambda output: (output["loss"], output["logits"], None), None),
-        (lambda output: (output["logits"], output["loss"]), lambda output: output[1]),
-        (lambda output: Pair(**output), None),
-        (lambda output: Fields(**output), None),
-        (lambda output: {"total": output["loss"]}, "total"),
-        (lambda output: {"total": output["loss"]}, lambda output: output["total"]),
+        lambda output: (output["logits"], output["loss"]),
+        lambda output: (output["loss"], output["logits"], None),
+        lambda output: Pair(**output),
+        lambda output: Fields(**output),
     ],
 )
-def test_it_may_be_picked_of_any_output(made: Callable[[Any], Any], pick: Any) -> None:
+def test_it_may_be_in_any_output(made: Callable[[Any], Any]) -> None:
     model, plain = Returning(tokens), Model(tokens)
     model.made = made
     model.load_state_dict(plain.state_dict())
-    layers = flatten(model, batch(2, 3, 3), pick=pick)
-    pipe = GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     assert_same(pipe, plain, batch(5, 4, 3))
-    if pick is None:  # the pipe returns what the model does
-        found, expected = pipe(**batch(5, 4, 3)), made(plain(**batch(5, 4, 3)))
-        assert type(found) is type(expected)
-        torch.testing.assert_close(flattened(found), flattened(expected))
+    found, expected = pipe(**batch(5, 4, 3)), made(plain(**batch(5, 4, 3)))
+    assert type(found) is type(expected)
+    torch.testing.assert_close(flattened(found), flattened(expected))
 
 
 @pytest.mark.parametrize(
@@ -469,15 +447,14 @@ def test_it_may_be_picked_of_any_output(made: Callable[[Any], Any], pick: Any) -
     [
         copy.deepcopy,
         lambda pipe: pickle.loads(pickle.dumps(pipe)),
-        lambda pipe: GPipe(pipe[:], [1, 4], devices=["cpu"] * 2, chunks=3),
+        lambda pipe: GPipe(pipe[:], [1, 2], devices=["cpu"] * 2, chunks=3),
     ],
 )
 def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> None:
     torch.manual_seed(0)
     model = Model(tokens)
     plain = copy.deepcopy(model)
-    layers = flatten(model, batch(2, 3, 3))
-    pipe = again(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2))
+    pipe = again(GPipe(model, devices=["cpu"] * 2, chunks=2))
     assert_same(pipe, plain, batch(5, 4, 3))
     assert_same_output(pipe, plain, batch(5, 4, 3))
 
@@ -509,7 +486,7 @@ def test_nothing_of_a_run_is_held(fails: bool) -> None:
 
 
 class Tells(Model):
-    """Returns what the first stage computed, also in a block, which is not computed again."""
+    """Returns what the first stage computed, also in a block."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, ends: Any = None) -> dict[str, Any]:  # type: ignore[override]
         embedded = self.trunk.embed(tokens)
@@ -520,11 +497,9 @@ class Tells(Model):
         return {"loss": self.loss(logits, labels), "logits": logits, "embedded": embedded, "early": early}
 
 
-def test_fields_that_cannot_be_told_are_left_out() -> None:
+def test_all_fields_are_returned() -> None:
     pipe, plain = both(tokens, Tells)
-    found, expected = pipe(**batch(4, 3, 3)), plain(**batch(4, 3, 3))
-    assert expected.keys() - found.keys() == {"early"}
-    torch.testing.assert_close(found, {name: expected[name] for name in found})
+    torch.testing.assert_close(pipe(**batch(4, 3, 3)), plain(**batch(4, 3, 3)))
 
 
 class Beside(Model):
@@ -614,12 +589,11 @@ class Clicks(nn.Module):
         return {"loss": self.loss(self, found, clicked) + 0 * self.scale, "logits": found}
 
 
-def clicks(loss: Loss, sample: list[float]) -> tuple[GPipe, Clicks, dict[str, Tensor]]:
+def clicks(loss: Loss) -> tuple[GPipe, Clicks, dict[str, Tensor]]:
     """A pipe, the plain model, and a batch whose first micro-batch has no clicks."""
     inputs = {"x": torch.randn(7, 3).double(), "clicked": torch.tensor([0, 0, 0, 1, 0, 1, 1]).double()}
     plain = Clicks(loss)
-    given = {"x": inputs["x"][:2], "clicked": torch.tensor(sample).double()}
-    return GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=given), plain, inputs
+    return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3), plain, inputs
 
 
 @pytest.mark.parametrize(
@@ -633,7 +607,7 @@ def clicks(loss: Loss, sample: list[float]) -> tuple[GPipe, Clicks, dict[str, Te
     ids=["of probabilities alone", "by weights that are 0 in a micro-batch"],
 )
 def test_a_loss_of_probabilities(loss: Loss) -> None:
-    pipe, plain, inputs = clicks(loss, [1, 0])
+    pipe, plain, inputs = clicks(loss)
     assert_same(pipe, plain, inputs)
     assert_same_output(pipe, plain, inputs)
 
@@ -651,8 +625,8 @@ def test_a_loss_of_probabilities(loss: Loss) -> None:
     ],
     ids=["masked", "selected", "centred", "not a number", "flooded", "at least", "with a parameter that is 0"],
 )
-def test_a_sample_need_not_show_what_a_loss_does(loss: Loss) -> None:
-    pipe, plain, inputs = clicks(loss, [0, 0])
+def test_a_loss_of_clicks(loss: Loss) -> None:
+    pipe, plain, inputs = clicks(loss)
     assert_same(pipe, plain, inputs)
     assert_same_output(pipe, plain, inputs)
 
@@ -668,19 +642,10 @@ def with_pictures(*tokens: list[int]) -> dict[str, Tensor]:
 
 def test_what_has_a_number_of_its_own_for_each_row_grows_with_the_rows() -> None:
     plain = Pictures(tokens)
-    sample = with_pictures([0, 1, 0], [2, 0, 1])
-    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=3, sample=sample, in_spec=PICTURES)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, in_spec=PICTURES)
     given = with_pictures([0, 1], [2, 3], [0, 0], [4, 5])
     assert_same(pipe, plain, given)
     assert_same_output(pipe, plain, given)
-
-
-def test_a_sample_whose_loss_is_not_a_number_is_asked_for_anew() -> None:
-    sample = batch(2, 3, 3)
-    sample["labels"].fill_(IGNORED)
-    pipe = GPipe(Model(tokens), [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample)
-    with pytest.raises(ValueError, match="the loss is not a number for the sample"):
-        pipe.step(**batch(4, 3, 3))
 
 
 class Shown(Pictures):
@@ -697,10 +662,9 @@ class Shown(Pictures):
         return {"loss": self.loss(logits, labels), "logits": logits, "pictures": found["all"]}
 
 
-@pytest.mark.parametrize("rows", [([0, 0], [0, 0]), ([0, 0, 1], [0, 2, 0]), ([0, 0, 0], [3, 0, 0])])
-def test_what_has_rows_of_its_own_is_left_out_of_a_loss_that_does_not_need_it(rows: tuple[list[int], ...]) -> None:
+def test_what_has_rows_of_its_own_is_returned() -> None:
     plain = Shown(tokens)
-    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, sample=with_pictures(*rows), in_spec=PICTURES)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, in_spec=PICTURES)
     for inputs in (with_pictures([0, 1], [2, 0], [0, 3]), with_pictures([0, 1], [2, 3], [0, 0], [4, 5])):
         assert_same(pipe, plain, inputs)
         expected = plain(**inputs)
@@ -711,28 +675,28 @@ def test_what_has_rows_of_its_own_is_left_out_of_a_loss_that_does_not_need_it(ro
 
 def test_a_mean_by_hand_where_each_row_has_a_number_of_its_own() -> None:
     """The mean may be one over pictures."""
-    sample, plain = with_pictures([0, 1], [2, 0]), Pictures(rows)
-    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample, in_spec=PICTURES)
+    plain = Pictures(rows)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2, in_spec=PICTURES)
     assert_same(pipe, plain, with_pictures([0, 0], [1, 0]))
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 4), (2, 3), (4, 2)])
 @pytest.mark.parametrize("kind", [Beside, Loads])
-def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model], rows: int, length: int) -> None:
+def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model]) -> None:
     """A loss that needs it is refused by name, in a step and in a call; one that does not is right."""
     plain = kind(tokens)
-    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=2, sample=batch(rows, length, 9))
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
     if kind is Beside:
         assert_same(pipe, plain, batch(4, 5, 3))
         assert_same_output(pipe, plain, batch(4, 5, 3))
         return
     for method in (pipe.step, pipe.evaluate, pipe):
-        with pytest.raises(ValueError, match=r"computes a loss that cannot be computed for all rows.*pick=\"logits\""):
+        with pytest.raises(
+            RuntimeError, match=r"block 'trunk\.blocks\.2' returned a tensor of shape \(4,\) for 2 rows"
+        ):
             method(**batch(4, 5, 3))
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 3), (2, 6), (3, 5)])
-def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch(rows: int, length: int) -> None:
+def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch() -> None:
     def masked(rows: int, length: int) -> dict[str, Any]:
         mask = torch.ones(length, length, dtype=torch.float64).tril()
         return {name: each for name, each in batch(rows, length, 3).items() if name != "ends"} | {"mask": mask}
@@ -741,27 +705,31 @@ def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch(rows: int, length: i
         return {**inputs, "mask": Replicate(inputs["mask"])}
 
     plain = Masked(tokens)
-    sample = wrapped(masked(rows, length))
-    pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=["cpu"] * 2, chunks=2, sample=sample)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
     inputs = masked(4, 4)
     expected = plain(**inputs)["loss"]
     for found in (pipe.step(**wrapped(inputs)), pipe.evaluate(**wrapped(inputs)), pipe(**wrapped(inputs))["loss"]):
         torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_backward_hooks_on_what_the_loss_is_computed_from_are_refused() -> None:
-    model = Model(tokens)
-    pipe = GPipe(flatten(model, batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2)
-    model.head.register_full_backward_hook(lambda module, given, grown: None)
-    with pytest.raises(RuntimeError, match="'head' has backward hooks"):
-        pipe(**batch(4, 3, 3))
+def test_backward_hooks_on_what_follows_the_blocks_are_called_once_for_all_rows() -> None:
+    plain, seen = Model(tokens), list[list[Tensor]]()
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
+    for model in (plain, pipe):
+        seen.append([])
+        model.head.register_full_backward_hook(lambda module, given, grown: seen[-1].append(grown[0]))
+        loss = model(**batch(4, 3, 3))["loss"] if model is plain else pipe.step(**batch(4, 3, 3))
+        if model is plain:
+            loss.backward()
+    assert [len(each) for each in seen] == [1, 1]
+    torch.testing.assert_close(seen[1], seen[0])
 
 
 def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None:
     """Seeds of sums would overflow: these are 60,000 times those of a mean, at the loss."""
     torch.manual_seed(0)
     plain = Model(lambda *arguments: 2000 * tokens(*arguments), torch.float16)
-    pipe = GPipe(flatten(copy.deepcopy(plain), batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=4)
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4)
     inputs = batch(60, 40, 99)
     plain(**inputs)["loss"].backward()
     assert pipe.step(**inputs).isfinite()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 
 from ..layers import Layer
 
@@ -72,8 +72,7 @@ def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tu
     torch.manual_seed(0)
     model = Asking(ASKED[asked])
     plain = copy.deepcopy(model)
-    layers = flatten(model, torch.randn(2, 2))
-    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     x = torch.randn(ROWS, 2)
     for what, dtype in changes:
         whole = what in ("model", "pipe")
@@ -119,11 +118,10 @@ def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bo
     model = Scaling(asked).double()
     where(model).factor = 1.0
     plain = copy.deepcopy(model)
-    layers = flatten(model, torch.randn(2, 2, dtype=torch.float64))
-    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     if copied:
         pipe = copy.deepcopy(pipe)
-        model = pipe._model
+        model = pipe[:]
     x = torch.randn(ROWS, 2, dtype=torch.float64)
     for change in changes:
         for each in (model, plain):
@@ -135,12 +133,12 @@ def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bo
     pipe.close()
 
 
-def test_the_layers_tell_the_model_their_mode() -> None:
+def test_the_pipe_tells_the_model_its_mode() -> None:
     model = Asking(ASKED["start"]).eval()
     model.middle.train = lambda mode: nn.Module.train(model.middle, False)  # as frozen norms
-    layers = flatten(model, torch.randn(2, 2))
+    pipe = GPipe(model, devices=["cpu"] * 2)
     for mode in (True, False):
-        assert layers.train(mode) is layers
+        assert pipe.train(mode) is pipe
         assert {module.training for module in model.modules() if module is not model.middle} == {mode}
         assert not model.middle.training
 
@@ -180,11 +178,10 @@ def test_modes_are_what_train_of_the_model_makes_of_them(
     if part is not None:
         setattr(model, part, FrozenBlocks(getattr(model, part)))
     plain, x = copy.deepcopy(model), torch.randn(ROWS, 2)
-    layers = flatten(model, x[:2])
-    pipe = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     if copied:
         pipe = copy.deepcopy(pipe)
-        model = pipe._model
+        model = pipe[:]
     objects = {"pipe": pipe, "model": model, "around": nn.Sequential(pipe)}
     for mode in (False, True):
         objects[which].train(mode)

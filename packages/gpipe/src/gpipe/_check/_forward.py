@@ -1,0 +1,262 @@
+"""Examine a model with a forward of its own: each module that it calls, and what it computes between these.
+
+The model's own forward runs with intercepted calls of its modules. What it computes itself is examined as a layer,
+which gets the model's arguments and what the modules have returned, and gives what they are called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from contextvars import Context as Variables
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from microbatch import Arguments, map_tensors
+from profiler.sandbox import copied
+from streams import Context
+
+from .._flatten._cache import without_cache
+from ..model._blocks import Blocks
+from ..model._called import Answering, answered, answered_by
+from ..model._forward import Ended
+from ..values._leaves import Activation, as_nonleaf, clone, clone_leaves
+from ._findings import Finding
+from ._layer import LayerExam
+from ._model import LayerRun, Record, finest, quieten
+from ._rows import Cut, Dims, NoRowsError, OtherCallsError
+from ._trial import LayerTrial, Signal, Used, attempt, call, seeded
+
+
+def units_of(model: nn.Module, blocks: Collection[str]) -> Blocks:
+    """Return the blocks, and the outermost modules without blocks inside, such as embeddings and norms."""
+    found: Blocks = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if prefix + name in blocks or (is_called and members.isdisjoint(child.modules())):
+                if child not in found.values():
+                    found[prefix + name] = child
+            else:
+                visit(f"{prefix}{name}.", child)
+
+    members = {*map(model.get_submodule, blocks)}
+    visit("", model)
+    return found
+
+
+def walk_forward(model: nn.Module, names: Collection[str], inputs: Signal) -> tuple[list[LayerRun], Signal, bool]:
+    """Run ``model``, each of its units alone.
+
+    Returns:
+        The calls of units, the output, and whether the model itself draws random numbers in training. Then this is a
+        run in which it does not, as in evaluation, while its units are in training.
+    """
+    draws = False
+    for is_quiet in (False, True):
+        walked, walker = copied(model), _Walker()
+        if is_quiet:
+            quieten(walked, names)
+        with seeded(walked) as used:
+            output = Signal(_run(walked, names, inputs, walker), {})
+        if not used.drew:
+            break
+        draws = True
+    kept = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in output.tensors()]
+    return walker.calls, output.replaced(kept), draws
+
+
+def examine_forward(
+    record: Record, dims: Dims, real: Cut, tolerance: float, *, ends: bool, is_own: bool
+) -> tuple[list[Finding], Dims]:
+    """Return the findings for the model's own operations and for each unit, and where the output has its rows.
+
+    Args:
+        dims: where the arguments of the model have their rows.
+        ends: whether each micro-batch computes what follows the last block. Otherwise, that is computed for all rows.
+        is_own: whether the model computes the loss.
+    """
+    calls = record.steps
+    last = max((k for k, each in enumerate(calls) if each.name in record.blocks), default=len(calls) - 1)
+    calls = calls if ends else calls[: last + 1]
+    model = copied(record.model)
+    if record.draws:
+        quieten(model, record.units)
+    inputs = record.given
+    cut = finest(inputs, dims, real)
+    outputs = _outputs_of(record, model, calls, dims, cut)
+    own = OwnForward(model, record.units, [each.name for each in calls], ends=ends and not is_own)
+    given = Signal((inputs.value, [each.gave.output.value for each in calls]), {})
+    exam = _exam(own, given, outputs, dims, cut, real, tolerance) if outputs.is_known else None
+    findings = [Finding("random", None, type(model).__name__, "draws random numbers")] if record.draws else []
+    arguments = [tensor for each in calls for tensor in each.given.tensors()]
+    if exam is None:
+        where, values = cut.guessed(arguments, dims), [[each.given.value for each in calls]] * len(cut.rows)
+    else:
+        where, found = exam.examine()
+        findings += [_placed(finding, exam, calls) for finding in exam.findings]
+        values = [value[0] for value in found]
+    again, apart = copied(model), copied(model)
+    rest = iter(where)
+    for k, each in enumerate(calls):
+        rows = [next(rest) for _ in each.given.tensors()]
+        pieces = cut.signals(each.given, rows)
+        parts = [Signal(value[k], {}).replaced(piece.tensors()) for value, piece in zip(values, pieces, strict=True)]
+        layer, one, other = (copy.get_submodule(each.name) for copy in (model, again, apart))
+        unit = LayerExam(*each[:3], layer, one, other, rows, cut, parts, real, tolerance, k > last)
+        with each.context.applied():
+            unit.examine()
+        findings += unit.findings
+    ending = [*rest] or cut.guessed(record.output.tensors(), dims)
+    # A unit may be called several times.
+    return [*{(each.code, each.layer): each for each in reversed(findings)}.values()][::-1], ending
+
+
+def _exam(
+    own: OwnForward, given: Signal, outputs: _Outputs, dims: Dims, cut: Cut, real: Cut, tolerance: float
+) -> LayerExam | None:
+    """Return the examination of the model's own operations; None if they need more than what units return."""
+    again, apart = copied(own), copied(own)
+    try:
+        gave = attempt(copied(own), given)
+    except Exception:  # they may read what blocks leave in attributes, which a pipe refuses by name
+        return None
+    known = [*dims, *outputs.dims]
+    pieces = [piece.tensors() for piece in cut.signals(given, known)]
+    inputs = given.value[0]
+    parts = [Signal((inputs, v), {}).replaced(p) for v, p in zip(outputs.values, pieces, strict=True)]
+    return LayerExam(None, given, gave, own, again, apart, known, cut, parts, real, tolerance, own.ends)
+
+
+def _placed(finding: Finding, exam: LayerExam, calls: Sequence[LayerRun]) -> Finding:
+    """Add to a finding about rows for which call the model computes what differs."""
+    first = exam.first_differing() if finding.code in ("mixes-rows", "rows") else None
+    ends = accumulate(len(each.given.tensors()) for each in calls)
+    name = next((each.name for each, end in zip(calls, ends, strict=True) if first is not None and first < end), None)
+    return finding if name is None else finding._replace(evidence=f"{finding.evidence}\nin the arguments of {name!r}")
+
+
+class OwnForward(nn.Module):
+    """The operations of a model itself.
+
+    It gets the arguments of the model and the outputs of its units, and returns the arguments of units.
+
+    Args:
+        model: the model.
+        units: the names of the units.
+        calls: the names of the units in the order of their calls.
+        ends: whether to return the output of the model too. Otherwise, the forward ends with the last call.
+    """
+
+    def __init__(self, model: nn.Module, units: Collection[str], calls: Sequence[str], *, ends: bool) -> None:
+        super().__init__()
+        self.model, self.units, self.calls, self.ends = model, units, calls, ends
+
+    def forward(self, value: tuple[Any, Sequence[Any]]) -> tuple[list[Any], Any]:
+        inputs, outputs = value
+        known = _Known(self.calls, outputs, ends=self.ends)
+        output = None
+        with suppress(Ended):
+            output = _run(self.model, self.units, Signal(inputs, {}), known, fresh=False)
+        return known.given, output
+
+
+class _Known:
+    """Answers the calls of units with known outputs."""
+
+    def __init__(self, calls: Sequence[str], outputs: Sequence[Any], *, ends: bool) -> None:
+        self.given: list[Any] = []
+        self._calls, self._outputs, self._ends = calls, outputs, ends
+
+    def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        k = len(self.given)
+        if k == len(self._calls) or self._calls[k] != name:
+            expected = repr(self._calls[k]) if k < len(self._calls) else "its end"
+            raise OtherCallsError(f"the forward calls {name!r}, and for all rows reaches {expected}")
+        # Cloned, because the model may change them in place later.
+        self.given.append(map_tensors(lambda tensor: tensor.clone(), Arguments(args, kwargs)))
+        if k + 1 == len(self._calls) and not self._ends:
+            raise Ended
+        return self._outputs[k]
+
+
+class _Walker:
+    """Runs each unit alone, on the arguments that the model calls it with.
+
+    Args:
+        instead: returns the output of a unit that fails, given the number of its call.
+    """
+
+    def __init__(self, instead: Callable[[int], Signal] | None = None) -> None:
+        self.calls: list[LayerRun] = []
+        self._instead = instead
+
+    def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        given = Signal(Arguments(args, kwargs), {})
+        given = given.replaced([*map(clone, given.tensors())])
+        with answered_by(None):
+            gave = self._attempt(module, given)
+        context = Context.capture()
+        context.variables = Variables()  # none: each examination has its own
+        self.calls.append(LayerRun(name, given, gave._replace(roots=(), leaves=()), context))
+        return as_nonleaf(clone_leaves(Activation(gave.output.value))).value
+
+    def _attempt(self, module: nn.Module, given: Signal) -> LayerTrial:
+        try:
+            return attempt(module, given)
+        except Exception:
+            if self._instead is None:
+                raise
+            return LayerTrial(self._instead(len(self.calls)), Used(), (), ())
+
+
+def _run(model: nn.Module, names: Collection[str], inputs: Signal, answering: Answering, *, fresh: bool = True) -> Any:
+    units = {name: model.get_submodule(name) for name in names}
+    value = as_nonleaf(clone_leaves(Activation(inputs.value))).value if fresh else inputs.value
+    stages = dict.fromkeys(units.values(), 0)
+    with answered(units, stages), answered_by(answering), without_cache(model):
+        return call(model, value)
+
+
+class _Outputs(NamedTuple):
+    """The outputs of units, in the order of their calls.
+
+    Attributes:
+        dims: where their tensors have their rows.
+        values: for each micro-batch, the outputs without their tensors, which are those for all rows.
+        is_known: whether all of them follow the rows of the model's arguments, unlike those of experts.
+    """
+
+    dims: Dims
+    values: list[list[Any]]
+    is_known: bool
+
+
+def _outputs_of(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
+    """Find out where the outputs of each call have their rows, by their shapes in forwards of micro-batches."""
+    guessed = [cut.guessed(each.gave.tensors(), dims) for each in calls]
+    walks = []
+    for k, part in enumerate(cut.signals(record.given, dims)):
+        walked = copied(model)
+        walker = _Walker(lambda n, k=k: cut.signals(calls[n].gave.output, guessed[n])[k])  # type: ignore[misc]
+        with suppress(Exception), seeded(walked):
+            _run(walked, record.units, part, walker)
+        walks.append(walker.calls)
+    found, is_known = _Outputs([], [[] for _ in walks], True), True
+    for n, each in enumerate(calls):
+        whole, rows = each.gave.tensors(), guessed[n]
+        values = [each.gave.output.value] * len(walks)
+        if all(n < len(walk) and walk[n].name == each.name for walk in walks):
+            parts = [walk[n].gave.output for walk in walks]
+            try:
+                rows = cut.dims(whole, [part.tensors() for part in parts])
+                values = [part.value for part in parts]
+            except NoRowsError:
+                is_known = False
+        found.dims.extend(rows)
+        for value, those in zip(values, found.values, strict=True):
+            those.append(value)
+    return found._replace(is_known=is_known)
