@@ -278,11 +278,6 @@ def test_a_module_outside_of_blocks_may_be_replaced(on: str, schedule: str) -> N
         assert_same(pipe, plain)
 
 
-def test_pick_goes_with_a_sample() -> None:
-    with pytest.raises(TypeError, match="pick= goes with a sample"):
-        GPipe(residuals(), devices=["cpu"], pick="logits")
-
-
 def test_a_pipe_is_no_model() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
     with pytest.raises(TypeError, match="is a pipe already"):

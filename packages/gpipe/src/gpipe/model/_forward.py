@@ -25,6 +25,7 @@ from ._between import Between
 from ._called import answered_by
 from ._facts import Facts, Place
 from ._left import Left
+from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
@@ -35,6 +36,7 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
+        pick: selects what is returned of its output.
         stages: its stages.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
@@ -43,6 +45,7 @@ class AnyRun(Moves, Protocol):
     """
 
     model: nn.Module
+    pick: Pick
     stages: Sequence[Stage]
     spec: RunSpec
     replays: bool
@@ -179,7 +182,7 @@ class Forward:
             arguments = as_arguments(self._entering(self._inputs))
             del self._inputs
             with answered_by(self), self._between:
-                output = self._run.model(*arguments.args, **arguments.kwargs)
+                output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
                 with self._between.off():
                     self._enter(self._run.stages[-1].index)
                     self._output = changed(output, self.here)

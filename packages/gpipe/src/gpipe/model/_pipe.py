@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors
+from microbatch import Batch, map_tensors, unwrap
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
@@ -17,6 +19,7 @@ from .._flatten._cache import expect_documents_apart, without_cache
 from .._flatten._generate import generate
 from .._flatten._inputs import Inputs
 from .._flatten._own_loss import with_whole_count
+from .._flatten._shapes import has_data
 from .._gpipe import GPipe
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
@@ -42,15 +45,18 @@ from ..skip.layout import skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import Activation, as_value
 from ..values._sharing import gathered
-from ._blocks import Blocks, Division, divide, named_blocks
+from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks
 from ._parts import parts_of
+from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, ordered, used_of
-from ._stage import ModelStage
+from ._stage import Divided, ModelStage
+
+_log = logging.getLogger("gpipe")
 
 
 class ModelPipe(GPipe, of_models=True):
-    """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``, without a ``sample``.
+    """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``.
 
     Attributes:
         balance: the number of blocks per stage.
@@ -58,6 +64,7 @@ class ModelPipe(GPipe, of_models=True):
     """
 
     _blocks: Blocks
+    _pick: Pick
     _ANEW = "; make a new pipe of the model: GPipe(pipe[:], devices=...); the same optimizer may go on"
 
     def __init__(
@@ -77,10 +84,7 @@ class ModelPipe(GPipe, of_models=True):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        assert sample is None
-        initializer = initializer_of(init)
-        if pick is not None:
-            raise TypeError("pick= goes with a sample; without one, the output is all that the model returns")
+        initializer, picked = initializer_of(init), picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -90,7 +94,7 @@ class ModelPipe(GPipe, of_models=True):
         with untouched_on_failure(module):
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-            division = _division(module, balance, devices, blocks)
+            division = _division(module, balance, devices, blocks, sample, picked)
             places = checked_places(devices, len(division.balance))
             parts = parts_of(module, *division)
             expect_shareable(parts, places)
@@ -112,6 +116,7 @@ class ModelPipe(GPipe, of_models=True):
             _blocks=division.blocks,
             _least_rows=2 if has_deferred else 1,
             _model=module,
+            _pick=picked,
             _partitions=nn.ModuleList(parts),
         )
         # Share the dicts themselves, so that attributes set on the model later also belong to the pipe.
@@ -188,7 +193,7 @@ class ModelPipe(GPipe, of_models=True):
             ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
-        pipeline = ModelPipeline(self._whole_model, self._blocks, stages, layout, streams, workers)
+        pipeline = ModelPipeline(Divided(self._whole_model, self._blocks, stages, self._pick), layout, streams, workers)
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
@@ -231,7 +236,7 @@ class ModelPipe(GPipe, of_models=True):
         try:
             facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
             replay = Replay(self._whole_model, self._blocks.values(), facts, used, rows, self._devices, owner_of)
-            return replay.output(inputs)
+            return replay.output(inputs, self._pick)
         except BaseException:
             pipeline.forget()
             raise
@@ -300,14 +305,47 @@ def expect_own_forward(module: nn.Module) -> None:
 
 
 def _division(
-    model: nn.Module, balance: Iterable[int] | None, devices: Iterable[Device] | None, names: str | Sequence[str] | None
+    model: nn.Module,
+    balance: Iterable[int] | None,
+    devices: Iterable[Device] | None,
+    names: str | Sequence[str] | None,
+    sample: Any,
+    pick: Pick,
 ) -> Division:
     given = [names] if isinstance(names, str) else names
     if balance is not None:
         blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
         return Division(blocks, checked_balance(balance, len(blocks)))
     most = sum(1 for _ in model.modules())
-    return divide(model, len(checked_devices(devices, 1 if devices is None else most)), given)
+    places = checked_devices(devices, 1 if devices is None else most)
+    is_measured = sample is not None and len(places) > 1 and has_data(model)
+    costs = _seconds(model, candidates(model, given), sample, places, pick) if is_measured else None
+    return divide(model, len(places), given, costs)
+
+
+def _seconds(
+    model: nn.Module, blocks: Blocks, sample: Any, devices: Sequence[torch.device], pick: Pick
+) -> Costs | None:
+    """Return the measured costs of blocks; None if the model does not fit on one device."""
+    from ..balance._balance import intra_op_threads  # imported here, because pipes without a sample measure nothing
+    from ._measure import measured, seconds_of
+
+    inputs = Inputs.of(unwrap(sample)[0])
+    expect_documents_apart(model, inputs)
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
+    # Stages compute at the same time, each with its share of the threads.
+    with intra_op_threads(max(1, torch.get_num_threads() // len(devices))):
+        try:
+            rounds = measured(model, blocks, inputs, device, pick)
+        except torch.OutOfMemoryError:
+            _log.warning(
+                "%s does not fit on %s as a whole, so that its blocks are balanced by bytes; give balance=, the number "
+                "of blocks of each stage",
+                type(model).__name__,
+                device,
+            )
+            return None
+    return partial(seconds_of, rounds)
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import nn
-
 from ..engine._accumulate import DeferredGradients
 from ..engine._pipeline import Pipeline
 from ..engine._spec import RunSpec
@@ -18,7 +16,7 @@ from ..engine._workers import Workers
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
 from ._facts import Facts
-from ._stage import Divided, ModelStage
+from ._stage import Divided
 from ._stage_run import ModelRun
 
 
@@ -53,16 +51,10 @@ class ModelPipeline(Pipeline):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        stages: Sequence[ModelStage],
-        layout: SkipLayout,
-        copy_streams: Sequence[CopyStreams],
-        workers: Workers,
+        self, divided: Divided, layout: SkipLayout, copy_streams: Sequence[CopyStreams], workers: Workers
     ) -> None:
-        super().__init__(stages, layout, copy_streams, workers)
-        self.divided = Divided(model, blocks, stages)
+        super().__init__(divided.stages, layout, copy_streams, workers)
+        self.divided = divided
         self.threads = Threads()
         self._known: dict[Any, Facts] = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read

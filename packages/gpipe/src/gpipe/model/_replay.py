@@ -27,6 +27,7 @@ from ._between import Between
 from ._called import answered_by
 from ._drawn import Draws
 from ._facts import Answer, Facts, Place, Shape
+from ._pick import Pick
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
@@ -68,15 +69,15 @@ class Replay:
         self._buffers = [(each, each._version, each.clone()) for each in buffers_outside(model, blocks)]
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def output(self, inputs: Any) -> Any:
-        """Return the output of the model for ``inputs``."""
+    def output(self, inputs: Any, pick: Pick) -> Any:
+        """Return what ``pick`` selects from the output of the model for ``inputs``."""
         arguments = as_arguments(inputs)
         begin = self._devices[0]
         args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._model(*args, **kwargs)
+                output = pick(self._model(*args, **kwargs))
                 with self._between.off():
                     self._stage = len(self._devices) - 1
                     output = changed(output, self._returned)

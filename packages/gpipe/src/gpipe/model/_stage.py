@@ -14,6 +14,7 @@ from ..engine._stage import Stage
 from ..module._init._model import Own
 from ..skip import SkipLayout
 from ._called import answered
+from ._pick import Pick
 
 
 class ModelStage(Stage):
@@ -41,11 +42,12 @@ class ModelStage(Stage):
 
 
 class Divided(NamedTuple):
-    """A model, its named blocks, and its stages."""
+    """A model, its named blocks, its stages, and what is returned of its output."""
 
     model: nn.Module
     blocks: Mapping[str, nn.Module]
     stages: Sequence[ModelStage]
+    pick: Pick
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which stages, or a replay, handle the calls of blocks."""

@@ -62,7 +62,7 @@ class ModelRun(StageRuns):
         deferred: DeferredGradients,
         known: dict[Any, Facts],
     ) -> None:
-        self.model, self._divided = divided.model, divided
+        self.model, self.pick, self._divided = divided.model, divided.pick, divided
         self.stages: Sequence[Stage] = divided.stages
         self.places, self.spec = places, spec
         self.start = start
