@@ -59,7 +59,7 @@ each_model = pytest.mark.parametrize(
 def test_a_pipe_is_made_and_trains(make: Callable[[], nn.Module], name: str, balance: list[int] | None):
     model, given = make(), SAMPLES[name]()
     with closing(GPipe(model, balance, sample=given, devices=["cpu", "cpu"], chunks=2)) as pipe:
-        arguments = Arguments(**given) if isinstance(model, Blocks) else given
+        arguments = Arguments((), given) if isinstance(model, Blocks) else given
         pipe.step(arguments, loss_fn=lambda output: output.square().mean())
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
