@@ -1,4 +1,4 @@
-"""What a step takes as its input is also a sample: of balances, plans, checks and flattened models."""
+"""What a step takes as its input is also a sample: of balances, plans, checks and models."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 from gpipe.balance import balance_by_flops, balance_by_size, balance_by_time
-from microbatch import Replicate
+from microbatch import Arguments, Replicate
 
 from .layers import rows
 
@@ -24,7 +24,7 @@ class First(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """A model that is flattened, whose arguments have names."""
+    """A model with a forward of its own, whose arguments have names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +58,9 @@ each_model = pytest.mark.parametrize(
 @pytest.mark.parametrize("balance", [None, [1, 2]])
 def test_a_pipe_is_made_and_trains(make: Callable[[], nn.Module], name: str, balance: list[int] | None):
     model, given = make(), SAMPLES[name]()
-    layers = gpipe.flatten(model, given) if isinstance(model, Blocks) else model
-    balance = balance and [1, len(layers) - 1]
     with closing(GPipe(model, balance, sample=given, devices=["cpu", "cpu"], chunks=2)) as pipe:
-        pipe.step(given, loss_fn=lambda output: output.square().mean())
+        arguments = Arguments((), given) if isinstance(model, Blocks) else given
+        pipe.step(arguments, loss_fn=lambda output: output.square().mean())
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 

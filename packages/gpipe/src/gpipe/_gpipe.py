@@ -31,7 +31,7 @@ from .module._devices import device_map, expect_same_device, identities_kept, mo
 from .module._frequencies import expect_sums
 from .module._init import initializer_of
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
-from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
+from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
 from .module._step import Prepared, Stepping
@@ -51,13 +51,14 @@ class GPipe(Stepping):
 
     Args:
         module: the model: an ``nn.Sequential``, or a model with a forward of its own. That runs once per micro-batch,
-            and is cut at the elements of its lists of modules; with a ``sample``, :func:`flatten` makes layers of it.
-            Its modules are moved to the devices, not copied. Parameters that partitions share are on the device of the
-            first one.
-        balance: the number of layers, or blocks, of each partition, as :mod:`gpipe.balance` finds it. Of a model with a
-            forward of its own it is optional: blocks are balanced over the ``devices`` by the bytes of their
-            parameters, layers by a measurement of a second, and on ``meta`` by their parameters.
-        sample: an input of the model, with as many rows as a micro-batch; see :func:`flatten`.
+            and is cut at the elements of its lists of modules. Its modules are moved to the devices, not copied.
+            Parameters that partitions share are on the device of the first one.
+        balance: the number of layers, or blocks, of each partition. With a ``sample`` it is optional: after a run to
+            warm up, forward and backward are measured on a copy for about a second, at least once. Of a model with a
+            forward of its own it is optional also without: then blocks are balanced by the bytes of their parameters,
+            as they are on ``meta``.
+        sample: an input of the model, with as many rows as a micro-batch, to measure the balance: a mapping for named
+            arguments, a tuple for positional ones, :class:`microbatch.Arguments` for both, or one tensor.
         devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
             the CPU for each partition if there are none.
         chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
@@ -76,7 +77,8 @@ class GPipe(Stepping):
             by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
             ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, as ``snapshot_download()`` returns one.
         blocks: the names of lists of modules, or of modules, at which a model is cut.
-        pick: with a ``sample``: what the pipe returns of the output; see :func:`flatten`.
+        pick: what the pipe returns of the output of a model with a forward of its own, and what a ``loss_fn`` gets: the
+            name of a field, or a function of the output. By default all.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -139,14 +141,17 @@ class GPipe(Stepping):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        # First whatever can be checked by itself: flattening and measuring take seconds.
+        # First whatever can be checked by itself: measuring takes a second.
         initializer = initializer_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        module = as_sequential(module, sample, blocks=blocks, pick=pick)
+        expect_sequential(module)
+        if blocks is not None or pick is not None:
+            raise TypeError("blocks= and pick= are for a model with a forward of its own; leave them out")
+        assert isinstance(module, nn.Sequential)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
         sizes = checked_balance(balance, len(module))

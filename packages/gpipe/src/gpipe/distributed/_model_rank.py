@@ -14,11 +14,13 @@ from microbatch import Versions, flatten
 from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
+from ..model._division import division_of
 from ..model._far_run import numbered_pairs
 from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
+from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
 from ..model._stage import Divided, ModelStage
-from ..model._stepping import ModelStepping, division_of, expect_own_forward, picker
+from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._keywords import NOTHING, Call, called_with, given_to

@@ -25,6 +25,7 @@ from ._buffers import Kept, kept, restore
 from ._called import answered_by
 from ._facts import Facts, Place
 from ._left import Left
+from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
@@ -35,7 +36,7 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
-        pick: returns the part of its output that the pipe returns.
+        pick: selects what is returned of its output.
         others: modules whose calls are handled like those of blocks, although they are none.
         count: the number of its stages, in all processes.
         spec: the description of the run.
@@ -45,7 +46,7 @@ class AnyRun(Moves, Protocol):
     """
 
     model: nn.Module
-    pick: Callable[[Any], Any]
+    pick: Pick
     others: Container[nn.Module]
     count: int
     spec: RunSpec

@@ -27,13 +27,12 @@ from ._replay import buffers_outside
 from ._tree import changed
 
 
-def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> Order:
-    """Return the order in which ``model`` uses its ``blocks`` for ``sample``. The model is not changed.
+def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
+    """Return the order in which ``model`` uses its ``blocks`` for ``inputs``. The model is not changed.
 
     Raises:
         RuntimeError: the forward needs values that blocks compute.
     """
-    inputs = Inputs.of(sample)
     args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
     rehearsal = Rehearsal(model, blocks)
     with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():

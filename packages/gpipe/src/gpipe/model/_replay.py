@@ -87,10 +87,10 @@ class Replay:
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._model(*args, **kwargs)
+                output = pick(self._model(*args, **kwargs))
                 with self._between.off():
                     self._stage = len(self._devices) - 1
-                    output = changed(pick(output), self._returned)
+                    output = changed(output, self._returned)
         finally:
             del self._between  # it refers to this object
         if self._calls != len(self._answers):

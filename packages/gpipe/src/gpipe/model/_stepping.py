@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,15 +19,13 @@ from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
 from ..module._cut import Checked, checked
 from ..module._keywords import Call
-from ..module._partition import checked_balance
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
-from ._blocks import Blocks, Division, divide, named_blocks, ordered_by
-from ._elsewhere import first_line
-from ._order import order_of
+from ._blocks import Blocks, Division
+from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
 
@@ -41,7 +38,7 @@ class ModelStepping(Stepping):
 
     _blocks: Blocks
     _division: Division
-    _pick: Callable[[Any], Any]
+    _pick: Pick
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         """Set the mode of the model through its own ``train()``."""
@@ -186,66 +183,3 @@ def expect_own_forward(module: nn.Module) -> None:
         raise TypeError(
             "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
         )
-
-
-def division_of(
-    model: nn.Module,
-    balance: Iterable[int] | None,
-    names: str | Sequence[str] | None,
-    stages: Callable[[], int],
-    sample: Any = None,
-) -> Division:
-    """Return the blocks of ``model`` and their balance.
-
-    Args:
-        balance: the number of blocks of each stage, if it is given.
-        names: the names of the blocks, or of lists of them, if they are given.
-        stages: returns the number of stages for a balance that is not given.
-        sample: an input of the model, which shows in which order it uses its modules.
-    """
-    given = [names] if isinstance(names, str) else names
-    if balance is None:
-        division = divide(model, stages(), given)
-    else:
-        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
-        division = Division(blocks, checked_balance(balance, len(blocks)), {})
-    if sample is None:
-        return division
-    try:
-        order = order_of(model, division.blocks, sample)
-    except (RuntimeError, NotImplementedError) as error:
-        _log.warning(
-            "the order in which %s uses its modules is not known, because its forward does not run without data (%s); "
-            "it is taken to be the order in which they are registered",
-            type(model).__name__,
-            first_line(error),
-        )
-        return division
-    return ordered_by(order, model, division, moves=given is None)
-
-
-def picker(pick: Any) -> Callable[[Any], Any]:
-    """Return a function for ``pick``, a function or the name of a field of the output; None is the whole output.
-
-    Raises:
-        TypeError: ``pick`` is something else.
-    """
-    if pick is None:
-        return _whole
-    if isinstance(pick, str):
-        return partial(_field, pick)
-    if not callable(pick):
-        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
-    found: Callable[[Any], Any] = pick
-    return found
-
-
-def _whole(output: Any) -> Any:
-    return output
-
-
-def _field(name: str, output: Any) -> Any:
-    try:
-        return output[name] if isinstance(output, Mapping) else getattr(output, name)
-    except (KeyError, AttributeError):
-        raise TypeError(f"pick={name!r} names no field of the output of the model, a {type(output).__name__}") from None

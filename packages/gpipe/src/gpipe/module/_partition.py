@@ -83,8 +83,8 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 def expect_sequential(module: object) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; of any other model, "
-            "GPipe(model, sample=...) makes one, where sample is an input of the model, such as two rows of a batch"
+            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; gpipe.GPipe itself, not a "
+            "subclass of it, takes any other model: GPipe(model, devices=...)"
         )
     expect_plain(module, known=(StageLayers, Flattened))
 
