@@ -17,6 +17,7 @@ from ..engine._tied import Tied
 from ..engine._workers import Workers
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
+from ._conventions import Conventions
 from ._facts import Facts
 from ._stage import Divided, ModelStage
 from ._stage_run import ModelRun
@@ -50,6 +51,7 @@ class ModelPipeline(Pipeline):
     Attributes:
         divided: the model, its blocks and stages.
         threads: the threads of its forwards.
+        conventions: how the model computes losses, as far as that was tried out.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelPipeline(Pipeline):
         super().__init__(stages, layout, copy_streams, workers)
         self.divided = Divided(model, blocks, stages)
         self.threads = Threads()
+        self.conventions = Conventions(model, blocks)
         self._known: dict[Any, Facts] = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
