@@ -24,6 +24,7 @@ from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, ve
 from ._between import Between
 from ._called import answered_by
 from ._facts import Facts, Place
+from ._generators import Numbers
 from ._left import Left
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
@@ -40,6 +41,7 @@ class AnyRun(Moves, Protocol):
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
+        numbers: the random numbers of Python and NumPy.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class AnyRun(Moves, Protocol):
     replays: bool
     start: Callable[[Callable[[], None]], Any]
     left: Left
+    numbers: Numbers
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
@@ -87,6 +90,8 @@ class Forward:
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
         self._calls = 0
+        self._sizes = *map(_size, inputs.tensors), run.model.training
+        self._end_piece: Callable[[], None] = _nothing
         self._between = Between(self)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
@@ -179,12 +184,15 @@ class Forward:
             arguments = as_arguments(self._entering(self._inputs))
             del self._inputs
             with answered_by(self), self._between:
+                self._begin_piece()
                 output = self._run.model(*arguments.args, **arguments.kwargs)
+                self._leave_piece()
                 with self._between.off():
                     self._enter(self._run.stages[-1].index)
                     self._output = changed(output, self.here)
                     self._collect()
         finally:
+            self._leave_piece()
             self._turn.close()
             del self._turn
 
@@ -211,7 +219,7 @@ class Forward:
             self._stopped.release()
             self._go.acquire()
             if self._is_abandoned:
-                self._turn = _nothing()
+                self._turn = _no_settings()
                 raise Ended
             self._turn = self._settings()
             next(self._turn)
@@ -227,8 +235,10 @@ class Forward:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block through ``function``, in the turn of its stage."""
+        self._leave_piece()
         number = self._calls
         self._calls += 1
+        function = self._drawing(module, function, 2 * number + 1)
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
@@ -253,7 +263,31 @@ class Forward:
                 self._enter(self._run.stages[-1].index)
                 self._collect()
             raise Ended
+        self._begin_piece()
         return output
+
+    def _begin_piece(self) -> None:
+        """Begin what stands between two calls of blocks, which may draw from generators of Python and NumPy."""
+        at = current.work.rng.at
+        self._end_piece = self._run.numbers.begin((at, self._sizes), (self.microbatch, at))
+
+    def _leave_piece(self) -> None:
+        self._end_piece()
+        self._end_piece = _nothing
+
+    def _drawing(self, module: nn.Module, function: Any, at: int) -> Callable[..., Any]:
+        """Return ``function``, which calls a block, with random numbers of Python and NumPy of its own."""
+        numbers, place = self._run.numbers, (self.microbatch, at)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes = *map(_size, args), *map(_size, kwargs.values())
+            end = numbers.begin((module, module.training, sizes), place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end()
+
+        return call
 
     def _called(
         self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]
@@ -314,6 +348,14 @@ class Forward:
         self._run.left.expect_not(tensor, self._run.model)
 
 
-def _nothing() -> Generator[None]:
+def _no_settings() -> Generator[None]:
     return
     yield
+
+
+def _nothing() -> None:
+    pass
+
+
+def _size(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None

@@ -19,6 +19,7 @@ from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
 from ._conventions import Conventions
 from ._facts import Facts
+from ._generators import Drawing
 from ._stage import Divided, ModelStage
 from ._stage_run import ModelRun
 
@@ -68,13 +69,14 @@ class ModelPipeline(Pipeline):
         self.threads = Threads()
         self.conventions = Conventions(model, blocks)
         self._known: dict[Any, Facts] = {}
+        self._drawing: Drawing = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
     def stage_runs(
         self, spec: RunSpec, places: Mapping[int, StagePlace], tied: Tied, deferred: DeferredGradients
     ) -> StageRuns:
-        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, deferred, self._known)
+        run = ModelRun(self.divided, self.threads.pool.submit, places, spec, tied, deferred, self._known, self._drawing)
         self._run, self._facts = run if spec.replays else None, None
         return run
 

@@ -29,6 +29,7 @@ from ..transport._transport import AnyChannel
 from ..values._leaves import Activation
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
+from ._generators import Drawing, Numbers
 from ._left import Left
 from ._stage import Divided
 from ._tensors import Turn
@@ -42,6 +43,7 @@ class ModelRun(StageRuns):
     Args:
         start: calls a function on a thread for forwards.
         known: the facts from forwards of earlier runs, by kind.
+        drawing: the pieces of forwards that are known to draw from generators of Python and NumPy, or not to.
 
     Attributes:
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
@@ -61,6 +63,7 @@ class ModelRun(StageRuns):
         tied: Tied,
         deferred: DeferredGradients,
         known: dict[Any, Facts],
+        drawing: Drawing,
     ) -> None:
         self.model, self._divided = divided.model, divided
         self.stages: Sequence[Stage] = divided.stages
@@ -74,6 +77,7 @@ class ModelRun(StageRuns):
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
+        self.numbers = Numbers(drawing)
         self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
