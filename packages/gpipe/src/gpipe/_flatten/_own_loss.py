@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,7 +73,13 @@ class OwnLoss(NamedTuple):
         return self.convention is not None and (bool(found) or _labels(others) is not None)
 
 
-def with_whole_count(inputs: Any, convention: Convention | None = None) -> Any:
+class Counting(Protocol):
+    """Counts labels."""
+
+    def count(self, labels: Tensor) -> Tensor: ...
+
+
+def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
     """``inputs`` with the number of items of the mini-batch, which every micro-batch gets as a whole.
 
     By the ``convention``, it is counted where it is not given.

@@ -71,7 +71,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         with torch.no_grad(), self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
-            self._learn(found.whole)
+            self._keep_facts(found.whole)
             return self._output_of(outputs, batches, inputs.bare) if self._pipeline.ends else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
@@ -142,14 +142,17 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         found.alike |= fingerprints(asked.inputs)
         return asked
 
+    def _kind_of_loss(self, asked: Asked) -> Any:
+        return None  # what one rank finds out, others would have to know
+
     def _far_loss(self, *, whole: bool) -> FarLoss:
         return FarLoss(is_whole=whole, replays=whole and self.out_spec is None)
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
-        self._learn(bool(prepared.losses.replays))
+        self._keep_facts(prepared.losses.replays)
         return super()._returned(prepared, call)
 
-    def _learn(self, replays: bool) -> None:
+    def _keep_facts(self, replays: Any) -> None:
         """Keep the facts from the forwards of a run, on all ranks alike."""
         if replays:
             self._shown().shown()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._current import doing
 from .._flatten._cache import without_cache
 from .._flatten._inputs import Inputs
 from .._torch import is_intercepting, set_intercepting
@@ -21,7 +20,7 @@ from ._between import Between
 from ._blocks import Order
 from ._buffers import kept, restore
 from ._called import answered, answered_by
-from ._elsewhere import Elsewhere, Unnumbered, undrawn
+from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors
 from ._replay import buffers_outside
 from ._tree import changed
@@ -47,7 +46,7 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
     interception.prepare()
     set_intercepting(True)
     try:
-        with undrawn(), doing(rng=Unnumbered(), statistics=None, blocks=()):
+        with undrawn():
             yield
     finally:
         set_intercepting(before)

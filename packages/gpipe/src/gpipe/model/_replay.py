@@ -301,9 +301,11 @@ class ReplayedLoss(WholeLoss):
 
     Attributes:
         outputs: the output for the full mini-batch, as the only entry, if it is kept.
+        asked: the call that it is computed for.
     """
 
     replays = True
+    asked: Any
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from microbatch import (
     is_flat,
     leaf_paths,
     map_tensors,
+    rules,
     scatter_views,
     unflatten,
     unwrap,
@@ -79,6 +80,17 @@ def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tu
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     # Each view has its own version counter: a layer in place on one does not count as a change of the others.
     return scatter_views(there, chunks, value.spec, value.root, least=least)
+
+
+def are_cut_by_rows(value: Checked, name: str = "labels") -> bool:
+    """Return whether tensors are cut along dimension 0, and the keyword ``name`` among them."""
+    leaves, tree = flatten(value.bare)
+    found = rules(value.bare, value.spec, value.root)
+    by_name: Any = unflatten(
+        [rule if isinstance(leaf, Tensor) else None for leaf, rule in zip(leaves, found, strict=True)], tree
+    )
+    own = by_name.kwargs.get(name) if isinstance(by_name, Arguments) else None
+    return isinstance(own, Split) and all(rule.dim == 0 for rule in found if isinstance(rule, Split))
 
 
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:

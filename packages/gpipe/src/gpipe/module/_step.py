@@ -47,6 +47,8 @@ class Asked(NamedTuple):
         own: how the model computes the loss, if it does that itself.
         inputs: of the mini-batch.
         batches: the micro-batches; in a process without the first stage, what is known of them.
+        kind: the kind of the loss that a model computes, if it may be known that those of micro-batches add up.
+        adds: whether that is known.
     """
 
     call: Call
@@ -54,6 +56,8 @@ class Asked(NamedTuple):
     own: OwnLoss | None
     inputs: Any
     batches: list[Any]
+    kind: Any = None
+    adds: bool = False
 
 
 class Prepared(NamedTuple):
@@ -314,7 +318,7 @@ class Stepping(Divided):
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
         """Whether the loss is computed once, on the outputs of all micro-batches."""
-        call, schedule, _, _, batches = asked
+        call, schedule, batches = asked.call, asked.schedule, asked.batches
         if has_loss(schedule):
             return True
         if self._rule(asked) is not None:
@@ -337,7 +341,7 @@ class Stepping(Divided):
 
     def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
         """What computes the losses, where the last stage is."""
-        call, _, own, _, batches = asked
+        call, own, batches = asked.call, asked.own, asked.batches
         device = self._pipeline.stages[-1].device
         if not whole:
             rule = self._rule(asked) or Rule(call.loss_fn or own_loss, None)
