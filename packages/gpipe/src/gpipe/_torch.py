@@ -7,8 +7,8 @@ such as ``_version`` and ``_modules``, are used where they are needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar
@@ -133,6 +133,30 @@ def transform() -> str | None:
 def watches_operations() -> bool:
     """Whether a ``TorchDispatchMode`` sees this thread's operations. Without it: it would see none of the stages."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that see this thread's operations. Without it: they would see no operation of a model's own forward,
+    which runs on another thread."""
+    return [torch._C._get_dispatch_stack_at(k) for k in range(torch._C._len_torch_dispatch_stack())]
+
+
+@contextmanager
+def with_dispatch_modes(modes: Iterable[Any]) -> Iterator[None]:
+    """A context in which these modes of a thread that waits see the operations of this one."""
+    pushed = []
+    try:
+        for mode in modes:
+            push_dispatch_mode(mode)
+            pushed.append(mode)
+        yield
+    finally:
+        for mode in reversed(pushed):
+            pop_dispatch_mode(getattr(mode, "_mode_key", None))
+
+
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
 
 
 def not_compiled(function: Function, reason: str) -> Function:

@@ -16,6 +16,7 @@ from microbatch import scatter
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
 from ._loss import StepLoss
+from ._planned import Planned
 from ._rehearse import tried_pipe
 from ._verify import timed
 
@@ -87,11 +88,11 @@ def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]
 
 
 def train(
-    layers: nn.Sequential, devices: Sequence[torch.device], x: Any, y: Any, loss: StepLoss, way: Candidate
+    model: Planned, copied: nn.Module, devices: Sequence[torch.device], x: Any, y: Any, loss: StepLoss, way: Candidate
 ) -> list[float]:
     """The seconds of some steps of training, after one to warm up."""
     own = [devices[place] for place in way.costs.measured.placement]
-    pipe = tried_pipe(layers, own, way.chunks, way)
+    pipe = tried_pipe(model, copied, own, way.chunks, way)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
     with closing(pipe):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,10 @@ class LayerKey:
         return f"{self.name!r} ({self.kind}, {self.parameters} parameters)"
 
 
-def layer_keys(model: nn.Module) -> tuple[LayerKey, ...]:
+def layer_keys(layers: Iterable[tuple[str, nn.Module]]) -> tuple[LayerKey, ...]:
     return tuple(
         LayerKey(name, type(layer).__name__, sum(parameter.numel() for parameter in layer.parameters()))
-        for name, layer in model.named_children()
+        for name, layer in layers
     )
 
 

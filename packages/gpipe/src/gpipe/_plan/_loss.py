@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from microbatch import Batch
 from profiler.sandbox import copied
 
-from .._flatten._own_loss import OwnLoss
-from .._flatten._segment import Segment
 from ..engine._loss_value import LossFunction, LossValue, loss_value
 from ..module._keywords import NOTHING, Call
 from ..module._rule import SeenSums, of_model_under, rule_of, unlike
-from ..module._training import expect_defaults, takes_output_alone
+from ..module._training import takes_output_alone
 
 WAITING = ("fill_drain",)
 """Of the schedules that are searched, those under which no backward begins before the last forward has ended."""
@@ -36,13 +34,13 @@ class StepLoss:
         loss_fn: of an output, and of the target if there is one; None if the model computes the loss, or none is known.
         reduction: how the losses of micro-batches are combined; None if the caller does not say it.
         target: of the mini-batch.
-        own: how a flattened model computes the loss itself, if it does.
+        own: the name of the model if it computes the loss itself.
     """
 
     loss_fn: LossFunction | None = None
     reduction: str | None = None
     target: Any = None
-    own: OwnLoss | None = None
+    own: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of a step. Without a loss, all outputs are added up.
@@ -53,19 +51,17 @@ class StepLoss:
             return {"loss_fn": total, "reduction": "sum"}
         return {"loss_fn": fresh(self.loss_fn), "reduction": self.reduction}
 
-    def is_whole(self, sample: Any, batches: Sequence[Batch], returns_sums: bool) -> bool:
-        """Whether a step computes the loss once: it is not known how the losses of micro-batches add up.
+    def is_whole(self, batches: Sequence[Batch], *, returns_sums: bool) -> bool:
+        """Whether a step of layers computes the loss once: it is not known how the losses of micro-batches add up.
 
         Args:
-            sample: the mini-batch.
-            batches: its parts.
+            batches: the parts of the mini-batch.
             returns_sums: whether ``loss_fn`` was seen to return a :class:`gpipe.LossSum`.
         """
-        if self.loss_fn is None and self.own is None:
+        if self.loss_fn is None:
             return False
-        sums = returns_sums or (self.loss_fn is not None and self.loss_fn in SeenSums())
-        adds = self.own is not None and self.own.adds_up(sample)
-        return rule_of(self._call, batches, None, returns_sums=sums, adds=adds) is None
+        sums = returns_sums or self.loss_fn in SeenSums()
+        return rule_of(self._call, batches, None, returns_sums=sums, adds=False) is None
 
     def watched(self, tell: Callable[[LossValue], None]) -> nn.Module | None:
         """The loss function as a profile calls it; None if there is none. ``tell`` is called with what it returns."""
@@ -76,7 +72,7 @@ class StepLoss:
     def refused(self, schedule: str) -> ValueError:
         """The error for a loss of all rows under a schedule that cannot wait for it."""
         if self.own is not None:
-            return of_model_under(self.own.model, schedule)
+            return of_model_under(self.own, schedule)
         return unlike(self._call, schedule)(LossValue(torch.zeros(()), None, None))
 
     def note(self, *, whole: bool) -> str:
@@ -95,15 +91,11 @@ class StepLoss:
         return Call("step", NOTHING, self.target, {}, self.loss_fn, self.reduction, None, False)
 
 
-def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any, layers: nn.Sequential) -> StepLoss:
+def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any) -> StepLoss:
     """The loss of a plan; TypeError or ValueError, as of a step, if its arguments do not fit."""
     takes_output_alone(loss_fn, target)
-    last = layers[-1]
-    own = last.own_loss if loss_fn is None and isinstance(last, Segment) else None
-    found = StepLoss(loss_fn, reduction, target, own)
+    found = StepLoss(loss_fn, reduction, target)
     found._call.divisor  # noqa: B018 — checks the reduction
-    if own is not None:
-        expect_defaults(found._call)
     return found
 
 

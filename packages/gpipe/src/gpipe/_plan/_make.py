@@ -17,10 +17,10 @@ from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..module._arguments import Device, checked_flag
 from ..module._cut import replicated
-from ..module._partition import as_sequential, refuse_duplicate_layers
 from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments
+from ._blocks import Training, with_own_loss
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space
 from ._costs import Measured
@@ -30,6 +30,7 @@ from ._infeasible import explain
 from ._loss import read_loss
 from ._measure import measure
 from ._plan import Plan, remembering
+from ._planned import as_input, planned
 from ._rehearse import ACCOUNT, rehearsed
 from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
@@ -69,9 +70,10 @@ def plan(
     order.
 
     Args:
-        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed. One in
-            evaluation mode is planned, and tried, in training mode.
-        sample: a mini-batch, with as many rows as in training.
+        model: an ``nn.Sequential``, or a model with a forward of its own, whose layers are the blocks at which it is
+            cut. It is not changed. One in evaluation mode is planned, and tried, in training mode.
+        sample: a mini-batch, with as many rows as in training. For a model with a forward of its own, a mapping or a
+            tuple has its arguments.
         devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how the losses of micro-batches
@@ -109,35 +111,36 @@ def plan(
     if isinstance(model, GPipe):
         raise TypeError("model: expected the model, got a pipe of it; pipe[:] has its layers in a row")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
-    sample = replicated(sample, "sample")
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    sample = replicated(as_input(model, sample), "sample")
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
     takes_output_alone(loss_fn, target)  # or raises
     target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
-    layers = as_sequential(model, sample)
-    if not len(layers):
-        raise ValueError("model: expected at least one layer, got none")
-    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
     fake = read_fake(devices, bandwidth, latency)
-    places = read_places(devices, fake, len(layers))
+    found = planned(model, sample, lambda most: len(read_places(devices, fake, most)))
+    if not found.layers:
+        raise ValueError("model: expected at least one layer, got none")
+    places = read_places(devices, fake, len(found.layers))
+    if not fake and (profile is None or calibrate):
+        expect_data(model, "plan")
     request = Request(
-        layers=layers,
+        model=found,
         sample=sample,
         target=target,
-        loss=read_loss(loss_fn, reduction, target, layers),
+        loss=read_loss(loss_fn, reduction, target),
         fake=fake,
         places=places,
-        placements=read_placements(devices, places, len(layers), _arguments.read_schedules(schedule)),
-        chunks=chunks_to_search(chunks, sample, layers),
+        placements=read_placements(devices, places, len(found.layers), _arguments.read_schedules(schedule)),
+        chunks=chunks_to_search(chunks, sample, model),
         memory=_arguments.read_memory(fake.memory if fake and memory is None else memory, places),
         modes=_arguments.read_modes(checkpoint),
-        optimizer=_arguments.optimizer_bytes(optimizer, layers),
-        profile=read_profile(profile, layers, timed=fake is None),
+        optimizer=_arguments.optimizer_bytes(optimizer, found.layers.values()),
+        profile=read_profile(profile, found.names, timed=fake is None),
     )
-    if not fake and (request.profile is None or calibrate):
-        expect_data(layers, "plan")
+    if found.division is not None:
+        request = replace(request, loss=with_own_loss(Training(found, sample, target, request.loss)))
     return _planned(request, calibrate=calibrate and fake is None)
 
 
@@ -148,7 +151,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss
-            try_out = partial(train, copied(request.layers), *given)
+            try_out = partial(train, request.model, copied(request.model.module), *given)
             found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: there was no memory for a copy of the model"
@@ -181,7 +184,7 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
     """The candidate with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
         return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
-    return rehearsed(request.layers, request.sample, request.target, request.loss, way)
+    return rehearsed(request.model, request.sample, request.target, request.loss, way)
 
 
 def _source(request: Request, measured: Measured) -> str:
@@ -212,7 +215,8 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     measured = best.costs.measured
     return Plan(
-        layers=layer_keys(request.layers),
+        layers=layer_keys(request.model.named.items()),
+        own_forward=request.model.division is not None,
         devices=tuple(request.names),
         memory=tuple(request.memory),
         rows=measured.rows,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
 
+from blockpartition import partition
 from microbatch import Batch, scatter
 from profiler import Profile, profile
 
@@ -17,10 +18,12 @@ from ..engine._cores import usable
 from ..engine._loss_value import LossValue
 from ..timeline._hops import Link
 from ._arguments import rows_of
+from ._blocks import Training, is_whole, profile_blocks
 from ._candidate import Space
 from ._costs import Measured, SharedParameter
 from ._fake_devices import LINK, estimated
 from ._loss import waiting
+from ._planned import Planned
 from ._rehearse import returns_sums
 from ._request import Request
 
@@ -37,8 +40,8 @@ def measure(request: Request) -> list[Space]:
     For devices that are not there, bytes are counted and seconds estimated.
     ValueError if a schedule was asked for that cannot wait for a loss of all rows.
     """
-    found, sums = _profile(request)
-    ties, whole = ties_of(request.layers), _is_whole(request, returns_sums=sums)
+    found, whole = _profile(request)
+    ties = ties_of(request.model.layers.values())
     tensors, place, devices = list(Batch(request.sample)), request.places[0], len(request.places)
     # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
@@ -70,15 +73,7 @@ def measure(request: Request) -> list[Space]:
     return spaces
 
 
-def _is_whole(request: Request, *, returns_sums: bool) -> bool:
-    """Whether the loss is computed once; ValueError if it is one of a model that cannot be."""
-    whole, own = request.loss.is_whole(request.sample, scatter(request.sample, 1), returns_sums), request.loss.own
-    if whole and own is not None and own.ending is None and max(request.chunks) > 1:
-        raise own.refused()
-    return whole
-
-
-def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
+def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
     holders: dict[nn.Parameter, list[int]] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
@@ -93,26 +88,48 @@ def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
 def _profile(request: Request) -> tuple[Profile, bool]:
     """The profile that was given, or else one measured with the share of the threads that a stage will have.
 
-    Also whether the loss function was seen to return a :class:`gpipe.LossSum`.
+    Also whether the loss is computed once.
     """
-    place, devices = request.places[0], len(request.places)
-    found, loss, seen = request.profile, request.loss, list[bool]()
+    place, devices, threads = request.places[0], len(request.places), torch.get_num_threads()
+    with intra_op_threads(max(1, threads // devices) if place.type == "cpu" else threads):
+        found, whole = (_layers if request.model.division is None else _blocks)(request)
+    is_timed = all(layer.seconds is not None for layer in found)
+    return estimated(found, request.fake) if request.fake and not is_timed else found, whole
+
+
+def _blocks(request: Request) -> tuple[Profile, bool]:
+    given = Training(request.model, request.sample, request.target, request.loss)
+    if request.profile is not None:
+        return request.profile, is_whole(given)
+    blocks, places = len(request.model.layers), request.places
+    # On accelerators blocks are where the memory of all devices is used, since the whole model is there at once.
+    of = [torch.device("cpu")] * blocks if places[0].type == "cpu" else spread(request.model, places)
+    return profile_blocks(given, of, _sizes(rows_of(request.sample), request.chunks, len(places)), SECONDS)
+
+
+def spread(model: Planned, places: Sequence[torch.device]) -> list[torch.device]:
+    """A device for each block, so that all devices have parameters of about as many bytes."""
+    sizes = [1 + sum(parameter.nbytes for parameter in layer.parameters()) for layer in model.layers.values()]
+    parts = partition(sizes, min(len(places), len(sizes))).sizes
+    return [place for place, size in zip(places, parts, strict=False) for _ in range(size)]
+
+
+def _layers(request: Request) -> tuple[Profile, bool]:
+    place, found, loss, seen = request.places[0], request.profile, request.loss, list[bool]()
+    layers, batches = request.model.module, scatter(request.sample, 1)
 
     def tell(value: LossValue) -> None:
         seen.append(value.count is not None)
 
     if found is None:
-        threads = torch.get_num_threads()
-        with intra_op_threads(max(1, threads // devices) if place.type == "cpu" else threads):
-            found = profile(
-                request.layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-                rows=_sizes(rows_of(request.sample), request.chunks, devices), target=request.target,
-                loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
-            )  # fmt: skip
-    is_timed = all(layer.seconds is not None for layer in found)
-    if not seen and loss.loss_fn is not None and _is_whole(request, returns_sums=False):  # a profile was given
-        seen.append(returns_sums(request.layers, request.sample, request.target, loss))
-    return estimated(found, request.fake) if request.fake and not is_timed else found, any(seen)
+        found = profile(
+            layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
+            rows=_sizes(rows_of(request.sample), request.chunks, len(request.places)), target=request.target,
+            loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
+        )  # fmt: skip
+    if not seen and loss.loss_fn is not None and loss.is_whole(batches, returns_sums=False):  # a profile was given
+        seen.append(returns_sums(request.model, request.sample, request.target, loss))
+    return found, loss.is_whole(batches, returns_sums=any(seen))
 
 
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from microbatch import unwrap
 from profiler import documents
 
 from .._gpipe import GPipe
 from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
 from ..module._modes import checked_modes
-from ..module._partition import as_sequential
+from ..module._partition import expect_sequential
 from ..schedule import SCHEDULES, named
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
@@ -25,6 +26,7 @@ from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
 from ._loss import WAITING, StepLoss, fresh
+from ._planned import as_input
 from ._table import report
 from ._verify import Verification, verify
 
@@ -59,6 +61,7 @@ class Plan:
         stages: the cost of each stage.
         hops: for each stage the seconds of a transfer from the stage before.
         whole_loss: whether the loss is computed once, on the outputs of all rows.
+        own_forward: whether the model has a forward of its own, so that its layers are blocks.
     """
 
     layers: tuple[LayerKey, ...]
@@ -75,6 +78,7 @@ class Plan:
     stages: tuple[StageCost, ...]
     hops: tuple[float, ...]
     whole_loss: bool
+    own_forward: bool = False
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
@@ -109,7 +113,8 @@ class Plan:
         Args:
             model: the planned model, or one with the same layers. They are moved to the devices, not copied.
             devices: as many other devices instead of the planned ones.
-            sample: an input of the model, if it is not an ``nn.Sequential``; by default that of the plan.
+            sample: an input of a model with a forward of its own, which shows in which order it uses its modules; by
+                default that of the plan, if it was made in this process.
             options: further arguments of :class:`gpipe.GPipe`.
 
         Returns:
@@ -118,7 +123,7 @@ class Plan:
         Raises:
             ValueError: ``model`` is not the planned one (the message names the first layer that differs); this machine
                 does not have the planned devices; the number of ``devices`` differs.
-            TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
+            TypeError: ``model`` cannot be divided, as for :class:`gpipe.GPipe`.
         """
         if devices is None and self.is_estimate:
             raise ValueError(
@@ -128,10 +133,13 @@ class Plan:
         places = checked_devices(self.devices if devices is None else devices, len(self.devices))
         if len(places) < len(self.devices):
             raise ValueError(f"devices: the plan is for {len(self.devices)} devices, got {len(places)}")
-        layers = as_sequential(model, self._here.sample if sample is None else sample)
-        self._expect(layer_keys(layers))
+        self._expect(self._layers_of(model))
+        if self.own_forward:
+            given = self._here.sample if sample is None else sample
+            example = None if given is None else unwrap(as_input(model, given))[0]
+            options |= {"blocks": self._names, "sample": example}
         pipe = GPipe(
-            layers,
+            model,
             self.sizes,
             devices=[places[place] for place in self.placement],
             chunks=self.chunks,
@@ -140,6 +148,21 @@ class Plan:
         )
         self._here.pipe = weakref.ref(pipe)
         return pipe
+
+    def _layers_of(self, model: nn.Module) -> tuple[LayerKey, ...]:
+        """The layers of a model, or those of its modules that are the planned blocks."""
+        if self.own_forward == isinstance(model, nn.Sequential):
+            planned = "with a forward of its own" if self.own_forward else "an nn.Sequential"
+            raise ValueError(f"model: the plan is for another model, {planned}; this one is a {type(model).__name__}")
+        if not self.own_forward:
+            expect_sequential(model)
+            return layer_keys(model.named_children())
+        modules = dict(model.named_modules())
+        return layer_keys((name, modules[name]) for name in self._names if name in modules)
+
+    @property
+    def _names(self) -> list[str]:
+        return [key.name for key in self.layers]
 
     def _expect(self, found: Sequence[LayerKey], name: str = "model") -> None:
         if len(found) != len(self.layers):
@@ -197,10 +220,13 @@ class Plan:
         for name, planned in (("balance", self.balance), ("chunks", self.chunks)):
             if getattr(pipe, name) != planned:
                 raise ValueError(f"pipe: expected the planned {name} {planned}, got one with {getattr(pipe, name)}")
+        x = as_input(pipe[:], x)
         if rows_of(x) != self.rows:
             raise ValueError(f"x: expected the planned {self.rows} rows, got {rows_of(x)}; plan anew")
         kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm by a deferred one
-        self._expect([replace(key, kind=kind) for key, kind in zip(layer_keys(pipe[:]), kinds, strict=True)], "pipe")
+        self._expect(
+            [replace(key, kind=kind) for key, kind in zip(self._layers_of(pipe[:]), kinds, strict=True)], "pipe"
+        )
         given = self._here.loss
         if reduction is None and loss_fn in (None, given.loss_fn):
             reduction = given.reduction
@@ -214,7 +240,8 @@ class Plan:
         Each rank has the stages of a device.
         """
         ranks = list(self.placement)
-        return {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
+        found = {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
+        return {**found, "blocks": self._names} if self.own_forward else found
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` turns into an equal plan.

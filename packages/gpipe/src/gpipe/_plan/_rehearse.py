@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch import Replicate, Split, flatten, gather, map_tensors, rules, scatter, unflatten, unwrap
-from profiler.fake import FusedAttention, blank, blank_layer, fake_mode
+from microbatch import Replicate, Split, flatten, gather, rules, scatter, unflatten, unwrap
+from profiler.fake import FusedAttention, fake_mode
 
 from .._gpipe import GPipe
-from .._torch import stay_in_place
 from ..engine._loss_value import LossValue
 from ..engine._settings import inline
 from ..module._step import without_advice
@@ -22,6 +21,7 @@ from ..schedule import Kind, Schedule, replay
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._loss import StepLoss
+from ._planned import Planned
 from ._verify import peak_bytes
 
 ACCOUNT = "bytes: those of the layers alone, added up"
@@ -30,20 +30,20 @@ MOST = 512
 """Layers times micro-batches: longer steps are not run, which would take minutes."""
 
 
-def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candidate) -> Candidate:
+def rehearsed(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate) -> Candidate:
     """The candidate with the bytes of a rehearsal, and a note; those of the account where no step can be run.
 
-    ``layers`` stay as they are, and may be on ``meta``.
+    The ``model`` stays as it is, and may be on ``meta``.
     """
     # Twice as many as there are ever in flight, except under fill-drain, which has all of them in flight.
     few = way.chunks if way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
-    if few * len(layers) > MOST:
+    if few * len(model.layers) > MOST:
         return replace(way, note=f"{ACCOUNT}; the step is too long for a rehearsal")
     # Without data, torch's kernel of an LSTM on a CPU does not tell of the memory that it keeps for the backward.
-    if not way.costs.measured.apart and any(isinstance(each, nn.LSTM) for each in layers.modules()):
+    if not way.costs.measured.apart and any(isinstance(each, nn.LSTM) for each in model.module.modules()):
         return replace(way, note=f"{ACCOUNT}; LSTMs on a CPU are not rehearsed")
     try:
-        peaks = peaks_of(layers, x, y, loss, way, few)
+        peaks = peaks_of(model, x, y, loss, way, few)
     except Exception as error:
         return replace(way, note=f"{ACCOUNT}; a rehearsal without data failed: {error!r:.200}")
     # Beside what a rehearsal finds, in one memory, there are the optimizer's state, and copies between devices.
@@ -54,7 +54,7 @@ def rehearsed(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candid
     return replace(way, rehearsed=rehearsed, note="bytes: those of one step of the engine on tensors without data")
 
 
-def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candidate, few: int) -> list[int]:
+def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few: int) -> list[int]:
     """The peak of each device in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
 
     All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. So the
@@ -63,12 +63,10 @@ def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candida
     """
     sizes, chunks = way.sizes, way.chunks
     mode = fake_mode()
-    own = _faked(layers, mode)
-
-    inputs, targets = _first(x, chunks, few, mode), None if y is None else _first(y, chunks, few, mode)
+    inputs, targets = _first(model, x, chunks, few, mode), None if y is None else _first(model, y, chunks, few, mode)
     few = len(scatter(inputs, few))
     placement = way.costs.measured.placement
-    pipe = tried_pipe(own, ["cpu"] * len(sizes), few, way)
+    pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, way)
     program, arguments = way.program(few), loss.arguments()
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
@@ -80,32 +78,38 @@ def peaks_of(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss, way: Candida
     return [max(peaks) for peaks in zip(*found, strict=True)]
 
 
-def returns_sums(layers: nn.Sequential, x: Any, y: Any, loss: StepLoss) -> bool:
+def returns_sums(model: Planned, x: Any, y: Any, loss: StepLoss) -> bool:
     """Whether the loss function returns a :class:`gpipe.LossSum`, seen in an evaluation on tensors without data.
 
     False if that fails.
     """
     mode, seen = fake_mode(), list[LossValue]()
-    inputs, targets = _first(x, 1, 1, mode), None if y is None else _first(y, 1, 1, mode)
+    inputs, targets = _first(model, x, 1, 1, mode), None if y is None else _first(model, y, 1, 1, mode)
     try:
-        with closing(GPipe(_faked(layers, mode), [len(layers)], devices=["cpu"], chunks=1)) as pipe, inline():
+        with closing(model.pipe(model.faked(mode), [len(model.layers)], devices=["cpu"])) as pipe, inline():
             pipe.evaluate(inputs, targets, loss_fn=loss.watched(seen.append))
             return seen[0].count is not None
     except Exception:  # a layer needs the values of tensors
         return False
 
 
-def tried_pipe(layers: nn.Sequential, devices: Sequence[torch.device | str], chunks: int, way: Candidate) -> GPipe:
-    """A pipe in training mode. It logs no advice on its settings, which nobody has chosen."""
-    pipe = GPipe(layers, way.sizes, devices=devices, chunks=chunks, checkpoint=way.modes)
+def tried_pipe(
+    model: Planned, copied: nn.Module, devices: Sequence[torch.device | str], chunks: int, way: Candidate
+) -> GPipe:
+    """A pipe of a copy in training mode. It logs no advice on its settings, which nobody has chosen."""
+    pipe = model.pipe(copied, way.sizes, devices=devices, chunks=chunks, checkpoint=way.modes)
     without_advice(pipe)
     # In evaluation mode it would neither draw masks nor recompute. Norms that are frozen in training mode stay so.
     return pipe if pipe.training else pipe.train()
 
 
-def _first(value: Any, chunks: int, few: int, mode: Any) -> Any:
-    """The first ``few`` of the micro-batches of ``value`` together, without data."""
-    bare, spec = unwrap(map_tensors(lambda tensor: blank(tensor, mode), value))
+def _first(model: Planned, value: Any, chunks: int, few: int, mode: Any) -> Any:
+    return first(model.blank(value, mode), chunks, few)
+
+
+def first(value: Any, chunks: int, few: int) -> Any:
+    """The first ``few`` of the micro-batches of ``value`` together."""
+    bare, spec = unwrap(value)
     leaves, tree = flatten(gather(scatter(bare, chunks, spec)[:few], spec))
     return unflatten([_ruled(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
 
@@ -129,11 +133,3 @@ def _with(need: DeviceBytes, found: int) -> DeviceBytes:
     gradients = min(need.gradients, left)
     activations = min(need.activations, left - gradients)
     return replace(need, gradients=gradients, activations=activations, transient=left - gradients - activations)
-
-
-def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:
-    """A copy without data, which shares what the layers share."""
-    copied = blank_layer(layers, mode)
-    for layer in copied:
-        stay_in_place(layer)
-    return copied

@@ -15,6 +15,7 @@ from ..module._arguments import checked_devices
 from ._arguments import LOOPS, placed, read_chunks, rows_of
 from ._fake_devices import FAKE, FakeDevices
 from ._loss import StepLoss
+from ._planned import Planned
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Request:
         profile: of the layers, if one was given.
     """
 
-    layers: nn.Sequential
+    model: Planned
     sample: Any
     target: Any
     loss: StepLoss
@@ -82,19 +83,19 @@ def read_placements(
     return found
 
 
-def chunks_to_search(chunks: Any, sample: Any, layers: nn.Module) -> list[int]:
+def chunks_to_search(chunks: Any, sample: Any, module: nn.Module) -> list[int]:
     """The numbers of micro-batches to search: those given, or some that divide the rows of ``sample``."""
     # In training, batch norm may refuse a micro-batch of a single row.
-    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in layers.modules()) else 1
+    least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()) else 1
     return read_chunks(chunks, rows_of(sample), least)
 
 
-def read_profile(profile: Any, layers: nn.Sequential, *, timed: bool) -> Profile | None:
+def read_profile(profile: Any, names: Sequence[str], *, timed: bool) -> Profile | None:
     """``profile``, if it is one of these layers, or None; it must have seconds where ``timed``."""
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
-    if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
-        raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
+    if profile is not None and profile.names != [*names]:
+        raise ValueError(f"profile: expected one of these {len(names)} layers, got one of {', '.join(profile.names)}")
     if profile is not None and timed and not profile.rounds:
         raise ValueError(f"profile: expected one with seconds, got one made on device {profile.device!r}")
     return profile

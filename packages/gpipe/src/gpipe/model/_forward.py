@@ -14,7 +14,7 @@ from streams import Context, limit_threads, use_device
 
 from .._current import Work, current
 from .._flatten._collected import collector
-from .._torch import set_intercepting
+from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
 from ..engine._block import Block
 from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
@@ -117,6 +117,7 @@ class Forward:
         self._is_on = self._is_over = self._is_abandoned = False
         self._error: BaseException | None = None
         self._work = current.work
+        self._modes: list[Any] = []
         self._sections: Sections = ()
         self._threads, self._cores = 1, Cores()
 
@@ -135,14 +136,14 @@ class Forward:
         """
         self._until = stage
         if not self._is_over:
-            self._work = current.work
+            self._work, self._modes = current.work, dispatch_modes()
             self._cores = usable()
             if not self._is_on:
                 self._is_on, self._sections, self._threads = True, sections_of_thread(), torch.get_num_threads()
                 self._run.start(self._compute)
             self._go.release()
             self._stopped.acquire()
-            self._work = Work({})
+            self._work, self._modes = Work({}), []
         if self._error is not None:
             error, self._error = self._error, None
             try:
@@ -232,7 +233,7 @@ class Forward:
         """Apply the settings of a turn until the generator is closed."""
         current.work = self._work
         bind(self._cores)  # the worker, which waits, shares its cores
-        with use_device(self._run.places[self._until][0]):
+        with use_device(self._run.places[self._until][0]), with_dispatch_modes(self._modes):
             yield
 
     def _enter(self, stage: int, arguments: Any = ()) -> None:

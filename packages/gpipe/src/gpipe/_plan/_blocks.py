@@ -1,0 +1,295 @@
+"""Measure the blocks of a model, by steps of a pipe in which each block is a stage.
+
+So a block costs what the engine takes for it, with what the model computes after it. A step also shows whether the loss
+is computed once, for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import starmap
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import scatter
+from profiler import AllocationTracker, LayerProfile, Profile
+from profiler.fake import FusedAttention, fake_mode
+from profiler.sandbox import copied
+
+from ..engine._loss_value import has_own_loss
+from ..engine._settings import inline, with_settings
+from ..engine._stage import Stage
+from ..module._step import without_advice
+from ..schedule import Action, Kind, Schedule
+from ..timeline import record
+from ..values._leaves import storage_id, tensors_of
+from ._arguments import rows_of
+from ._loss import StepLoss
+from ._planned import Planned
+from ._rehearse import first
+
+ROUNDS = 3
+"""The fewest steps that are timed for each size of micro-batch."""
+
+Times = Mapping[tuple[int, str], float]
+"""The seconds of actions, by stage and kind."""
+
+
+class Training(NamedTuple):
+    """A model, a mini-batch, and its loss."""
+
+    model: Planned
+    x: Any
+    y: Any
+    loss: StepLoss
+
+    def faked(self, mode: Any) -> Training:
+        """The same without data; the module stays."""
+        return self._replace(
+            x=self.model.blank(self.x, mode), y=None if self.y is None else self.model.blank(self.y, mode)
+        )
+
+
+def with_own_loss(given: Training) -> StepLoss:
+    """Return the loss, with the name of the model if that computes it."""
+    if given.loss.loss_fn is not None:
+        return given.loss
+
+    def computes(module: nn.Module, given: Training) -> bool:
+        args, kwargs = first(given.x, rows_of(given.x), 1)
+        with torch.no_grad():
+            return has_own_loss(module(*args, **kwargs))
+
+    return replace(given.loss, own=type(given.model.module).__name__) if _tried(given, computes) else given.loss
+
+
+def is_whole(given: Training) -> bool:
+    """Return whether a step computes the loss once, for all rows. Two small steps show it."""
+
+    def shows(module: nn.Module, given: Training) -> bool:
+        with closing(_Steps(given, module, ["cpu"] * len(given.model.layers))) as steps:
+            return steps.begin(rows_of(given.x))
+
+    return _tried(given, shows)
+
+
+def _tried(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
+    """Return what ``use`` finds out without data, or, where that fails, with data."""
+    mode, model = fake_mode(), given.model
+    try:
+        return use(model.faked(mode), given.faked(mode))
+    except Exception:
+        if any(tensor.is_meta for tensor in model.module.parameters()):
+            raise
+    with torch.random.fork_rng():
+        return use(copied(model.module).train(), given)
+
+
+def profile_blocks(
+    given: Training, devices: Sequence[torch.device], sizes: Iterable[int], seconds: float
+) -> tuple[Profile, bool]:
+    """Return the costs of the blocks, and whether a step computes the loss once, for all rows.
+
+    Args:
+        devices: one for each block. On ``meta`` nothing is computed, and there are no seconds.
+        sizes: the numbers of rows of the micro-batches, of which the nearest that the mini-batch gives are measured.
+        seconds: the time to measure each size.
+    """
+    rows, found, model = rows_of(given.x), dict[int, Profile](), given.model
+    if devices[0].type == "meta":
+        mode = fake_mode()
+        given, module = given.faked(mode), model.faked(mode)
+    else:
+        module = copied(model.module).train()
+    others = {device for device in devices if device.type not in ("cpu", "meta")}
+    with torch.random.fork_rng(others), closing(_Steps(given, module, devices)) as steps:
+        for chunks in sorted({-(-rows // size) for size in sizes}):
+            whole = steps.begin(chunks)
+            one = steps.profile(seconds)
+            found[one.rows] = one
+    *fewer, most = (found[size] for size in sorted(found))
+    return replace(most, others=tuple(fewer)), whole
+
+
+class _Steps:
+    """Steps of ``module``, a copy of the model, on a single micro-batch."""
+
+    def __init__(self, given: Training, module: nn.Module, devices: Sequence[Any]) -> None:
+        self._given = given
+        self._device = torch.device(devices[0])
+        self._is_fake = self._device.type == "meta"
+        places = ["cpu"] * len(devices) if self._is_fake else devices
+        self._pipe = given.model.pipe(module, [1] * len(devices), devices=places, checkpoint="never")
+        without_advice(self._pipe)
+        self._loss = given.loss.arguments()
+        self._stages = range(len(devices))
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def begin(self, chunks: int) -> bool:
+        """Take two steps on the first of ``chunks`` micro-batches. Return whether the loss is computed for all rows."""
+        x, y = self._given.x, self._given.y
+        self._part = first(x, chunks, 1), None if y is None else first(y, chunks, 1)
+        self._chunks, self._rows = chunks, scatter(x, chunks)[0].rows[0]
+        self._step(None)  # shows which blocks are called, and what the loss function returns
+        self._is_whole = any(kind == Kind.LOSS for _, kind in self._timed(None))
+        return self._is_whole
+
+    def profile(self, seconds: float) -> Profile:
+        rounds = [] if self._is_fake else self._rounds(seconds)
+        times = {key: median(each[key] for each in rounds) for key in (rounds[0] if rounds else ())}
+        figures, of_loss = self._counted()
+        owned = _owned(self._pipe.partitions)
+        blocks = [
+            LayerProfile(
+                name,
+                type(block).__name__,
+                times.get((k, Kind.FORWARD)),
+                times.get((k, Kind.BACKWARD)),
+                backward_input_seconds=times.get((k, Kind.BACKWARD_INPUT)),
+                **owned[k],
+                **figures[k],
+            )
+            for k, (name, block) in enumerate(self._given.model.named.items())
+        ]
+        took = times.get((self._stages[-1], Kind.LOSS))
+        nothing = dict.fromkeys(owned[0], 0)
+        loss = LayerProfile("loss", "loss", took, None if took is None else 0.0, **nothing, **of_loss)
+        return Profile(
+            layers=tuple(blocks),
+            device=str(self._device),
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            chunks=self._chunks,
+            rows=self._rows,
+            rounds=len(rounds),
+            loss=loss if self._is_whole else None,
+        )
+
+    def _rounds(self, seconds: float) -> list[Times]:
+        """Time steps, each with whole backwards and with split ones."""
+        found, began = list[Times](), perf_counter()
+        plain, split = self._program("B0@{}"), self._program("I0@{} W0@{}")
+        while len(found) < ROUNDS or perf_counter() - began < seconds:
+            # A schedule that waits for the loss of all rows splits no backward.
+            found.append({**self._timed(plain), **({} if self._is_whole else self._timed(split))})
+        return found
+
+    def _program(self, backward: str) -> Schedule:
+        forwards = [f"F0@{j}" for j in self._stages]
+        loss = [f"C@{self._stages[-1]}"] if self._is_whole else []
+        return Schedule.parse(" ".join([*forwards, *loss, *(backward.format(j, j) for j in reversed(self._stages))]))
+
+    def _step(self, schedule: Schedule | None) -> None:
+        (x, y), pipe = self._part, self._pipe
+        pipe.zero_grad()
+        with inline(), FusedAttention() if self._is_fake else nullcontext():
+            pipe.step(x, y, **self._loss, schedule=schedule)
+
+    def _timed(self, schedule: Schedule | None) -> Times:
+        with record() as timeline:
+            self._step(schedule)
+        return {(event.stage, event.kind): event.seconds for event in timeline.events}
+
+    def _counted(self) -> tuple[list[dict[str, int]], dict[str, int]]:
+        """Return the bytes and operations of each block, and of the loss for all rows."""
+        counter, sizes = _Counter(len(self._stages)), _Sizes()
+        with with_settings(observer=counter), sizes.watching(list(self._pipe)):
+            self._step(self._program("B0@{}"))
+        # What a stage sends is what the next block is called with.
+        sent = [*(sizes.given.get(k, 0) for k in self._stages[1:]), sizes.returned.get(self._stages[-1], 0)]
+        each = zip(counter.trackers, counter.saved, sent, strict=True)
+        return list(starmap(_figures, each)), _figures(counter.loss, 0, 0)
+
+
+class _Sizes:
+    """The bytes of the arguments and outputs of blocks, in their first calls."""
+
+    def __init__(self) -> None:
+        self.given = dict[int, int]()
+        self.returned = dict[int, int]()
+
+    @contextmanager
+    def watching(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        with ExitStack() as scope:
+            for k, block in enumerate(blocks):
+                handle = block.register_forward_hook(partial(self._look, k), with_kwargs=True)
+                scope.callback(handle.remove)
+            yield
+
+    def _look(self, k: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.given.setdefault(k, _bytes_of((args, kwargs)))
+        self.returned.setdefault(k, _bytes_of(output))
+
+
+def _figures(tracker: AllocationTracker, saved: int, output: int) -> dict[str, int]:
+    # The gradient of the output belongs to the stage that computes it, and takes memory during this one's backward.
+    return {"saved_bytes": saved, "output_bytes": output, "peak_bytes": tracker.peak + output, "flops": tracker.flops}
+
+
+class _Counter:
+    """Counts what each stage allocates and computes in a step.
+
+    Attributes:
+        trackers: for each stage.
+        loss: for the loss of all rows.
+        saved: the bytes that each stage keeps after the last forward.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.trackers = [AllocationTracker() for _ in range(stages)]
+        self.loss = AllocationTracker()
+        self.saved = list[int]()
+
+    def begin(self, placement: Sequence[int]) -> _Counter:
+        return self
+
+    @contextmanager
+    def observing(self, stage: Stage, action: Action) -> Iterator[None]:
+        if action.kind != Kind.FORWARD and not self.saved:
+            self.saved = [tracker.alive() for tracker in self.trackers]
+        tracker = self.loss if action.kind == Kind.LOSS else self.trackers[stage.index]
+        with tracker.pushed():
+            yield
+
+    def got(self, payload: Any, *, moved: bool) -> None: ...
+
+    def export_events(self, since: float) -> list[list[Any]]:
+        return []
+
+    def import_events(self, events: list[list[Any]], since: float) -> None: ...
+
+
+def _owned(parts: Iterable[nn.Module]) -> list[dict[str, int]]:
+    """The bytes of the parameters and buffers of each part. What several share belongs to the first."""
+    seen, found = set[int](), list[dict[str, int]]()
+    for part in parts:
+        parameters, buffers = _fresh(part.parameters(), seen), _fresh(part.buffers(), seen)
+        trainable = [each.nbytes for each in parameters if each.requires_grad]
+        found.append(
+            {
+                "trainable_bytes": sum(trainable),
+                "frozen_bytes": sum(each.nbytes for each in parameters) - sum(trainable),
+                "buffer_bytes": sum(each.nbytes for each in buffers),
+                "largest_parameter_bytes": max(trainable, default=0),
+            }
+        )
+    return found
+
+
+def _fresh(tensors: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
+    found = [tensor for tensor in tensors if id(tensor) not in seen]
+    seen.update(map(id, found))
+    return found
+
+
+def _bytes_of(value: Any) -> int:
+    return sum({storage_id(tensor): tensor.nbytes for tensor in tensors_of(value)}.values())

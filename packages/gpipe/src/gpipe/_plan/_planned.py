@@ -1,0 +1,101 @@
+"""What a plan divides: the layers of an ``nn.Sequential``, or the blocks of a model with a forward of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from microbatch import Arguments, map_tensors, unwrap
+from profiler.fake import blank, blank_layer
+
+from .._flatten._inputs import Inputs
+from .._gpipe import GPipe
+from .._torch import stay_in_place
+from ..model._blocks import Division
+from ..model._parts import parts_of
+from ..model._division import division_of, expect_own_forward
+from ..module._partition import expect_sequential, refuse_duplicate_layers
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model and its layers.
+
+    Attributes:
+        module: the model.
+        layers: by name, the modules of each layer. Those of a block include what the model uses after it, outside of
+            blocks.
+        named: the layers or blocks themselves, by name.
+        division: the blocks; None for an ``nn.Sequential``.
+        example: an input that shows in which order the model uses its modules; None if nothing depends on it.
+    """
+
+    module: nn.Module
+    layers: Mapping[str, nn.Module]
+    named: Mapping[str, nn.Module]
+    division: Division | None = None
+    example: Any = field(default=None, repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.layers]
+
+    def pipe(self, module: nn.Module, sizes: Sequence[int], **options: Any) -> GPipe:
+        """Return a pipe of ``module``, which is the model or a copy of it."""
+        if self.division is None:
+            return GPipe(module, sizes, **options)
+        return GPipe(module, sizes, blocks=self.names, sample=self.example, **options)
+
+    def faked(self, mode: Any) -> nn.Module:
+        """Return a copy without data, which shares what the model shares."""
+        copied = blank_layer(self.module, mode)
+        for module in copied.modules():
+            stay_in_place(module)
+        return copied
+
+    def blank(self, value: Any, mode: Any) -> Any:
+        """Return ``value`` without data.
+
+        A model with a forward of its own keeps integers and masks, because it may look at them between its blocks.
+        """
+        return map_tensors(lambda x: x if self._is_kept(x) else blank(x, mode), value)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        return self.division is not None and not is_number and not tensor.is_meta
+
+
+def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Planned:
+    """Return the layers of a model.
+
+    Args:
+        sample: an input of it.
+        stages: returns the number of stages to plan for, given the greatest number that there can be.
+    """
+    if isinstance(module, nn.Sequential):
+        expect_sequential(module)
+        refuse_duplicate_layers(module._modules.items())  # before they are measured: no pipe has them
+        layers = dict(module.named_children())
+        return Planned(module, layers, layers)
+    expect_own_forward(module)
+    example = unwrap(sample)[0]
+    most = sum(1 for _ in module.modules())
+    division = division_of(module, None, None, lambda: stages(most), example)
+    return of_blocks(module, division, example)
+
+
+def of_blocks(module: nn.Module, division: Division, example: Any) -> Planned:
+    """Return the blocks of a ``division``, each as a layer."""
+    each = division._replace(balance=[1] * len(division.blocks))
+    layers = dict(zip(division.blocks, parts_of(module, each), strict=True))
+    return Planned(module, layers, division.blocks, each, example if division.after else None)
+
+
+def as_input(module: nn.Module, value: Any) -> Any:
+    """Return ``value`` as a step takes it: a mapping has the arguments of a model with a forward of its own."""
+    if isinstance(module, nn.Sequential) or isinstance(value, Arguments):
+        return value
+    return Arguments(*Inputs.of(value))
