@@ -79,7 +79,7 @@ def same(output: Any) -> Any:
 
 
 def inputs(*args: Any) -> Any:
-    from gpipe._flatten._inputs import Inputs
+    from gpipe.module._inputs import Inputs
 
     return Inputs(args, {})
 

@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe._flatten._inputs import Inputs
 from gpipe.model._blocks import divide
 from gpipe.model._order import order_of
+from gpipe.module._inputs import Inputs
 
 from ..layers import rows
 from .forwards import Told, models

@@ -13,9 +13,9 @@ from torch import nn
 from blockpartition import partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
-from .._flatten._shapes import expect_data
 from ..module._arguments import Device
 from ..module._cut import replicated
+from ..module._data import expect_data
 
 
 def balance_by_time(

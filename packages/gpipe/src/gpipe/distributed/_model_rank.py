@@ -136,7 +136,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
         if given_to(call) is NOTHING:
             raise TypeError(_NEEDS_INPUTS)
-        asked = self._cut_for_loss(Asked(call, schedule, None, called_with(self._end(0), call), []))
+        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         found.alike |= fingerprints(asked.inputs)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from microbatch import Arguments, flatten, unflatten
 
 from .._current import doing
-from .._flatten._cache import without_cache
 from ..engine._loss_value import own_loss
 from ..module._signature import signature_of
 from ._apart import apart, moved
+from ._cache import without_cache
 from ._called import answered
 from ._elsewhere import Unnumbered
 from ._facts import Facts, Shape

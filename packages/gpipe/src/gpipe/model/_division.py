@@ -12,11 +12,11 @@ from torch import nn
 
 from microbatch import unwrap
 
-from .._flatten._cache import expect_documents_apart
-from .._flatten._inputs import Inputs
-from .._flatten._shapes import has_data
+from ..module._data import has_data
+from ..module._inputs import Inputs
 from ..module._partition import checked_balance
 from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks, ordered_by
+from ._cache import expect_documents_apart
 from ._elsewhere import first_line
 from ._order import order_of
 from ._pick import Pick

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from microbatch import flatten, unflatten
 
 from .._current import doing
-from .._flatten._collected import collector
 from ..values._constants import is_constant
 from ..values._leaves import AsNonleaf, version
+from ._collected import collector
 from ._generators import generators_restored
 from ._tree import changed
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from streams import Context, limit_threads, use_device
 
 from .._current import Work, current
-from .._flatten._collected import collector
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
 from ..engine._block import Block
 from ..engine._cores import Cores, bind, usable
@@ -23,6 +22,7 @@ from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, ve
 from ._between import Between
 from ._buffers import Kept, kept, restore
 from ._called import answered_by
+from ._collected import collector
 from ._facts import Facts, Place
 from ._generators import Numbers
 from ._left import Left

@@ -26,14 +26,14 @@ from microbatch import map_tensors
 from profiler.sandbox import copied
 from streams import add_note, has_streams, use_device
 
-from .._flatten._cache import without_cache
-from .._flatten._inputs import Inputs
 from .._torch import next_sequence_number
 from ..engine._accumulate import nodes_below
 from ..engine._loss_value import has_own_loss, own_loss
+from ..module._inputs import Inputs
 from ..timeline._record import Clock
 from ..values._leaves import tensors_of
 from ._blocks import Blocks
+from ._cache import without_cache
 from ._called import answered, answered_by
 from ._pick import Pick
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._flatten._cache import without_cache
-from .._flatten._inputs import Inputs
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import interception
+from ..module._inputs import Inputs
 from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
 from ._between import Between
 from ._blocks import Order
 from ._buffers import kept, restore
+from ._cache import without_cache
 from ._called import answered, answered_by
 from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors

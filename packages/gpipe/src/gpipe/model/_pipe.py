@@ -10,7 +10,6 @@ from torch import nn
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
-from .._flatten._generate import generate
 from .._gpipe import GPipe
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
@@ -29,6 +28,7 @@ from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
 from ._blocks import Blocks, Costs, Division
 from ._division import division_of, seconds_on
+from ._generate import generate
 from ._parts import parts_of
 from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
@@ -163,7 +163,9 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         )
         self.__dict__["_laid_out"] = []
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
-        object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
+        object.__setattr__(
+            self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model, is_model=True)
+        )
 
 
 def _division(

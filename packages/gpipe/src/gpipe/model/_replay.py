@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from microbatch import unflatten
 from streams import current_stream, wait_stream
 
-from .._flatten._collected import collector
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
@@ -25,6 +24,7 @@ from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._buffers import kept, restore
 from ._called import answered_by
+from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from streams import is_accelerator, use_device, use_stream
 
-from .._flatten._cache import without_cache
 from ..checkpoint._random import CellRNG
 from ..engine._accumulate import DeferredGradients, nodes_below
 from ..engine._block import Block
@@ -27,6 +26,7 @@ from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation
+from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
 from ._generators import Drawing, Numbers

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from microbatch import Batch, map_tensors, unwrap
 
-from .._flatten._cache import expect_documents_apart, without_cache
-from .._flatten._inputs import Inputs
-from .._flatten._own_loss import with_whole_count
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs
 from ..module._cut import Checked, are_cut_by_rows, checked
+from ..module._inputs import Inputs
 from ..module._keywords import Call
 from ..module._rule import has_loss, is_left_open
 from ..module._step import Asked, Prepared, Stepping
@@ -28,7 +26,9 @@ from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._apart import unchanged
 from ._blocks import Blocks, Division
+from ._cache import expect_documents_apart, without_cache
 from ._convention import Convention
+from ._count import with_whole_count
 from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
@@ -142,9 +142,6 @@ class ModelStepping(Stepping):
             spec = pipeline.spec(self._size(1, trains=False))
             compute_outputs(pipeline, spec._replace(replays=True), batches[:1], versions)
         pipeline.conventions.learn(kind, pipeline.shown(), batches[0])
-
-    def _adds_up(self, asked: Asked) -> bool:
-        return asked.adds
 
     def _computes_loss(self, asked: Asked) -> str | None:
         return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
