@@ -45,6 +45,7 @@ from ..values._sharing import gathered
 from ._apart import unchanged
 from ._blocks import Blocks, Division, divide, named_blocks
 from ._convention import Convention
+from ._entries import with_entries
 from ._parts import parts_of
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, ordered, used_of
@@ -248,7 +249,9 @@ class ModelPipe(GPipe, of_models=True):
 
     def _checked(self, inputs: Any, convention: Convention | None = None) -> Checked:
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
-        return checked(with_whole_count(inputs, convention) if self._cuts_by_name else inputs, self.in_spec)
+        if self._cuts_by_name:
+            inputs = with_entries(with_whole_count(inputs, convention), self.in_spec or ())
+        return checked(inputs, self.in_spec)
 
     def _kind_of_loss(self, asked: Asked) -> Any:
         """Return the kind of the loss that the model computes; None if its losses of micro-batches do not add up."""
