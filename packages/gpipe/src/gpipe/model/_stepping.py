@@ -29,6 +29,7 @@ from ._blocks import Blocks, Division
 from ._cache import expect_documents_apart, without_cache
 from ._convention import Convention
 from ._count import with_whole_count
+from ._entries import with_entries
 from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
@@ -121,7 +122,9 @@ class ModelStepping(Stepping):
 
     def _checked(self, inputs: Any, convention: Convention | None = None) -> Checked:
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
-        return checked(with_whole_count(inputs, convention) if self._cuts_by_name else inputs, self.in_spec)
+        if self._cuts_by_name:
+            inputs = with_entries(with_whole_count(inputs, convention), self.in_spec or ())
+        return checked(inputs, self.in_spec)
 
     def _kind_of_loss(self, asked: Asked) -> Any:
         """Return the kind of the loss that the model computes; None if its losses of micro-batches do not add up."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from microbatch import (
     Batch,
+    Entries,
     Replicate,
     Split,
     Versions,
@@ -146,7 +147,12 @@ def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> A
     )
 
 
-_WAY_OUT = "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole"
+_WAY_OUT = (
+    "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole, or microbatch.Entries() "
+    "if it is a list with an entry for each row"
+)
+_CUT = Tensor | Split | Replicate | Entries
+"""Leaves that say how they are cut."""
 
 
 def replicated(value: Any, root: str, dim: int = 0) -> Any:
@@ -158,7 +164,7 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
     if is_flat(value):
         return value
     leaves, tree = flatten(value)
-    if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in leaves):
+    if not any(isinstance(leaf, _CUT) for leaf in leaves):
         return value
     totals = {_rows(leaf, dim) for leaf in leaves} - {0, 1}
     for found in _lists(value):
@@ -168,7 +174,7 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
                 f"be cut into micro-batches: {found!s:.60}; {_WAY_OUT}"
             )
     for k, leaf in enumerate(leaves):
-        if leaf is not None and not isinstance(leaf, Tensor | Split | Replicate):
+        if leaf is not None and not isinstance(leaf, _CUT):
             if not is_constant(leaf):
                 path = list(leaf_paths(value, root))[k]
                 raise TypeError(f"{path} is of type {type(leaf).__name__}, which cannot be cut by rows; {_WAY_OUT}")
@@ -189,7 +195,7 @@ def _lists(value: Any) -> Iterator[Sequence[Any]]:
     elif isinstance(value, list | tuple) and not is_constant(value):
         parts = list(value)
         # With tensors in it, it has as many parts as its author wanted.
-        if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in flatten(value)[0]):
+        if not any(isinstance(leaf, _CUT) for leaf in flatten(value)[0]):
             yield value
     else:
         return
