@@ -194,7 +194,9 @@ class ModelPipe(GPipe, of_models=True):
         )
         self.__dict__["_laid_out"] = []
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
-        object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
+        object.__setattr__(
+            self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model, is_model=True)
+        )
 
     def _end(self, at: int) -> nn.Module:
         return self._whole_model

@@ -22,17 +22,19 @@ from ..skip.skippable import own_forward
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module | None) -> type[Module]:
+def class_for(
+    kind: type[Module], forward: Callable[..., Any], first: nn.Module | None, *, is_model: bool = False
+) -> type[Module]:
     """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer.
 
-    Its name is that of ``kind``, and of a flattened model also that of the model: ``GPipeOfBertForQuestionAnswering``.
+    Its name is that of ``kind``, and of a model also that of the model: ``GPipeOfBertForQuestionAnswering``.
     A class with a ``forward`` of its own is returned as it is.
     """
     kind = vars(kind).get("_plain_class", kind)
     signature = None if first is None else signature_of(first)
     if signature is None or kind.forward is not forward:
         return kind
-    model = model_of(first)
+    model = first if is_model else model_of(first)
     suffix = "" if model is None else f"Of{type(model).__name__}"
     # One class for equal signatures and names, so that a pipe and its copy are of one type.
     key = kind, str(signature), suffix
