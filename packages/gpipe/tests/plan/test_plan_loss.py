@@ -23,8 +23,8 @@ from gpipe.engine._walks import Size, waits
 from gpipe.simulate import simulate
 from profiler import Profile, profile
 
-from ..flatten.test_own_loss import Model, contrast, scaled_by_items
 from ..layers import assert_same
+from ..model.test_loss_of_model import Model, contrast, scaled_by_items
 from ..plans import everything, few, measurements, space_of
 
 CPUS, WIDTH, ROWS = ["cpu", "cpu"], 48, 64
@@ -198,7 +198,7 @@ LOSSES: dict[bool, Callable[..., Tensor]] = {False: scaled_by_items, True: contr
 
 @pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_loss_of_a_flattened_model(whole: bool, calibrate: bool) -> None:
+def test_the_loss_of_a_model(whole: bool, calibrate: bool) -> None:
     """It is computed for each micro-batch by the convention of ``num_items_in_batch``, else once."""
     torch.manual_seed(0)
     plain = Model(LOSSES[whole], torch.float32)
