@@ -379,6 +379,27 @@ def test_a_configuration_may_be_set_later() -> None:
             assert schedule_of_second_step(pipe, plain) == name
 
 
+class Scaled(Model):
+    """Has another term, whose factor is a buffer."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.register_buffer("factor", torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return {"loss": output["loss"] + self.factor * output["logits"].mean().square()}
+
+
+def test_the_factor_of_a_term_may_be_set_later() -> None:
+    pipe, plain = new(by_items, Scaled)
+    with closing(pipe):
+        for factor in (0.0, 0.5):
+            for each in (pipe[:], plain):
+                each.factor.fill_(factor)
+            assert schedule_of_second_step(pipe, plain) == ("fill_drain" if factor else "1f1b")
+
+
 class Restless(Model):
     """An attribute changes with each call."""
 

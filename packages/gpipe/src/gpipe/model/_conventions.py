@@ -26,6 +26,7 @@ class Conventions:
         self._model, self._blocks = model, blocks
         self._found: dict[Any, Convention | None] = {}
         self._trials = Counter[Any]()
+        self._held: list[Any] = []
 
     def kind_of(self, inputs: Any) -> Any:
         """Return the kind of the loss for ``inputs``; None if it does not follow the convention."""
@@ -47,7 +48,9 @@ class Conventions:
         self._trials[kind] += 1
         inputs = as_arguments(batch.value)
         found = convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0])
-        self._found[self._key(kind)] = found
+        settings = configured(self._model, self._blocks.values())
+        self._held.append(settings.held)
+        self._found[kind, settings.key] = found
 
     def _key(self, kind: Any) -> Any:
-        return kind, configured(self._model, self._blocks.values())
+        return kind, configured(self._model, self._blocks.values()).key
