@@ -420,9 +420,10 @@ def test_a_rank_keeps_no_parameters_of_other_stages(worlds):
 
 def _expect_own_parameters_only() -> None:
     model = whole()
+    every = [*map(weakref.ref, model.parameters())]
     rank = Rank(model, [3, 3], chunks=2, blocks=BLOCKS)
     own = {*rank.parameters()}
-    others = [weakref.ref(each) for each in model.parameters() if each not in own]
+    others = [each for each in every if each() not in own]
     marked = [get_gradient_edge(each).node for each in own if each.requires_grad]
     for node in marked:
         node.metadata["seen"] = True

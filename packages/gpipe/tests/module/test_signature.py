@@ -74,7 +74,7 @@ class NamedAlike(Named):
 def test_of_a_model_with_a_forward_of_its_own(kind: type[nn.Module]) -> None:
     pipe = GPipe(kind(), devices=["cpu"] * 2)
     assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
-    assert type(pipe).__name__ == f"GPipeOf{kind.__name__}"
+    assert type(pipe).__name__ == f"ModelPipeOf{kind.__name__}"
 
 
 def test_equal_pipes_have_one() -> None:

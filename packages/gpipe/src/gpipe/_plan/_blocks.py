@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microbatch import scatter
+from microbatch import scatter, unwrap
 from profiler import AllocationTracker, LayerProfile, Profile, profile
 from profiler.fake import FusedAttention, fake_mode
 from profiler.sandbox import copied
@@ -63,7 +63,7 @@ def with_own_loss(given: Training) -> StepLoss:
         return given.loss
 
     def computes(module: nn.Module, given: Training) -> bool:
-        args, kwargs = first(given.x, rows_of(given.x), 1)
+        args, kwargs = unwrap(first(given.x, rows_of(given.x), 1))[0]
         with torch.no_grad():
             return has_own_loss(module(*args, **kwargs))
 

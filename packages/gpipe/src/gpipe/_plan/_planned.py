@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Planned:
     def faked(self, mode: Any) -> nn.Module:
         """Return a copy without data, which shares what the model shares."""
         copied = blank_layer(self.module, mode)
-        for module in copied.modules():
+        for module in copied.children() if self.division is None else islice(copied.modules(), 1, None):
             stay_in_place(module)
         return copied
 
