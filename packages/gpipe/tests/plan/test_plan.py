@@ -15,8 +15,8 @@ from gpipe import Infeasible, LossSum, Plan, check, inline, plan
 from microbatch import Replicate
 from profiler import profile
 
-from ..flatten.test_answers import Model
 from ..layers import Layer, assert_same, linears, piped, rows
+from ..model.test_answers import Model
 from ..plans import ROWS, model_of, profile_of
 
 CPUS = ["cpu", "cpu"]
@@ -223,7 +223,7 @@ def test_a_profile_of_one_size_goes_with_its_chunks() -> None:
         plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
 
 
-def test_a_model_that_is_flattened() -> None:
+def test_a_model_with_a_forward_of_its_own() -> None:
     net, x = Model(), torch.randn(8, 2)
     found = plan(net, x, CPUS, chunks=4, calibrate=False)
     assert "one step of the engine" in found.notes[-1]

@@ -1,7 +1,6 @@
 """Plans for a loss of each micro-batch, and for one that is computed once, on the outputs of all rows."""
 
 import copy
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import Arguments, Infeasible, LossSum, Plan, inline, plan
+from gpipe import Infeasible, LossSum, Plan, inline, plan
 from gpipe._plan._arguments import SCHEDULES, placed
 from gpipe._plan._costs import Measured
 from gpipe._plan._loss import WAITING
@@ -23,7 +22,6 @@ from gpipe.engine._walks import Size, waits
 from gpipe.simulate import simulate
 from profiler import Profile, profile
 
-from ..flatten.test_own_loss import Model, contrast, scaled_by_items
 from ..layers import assert_same
 from ..plans import everything, few, measurements, space_of
 
@@ -191,29 +189,3 @@ def test_a_loss_of_all_rows_is_replayed_as_it_is_simulated_and_is_never_hidden(m
     for one, other in zip(everything(once), everything(each), strict=True):
         assert one.seconds >= other.seconds * (1 - 1e-9)
         assert one.fullest >= other.fullest
-
-
-LOSSES: dict[bool, Callable[..., Tensor]] = {False: scaled_by_items, True: contrast}
-
-
-@pytest.mark.parametrize("calibrate", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_loss_of_a_flattened_model(whole: bool, calibrate: bool) -> None:
-    """It is computed for each micro-batch by the convention of ``num_items_in_batch``, else once."""
-    torch.manual_seed(0)
-    plain = Model(LOSSES[whole], torch.float32)
-    inputs = {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))}
-    sample = Arguments((), inputs)
-    found = plan(plain, sample, CPUS, chunks=4, calibrate=calibrate)
-    assert found.whole_loss == whole
-    assert "one step of the engine" in found.notes[-1]
-    with closing(found.build(copy.deepcopy(plain), sample=sample)) as pipe:
-        value = pipe.step(**inputs, **found.step_arguments)
-        torch.testing.assert_close(value, plain(**inputs)["loss"].detach())
-        with inline():
-            assert found.verify(sample).byte_ratios == pytest.approx([1, 1], rel=0.15)
-    if whole:
-        with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' begins backwards"):
-            plan(plain, sample, CPUS, chunks=4, schedule="1f1b", calibrate=False)
-    with pytest.raises(ValueError, match="reduction= and normalizer= go with a loss_fn"):
-        plan(plain, sample, CPUS, chunks=4, reduction="mean", calibrate=False)

@@ -18,6 +18,7 @@ from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_byte
 from gpipe._plan._candidate import Candidate, stops_of
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._loss import WAITING, StepLoss
+from gpipe._plan._planned import planned
 from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
@@ -131,7 +132,9 @@ def test_a_rehearsal_takes_what_the_step_takes(case, speeds: list[float]):
     split = (1,) if schedule in SPLITTING else ()
     costs = costs_of(model, x, chunks, squares, placement, whole=whole)
     way = Candidate(costs, schedule, tuple(balance), tuple(modes), 0.0, split)
-    rehearsal = rehearsed(copy.deepcopy(model), x, None, StepLoss(squares, None if whole else "mean"), way)
+    rehearsal = rehearsed(
+        planned(copy.deepcopy(model), x, len), x, None, StepLoss(squares, None if whole else "mean"), way
+    )
     assert "one step of the engine" in rehearsal.note
     paces = [None, [4.0**j for j in range(len(balance))], [4.0**-place for place in placement], speeds[: len(balance)]]
     found, ahead, behind, raced = (

@@ -111,7 +111,7 @@ def plan(
     if isinstance(model, GPipe):
         raise TypeError("model: expected the model, got a pipe of it; pipe[:] has its layers in a row")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nn.Sequential or another nn.Module, got {type(model).__name__}")
     sample = replicated(as_input(model, sample), "sample")
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)

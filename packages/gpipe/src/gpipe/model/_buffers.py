@@ -20,8 +20,12 @@ class Kept(NamedTuple):
 
 
 def kept(buffers: Iterable[Tensor]) -> list[Kept]:
-    """Copy small ``buffers``. Larger ones are tables, which forwards do not change."""
-    return [Kept(each, each._version, each.detach().clone()) for each in buffers if is_small(each)]
+    """Copy small ``buffers`` with data. Larger ones are tables, which forwards do not change."""
+    return [Kept(each, each._version, each.detach().clone()) for each in buffers if is_small(each) and has_data(each)]
+
+
+def has_data(tensor: Tensor) -> bool:
+    return not tensor.is_meta and getattr(tensor, "fake_mode", None) is None
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from microbatch import unwrap
+
 from .._current import doing
 from .._flatten._cache import without_cache
 from .._flatten._inputs import Inputs
@@ -33,7 +35,7 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> 
     Raises:
         RuntimeError: the forward needs values that blocks compute.
     """
-    inputs = Inputs.of(sample)
+    inputs = Inputs.of(unwrap(sample)[0])
     args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
     rehearsal = Rehearsal(model, blocks)
     with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():
