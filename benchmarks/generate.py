@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     for name, make in MODELS.items():
         model = make().eval()
         prompts = torch.randint(3, WORDS, (max(PROMPTS), LENGTH), generator=torch.Generator().manual_seed(0))
-        pipe = GPipe(model, devices=["cpu", "cpu"], chunks=2, sample={"input_ids": prompts[:2]})
+        pipe = GPipe(model, devices=["cpu", "cpu"], chunks=2)
         for number in PROMPTS:
             table.add(name, number, *_measured(model, pipe, prompts[:number], tokens, rounds))
         pipe.close()

@@ -1,4 +1,4 @@
-"""A model whose own forward runs, beside the same model as layers from a sample, and a plain loop over micro-batches.
+"""A model whose own forward runs in a pipe, beside a plain loop over micro-batches.
 
 GPT-2, Llama and T5 of transformers, and a U-Net of 50 parts with residuals between them. Steps of all ways in turns, in
 two stages and eight micro-batches, and the time to make each pipe.
@@ -108,9 +108,9 @@ Way = tuple[str, str]
 def _ways(model: Any, batch: Batch) -> tuple[dict[Way, Callable[[], object]], dict[str, float]]:
     seconds = {"loop": 0.0}
 
-    def made(way: str, **arguments: Any) -> GPipe:
+    def made(way: str) -> GPipe:
         begin = time.perf_counter()
-        pipe = GPipe(copy.deepcopy(model), devices=["cpu"] * 2, chunks=CHUNKS, checkpoint="never", **arguments)
+        pipe = GPipe(copy.deepcopy(model), devices=["cpu"] * 2, chunks=CHUNKS, checkpoint="never")
         seconds[way] = time.perf_counter() - begin
         return pipe
 
@@ -120,10 +120,8 @@ def _ways(model: Any, batch: Batch) -> tuple[dict[Way, Callable[[], object]], di
             ((found if isinstance(found, Tensor) else found.loss) / CHUNKS).backward()
 
     plain, own = copy.deepcopy(model), made("own forward")
-    layers = made("layers", sample={name: rows[:2] for name, rows in batch.items()})
     return {
         ("loop", ""): loop,
-        ("layers", "1f1b or fill_drain"): lambda: layers.step(**batch),
         ("own forward", "1f1b"): lambda: own.step(**batch, reduction="mean"),
         ("own forward", "fill_drain"): lambda: own.step(**batch),
     }, seconds

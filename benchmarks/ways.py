@@ -151,8 +151,7 @@ def pipelining(model: Any, batch: Batch) -> Training:
 def gpipe(model: Any, batch: Batch) -> Training:
     from gpipe import GPipe
 
-    sample = {name: rows[:2] for name, rows in batch.items()}
-    model = GPipe(model, [3, 3], devices=["cpu", "cpu"], chunks=8, checkpoint="never", sample=sample)
+    model = GPipe(model, devices=["cpu", "cpu"], chunks=8, checkpoint="never")
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

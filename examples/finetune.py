@@ -65,7 +65,7 @@ def compare(run: Run, rows: Tensor, test: Tensor, options: argparse.Namespace) -
     unseen = Rows(test)
     compare_results(plain, run.pipe, task, {"loss on unseen text": lambda model: f"{unseen.loss(model).item():.4f}"})
     run.pipe.train()
-    alone = GPipe(copy.deepcopy(plain).train(), devices=options.devices[:1], sample=batch_of(rows), checkpoint="never")
+    alone = GPipe(copy.deepcopy(plain).train(), devices=options.devices[:1], checkpoint="never")
     compare_memory(alone, run.pipe, run.optimizer, task)
     draw(run.pipe, task, options.timeline)
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
-from gpipe import GPipe, flatten, record
-from gpipe.balance import balance_by_parameters
+from gpipe import GPipe, record
 from gpipe.distributed import Rank
 
 console = Console(quiet=int(os.environ.get("RANK", 0)) > 0)
@@ -76,18 +75,16 @@ def trained_by(options: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[str
     """What the training is called, whose parameters it trains, and its step."""
     if options.plain:
         return "the plain model", model, lambda batch: plain_step(model, batch)
-    sample = batch_of(torch.zeros(options.batch // options.chunks, options.length, dtype=torch.int64))
-    layers = flatten(model, sample)
-    balance = balance_by_parameters(options.stages, layers)
     if "RANK" not in os.environ:
-        pipe = GPipe(layers, balance, devices=["cpu"] * options.stages, chunks=options.chunks)
+        pipe = GPipe(model, devices=["cpu"] * options.stages, chunks=options.chunks)
         return (
             f"{options.stages} stages in one process",
             pipe,
             lambda batch: pipe.step(**batch, schedule=options.schedule),
         )
     dist.init_process_group("gloo")
-    rank = Rank(layers, balance, chunks=options.chunks)
+    ranks = [stage % dist.get_world_size() for stage in range(options.stages)]
+    rank = Rank(model, ranks=ranks, chunks=options.chunks)
     name = f"{options.stages} stages in {dist.get_world_size()} processes"
     return name, rank, lambda batch: rank.step(**batch, schedule=options.schedule)
 

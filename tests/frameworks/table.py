@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpipe import Arguments, GPipe, flatten
+from gpipe import Arguments, GPipe
 
 from .families import EVERY, ROWS, Family
 
@@ -48,7 +48,7 @@ class Measured:
         self.family = family
         model = made(family, tie_word_embeddings=False)
         self.plain = copy.deepcopy(model)
-        self.model, self.layers = model, flatten(model, family.inputs(2))
+        self.model = model
 
     def cells(self) -> list[str]:
         expected = alone(self.plain, self.family)
@@ -62,7 +62,7 @@ class Measured:
         ]
 
     def trained(self, schedule: str = "1f1b", checkpoint: str = "never") -> Gradients:
-        return trained(self.model, self.layers, self.family, schedule, checkpoint)
+        return trained(self.model, self.family, schedule, checkpoint)
 
     def likeness(self, found: Gradients, expected: Gradients) -> str:
         """In words, how far gradients are from those expected."""
@@ -88,8 +88,8 @@ class Measured:
         model = made(self.family, tie_word_embeddings=True)
         if not shares(model):
             return "–"
-        plain, layers = copy.deepcopy(model), flatten(model, self.family.inputs(2))
-        return self.likeness(trained(model, layers, self.family), alone(plain, self.family))
+        plain = copy.deepcopy(model)
+        return self.likeness(trained(model, self.family), alone(plain, self.family))
 
     def frozen(self) -> str:
         """With the first half of the parameters frozen."""
@@ -101,7 +101,7 @@ class Measured:
 
     def names(self) -> str:
         """Whether everything has the model's names in the model's order, and state dicts load."""
-        pipe = piped(self.layers)
+        pipe = piped(self.model)
         if names(pipe) != names(self.plain):
             return "others"
         fresh = {key: value * 2 + 1 for key, value in self.plain.state_dict().items()}
@@ -134,20 +134,16 @@ def shares(model: nn.Module) -> bool:
     return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
 
 
-def piped(layers: nn.Sequential, checkpoint: str = "never", chunks: int = CHUNKS) -> GPipe:
-    third = len(layers) // 3
-    sizes = [third, third, len(layers) - 2 * third]
-    return GPipe(layers, sizes, devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint)
+def piped(model: nn.Module, checkpoint: str = "never", chunks: int = CHUNKS) -> GPipe:
+    return GPipe(model, devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint)
 
 
-def trained(
-    model: nn.Module, layers: nn.Sequential, family: Family, schedule: str = "1f1b", checkpoint: str = "never"
-) -> Gradients:
-    """The gradients that a step of a pipe of ``layers`` gives ``model``."""
+def trained(model: nn.Module, family: Family, schedule: str = "1f1b", checkpoint: str = "never") -> Gradients:
+    """The gradients that a step of a pipe of ``model`` gives it."""
     model.zero_grad()
-    pipe = piped(layers, checkpoint)
+    pipe = piped(model, checkpoint)
     inputs = Arguments((), family.inputs(ROWS))
-    pipe.step(inputs, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
+    pipe.step(inputs, loss_fn=lambda output: result(output).square().mean(), reduction="mean", schedule=schedule)
     pipe.close()
     return gradients(model)
 
@@ -164,7 +160,7 @@ def alone(model: nn.Module, family: Family) -> Gradients:
 
 
 def result(output: dict[str, Tensor]) -> Tensor:
-    """What the last layer returns by default."""
+    """The logits, the hidden state, or what comes first."""
     found = next((name for name in ("logits", "last_hidden_state") if name in output), None)
     return output[found] if found else next(iter(output.values()))
 

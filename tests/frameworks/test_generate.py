@@ -23,9 +23,8 @@ def prompts(name: str, side: str = "left", rows: int = 4) -> dict[str, Tensor]:
     return {key: value.flip(1) if side == "left" else value for key, value in inputs.items()}
 
 
-def piped(model: nn.Module, inputs: dict[str, Tensor]) -> GPipe:
-    sample = {key: rows[:2] for key, rows in inputs.items()}
-    return GPipe(model, sample={**sample, "labels": sample["input_ids"]}, devices=["cpu"] * 2, chunks=2)
+def piped(model: nn.Module) -> GPipe:
+    return GPipe(model, devices=["cpu"] * 2, chunks=2)
 
 
 def same(model: Any, other: Any, seed: int = 3, **given: Any) -> Any:
@@ -43,7 +42,7 @@ def same(model: Any, other: Any, seed: int = 3, **given: Any) -> Any:
 def test_tokens_are_those_of_the_trained_model(name: str) -> None:
     """In evaluation, and in training with dropout; with padding on either side."""
     model: Any = EVERY[name].make(dropout=0.3)
-    pipe = piped(model, prompts(name))
+    pipe = piped(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
     pipe.step(**prompts(name), labels=prompts(name)["input_ids"])
@@ -72,9 +71,8 @@ def test_a_trainer_predicts_with_generated_tokens(tmp_path: Path) -> None:
         predict_with_generate=True, generation_max_length=8, report_to=[], disable_tqdm=True, use_cpu=True,
         save_strategy="no",
     )  # fmt: skip
-    sample = {"input_ids": rows["input_ids"][:2], "labels": rows["input_ids"][:2]}
     results = []
-    for each in (GPipe(model, sample=sample, devices=["cpu"] * 2, chunks=2), plain):
+    for each in (GPipe(model, devices=["cpu"] * 2, chunks=2), plain):
         trainer = transformers.Seq2SeqTrainer(model=each, args=arguments, train_dataset=data)
         trainer.train()
         results.append(trainer.predict(data))
@@ -88,7 +86,7 @@ def test_a_pipeline_of_text_and_streamers() -> None:
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     model = EVERY["Llama"].make().eval()
-    pipe, plain = piped(model, prompts("Llama")), copy.deepcopy(model)
+    pipe, plain = piped(model), copy.deepcopy(model)
     texts = [
         transformers.pipeline("text-generation", model=each, tokenizer=tokenizer)(
             ["w5 w6 w7", "w8"], batch_size=2, max_new_tokens=5, do_sample=False

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Arguments, GPipe
+from gpipe import GPipe
 
 from .families import FAMILIES, ROWS
 
@@ -25,8 +25,8 @@ def pair(name: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
     return model.eval(), family.make(**settings).eval()
 
 
-def piped(model: nn.Module, name: str, init: Any, **options: Any) -> GPipe:
-    return GPipe(model, devices=["cpu"] * 3, chunks=3, sample=FAMILIES[name].inputs(2), init=init, **options)
+def piped(model: nn.Module, init: Any, **options: Any) -> GPipe:
+    return GPipe(model, devices=["cpu"] * 3, chunks=3, init=init, **options)
 
 
 def result(output: Any) -> Tensor:
@@ -37,13 +37,13 @@ def result(output: Any) -> Tensor:
 def test_a_state_dict_makes_the_plain_model(name: str) -> None:
     family = FAMILIES[name]
     model, plain = pair(name)
-    pipe = piped(model, name, plain.state_dict())
+    pipe = piped(model, plain.state_dict())
     assert set(pipe.state_dict()) == set(plain.state_dict())
     for key, value in {**plain.state_dict(), **dict(plain.named_buffers())}.items():
         torch.testing.assert_close({**model.state_dict(), **dict(model.named_buffers())}[key], value, msg=key)
     with torch.no_grad():
         expected = result(plain(**family.inputs(ROWS)))
-        for found in (pipe(Arguments((), family.inputs(ROWS))), result(model(**family.inputs(ROWS)))):
+        for found in (result(pipe(**family.inputs(ROWS))), result(model(**family.inputs(ROWS)))):
             tolerance = 0.1 if name in HALF else max(family.tolerance, 1e-9)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -52,7 +52,7 @@ def test_a_state_dict_makes_the_plain_model(name: str) -> None:
 def test_reset_initialises_as_the_model_does(name: str) -> None:
     """The numbers are others, but what is constant, and how far the rest is spread, is the same."""
     model, plain = pair(name)
-    pipe = piped(model, name, "reset")
+    pipe = piped(model, "reset")
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, expected in {**dict(plain.named_parameters()), **dict(plain.named_buffers())}.items():
         assert found[key].isfinite().all(), key
@@ -60,7 +60,7 @@ def test_reset_initialises_as_the_model_does(name: str) -> None:
             assert 0.5 < found[key].float().std() / expected.float().std() < 2, key
         else:
             torch.testing.assert_close(found[key], expected, msg=key)
-    assert pipe(Arguments((), FAMILIES[name].inputs(ROWS))).isfinite().all()
+    assert result(pipe(**FAMILIES[name].inputs(ROWS))).isfinite().all()
 
 
 @pytest.mark.parametrize("shard", ["5KB", "1GB"])
@@ -71,8 +71,7 @@ def test_a_llama_from_a_folder(shard: str, tied: bool, tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "5KB")
     inputs = FAMILIES["Llama"].inputs(ROWS)
     batch = {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
-    sample = {name: rows[:2] for name, rows in batch.items()}
-    pipe = GPipe(model, [2, 4], devices=["cpu", "cpu"], sample=sample, init=tmp_path, chunks=2)
+    pipe = GPipe(model, devices=["cpu", "cpu"], init=tmp_path, chunks=2)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     loss, expected = pipe.train().step(**batch), plain.train()(**batch).loss
     torch.testing.assert_close(loss, expected.detach())

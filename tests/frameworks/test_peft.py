@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 
 from .families import FAMILIES
 
@@ -29,7 +29,7 @@ def batch(rows: int = 4) -> dict[str, Tensor]:
 
 
 def pipe_of(model: nn.Module, checkpoint: str = "always") -> GPipe:
-    return GPipe(flatten(model, batch(2)), [2, 4], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    return GPipe(model, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
 
 
 def train(called: nn.Module, tuned: nn.Module, steps: int = 2) -> None:

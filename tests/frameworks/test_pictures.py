@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 from microbatch import Split
 
 from .families import DECODER, VISION, transformers
@@ -140,8 +140,7 @@ def rows() -> dict[str, list[str]]:
 def test_a_batch_of_pictures_and_words_is_as_the_page_says(name: str) -> None:
     """With as many pictures in each micro-batch, with other numbers, said or not, and without any in one of them."""
     model = made(name)
-    layers = flatten(model, batch(name, [2, 2]))
-    pipe = GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=3, checkpoint="never")
     found = [measured(pipe, model, batch(name, pictures)) for pictures in ([2, 1, 1, 2, 1, 2], OTHERS)]
     pipe.in_spec = rules(name)
     found += [measured(pipe, model, batch(name, pictures)) for pictures in (OTHERS, [0, 1, 2, 0, 0, 0])]

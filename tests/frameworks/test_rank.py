@@ -12,7 +12,7 @@ from packages.gpipe.tests.worlds import World
 from gpipe import GPipe
 from gpipe.distributed import Rank, RemoteError
 
-from .labelled import ADDS, CASES, PACKED, batch_of, made
+from .labelled import CASES, PACKED, batch_of, made
 
 IN_ONE = partial(GPipe, devices=["cpu"] * 2)
 

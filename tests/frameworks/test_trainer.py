@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 from microbatch import map_tensors
 
 from . import labelled
@@ -48,12 +48,8 @@ def made(name: str) -> nn.Module:
     return labelled.made(CASES[name][0])[0].float()
 
 
-def layers_of(name: str, model: nn.Module) -> nn.Sequential:
-    return flatten(model, single(batch_of(name, 2, "unpadded")))
-
-
-def pipe_of(name: str, model: nn.Module, balance: list[int], **options: Any) -> GPipe:
-    return GPipe(layers_of(name, model), balance, devices=["cpu"] * len(balance), chunks=4, **options)
+def pipe_of(model: nn.Module, stages: int = 2, **options: Any) -> GPipe:
+    return GPipe(model, devices=["cpu"] * stages, chunks=4, **options)
 
 
 def trainer(name: str, model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
@@ -91,8 +87,7 @@ def logged(found: Trainer, key: str) -> list[float]:
 def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = made(name)
     plain = copy.deepcopy(model)
-    layers = layers_of(name, model)
-    pipe = GPipe(layers, [1, 1, len(layers) - 2], devices=["cpu"] * 3, chunks=4, checkpoint="except_last")
+    pipe = pipe_of(model, 3, checkpoint="except_last")
     found, expected = (
         trainer(name, pipe, tmp_path / "pipe", save_strategy="no", **options),
         trainer(name, plain, tmp_path / "plain", save_strategy="no", **options),
@@ -107,11 +102,11 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
         torch.testing.assert_close(pipe.state_dict()[key], value, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("balance", [[1, 5], [2, 2, 2]])
-def test_it_resumes_from_a_checkpoint_with_another_balance(balance: list[int], tmp_path: Path) -> None:
-    finished = pipe_of("Llama", made("Llama"), [3, 3])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_it_resumes_from_a_checkpoint_with_another_balance(stages: int, tmp_path: Path) -> None:
+    finished = pipe_of(made("Llama"))
     trainer("Llama", finished, tmp_path).train()
-    fresh = pipe_of("Llama", made("Llama"), balance)
+    fresh = pipe_of(made("Llama"), stages)
     trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     torch.testing.assert_close(fresh.state_dict(), finished.state_dict(), rtol=1e-4, atol=1e-5)
 
@@ -137,13 +132,13 @@ class WholeModel(Trainer):
 def test_tied_weights(before: str, tmp_path: Path) -> None:
     """Their files have one of both names. So do those of the plain model, which a pipe resumes from."""
     model = tied()
-    called = model if before == "plain" else pipe_of("GPT-2", model, [3, 3])
+    called = model if before == "plain" else pipe_of(model)
     kind = Trainer if before == "plain" else WholeModel
     first = trainer("GPT-2", called, tmp_path, kind=kind)
     first.whole = model  # type: ignore[attr-defined]
     first.train()
     resumed = tied()
-    pipe = pipe_of("GPT-2", resumed, [2, 2, 2])
+    pipe = pipe_of(resumed, 3)
     trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no").train(
         resume_from_checkpoint=str(tmp_path / "checkpoint-3")
     )
@@ -163,7 +158,7 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     kind = WholeModel if name == "GPT-2" else Trainer
     options = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
     options |= {"max_steps": 2, "eval_steps": 1, "save_steps": 1}
-    found = trainer(name, pipe_of(name, model, [3, 3]), tmp_path, kind=kind, **options)
+    found = trainer(name, pipe_of(model), tmp_path, kind=kind, **options)
     found.whole = model  # type: ignore[attr-defined]
     found.compute_metrics = lambda _: {"age": found.state.global_step}  # so that the best is not the last
     found.train()
@@ -179,7 +174,7 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
 
 def test_two_names_for_one_tensor_are_refused_by_what_writes_files(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="share memory"):
-        trainer("GPT-2", pipe_of("GPT-2", tied(), [3, 3]), tmp_path).save_model()
+        trainer("GPT-2", pipe_of(tied()), tmp_path).save_model()
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
@@ -187,7 +182,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     found, expected = (
         trainer("Llama", each, tmp_path, bf16=True, save_strategy="no")
-        for each in (pipe_of("Llama", model, [3, 3], checkpoint="always"), plain)
+        for each in (pipe_of(model, checkpoint="always"), plain)
     )
     for each in (found, expected):
         each.train()

@@ -74,7 +74,7 @@ def expect_the_same(kind: str, make: Any, inputs: dict[str, Tensor], *arguments:
     torch.manual_seed(0)
     plain = make()
     model = copy.deepcopy(plain)
-    pipe = GPipe(model.train(), devices=["cpu", "cpu"], chunks=3, sample=inputs)
+    pipe = GPipe(model.train(), devices=["cpu", "cpu"], chunks=3)
     expected = trained(kind, plain, *arguments, **copy.deepcopy(options))
     assert trained(kind, pipe, *arguments, **copy.deepcopy(options)) == pytest.approx(expected, rel=1e-5)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 from streams import Task, current_stream, default_stream, new_stream, spawn_workers, use_stream
 
 from .accelerator import device
@@ -76,13 +76,12 @@ def test_a_timeline_of_devices(mode: str, inline: bool):
     assert all(event.bytes_moved for event in events if event.kind == "forward" and event.stage)
 
 
-@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_model_that_was_moved_after_its_pipe_was_made_is_named_and_can_be_moved_back(k: int, flattened: bool):
-    model = small(flattened)
+def test_a_model_that_was_moved_after_its_pipe_was_made_is_named_and_can_be_moved_back(k: int, own: bool):
+    model = small(own)
     x = torch.randn(4, 3)
-    layers = flatten(model, x) if flattened else model
-    pipe = GPipe(layers, [2, len(layers) - 2], devices=[device(0), device(1)], chunks=2)
+    pipe = GPipe(model, [1, 1] if own else [2, 1], devices=[device(0), device(1)], chunks=2)
     expected = pipe(x)
     model.to(device(k))
     for call in (pipe, lambda x: pipe.step(x, loss_fn=torch.sum)):
@@ -94,8 +93,8 @@ def test_a_model_that_was_moved_after_its_pipe_was_made_is_named_and_can_be_move
     torch.testing.assert_close(pipe(x), expected)
 
 
-def small(flattened: bool) -> nn.Module:
-    if not flattened:
+def small(own: bool) -> nn.Module:
+    if not own:
         return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
     class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""What a step takes as its input is also a sample: of balances, plans, checks and the order of a model."""
+"""What a step takes as its input is also a sample: of balances, plans, checks and models."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import Arguments, GPipe
+from gpipe import GPipe
 from gpipe.balance import balance_by_flops, balance_by_size, balance_by_time
-from microbatch import Replicate
+from microbatch import Arguments, Replicate
 
 from .layers import rows
 
@@ -46,11 +46,6 @@ def sample(mask: Any = None, whole: Callable[[Any], Any] = lambda value: value) 
     return {"x": rows(6).float(), "scale": whole(2.0), "flag": whole(False), "mask": mask}
 
 
-def batch_of(model: nn.Module, given: dict[str, Any]) -> Any:
-    """As a step takes it. A sample may name the arguments of a model with a forward of its own."""
-    return Arguments((), given) if isinstance(model, Blocks) else given
-
-
 SAMPLES = {"constants": sample, "rules": lambda: sample(mask=Replicate(torch.ones(3)), whole=Replicate)}
 
 each_sample = pytest.mark.parametrize("name", list(SAMPLES))
@@ -64,7 +59,8 @@ each_model = pytest.mark.parametrize(
 def test_a_pipe_is_made_and_trains(make: Callable[[], nn.Module], name: str, balance: list[int] | None):
     model, given = make(), SAMPLES[name]()
     with closing(GPipe(model, balance, sample=given, devices=["cpu", "cpu"], chunks=2)) as pipe:
-        pipe.step(batch_of(model, given), loss_fn=lambda output: output.square().mean())
+        arguments = Arguments((), given) if isinstance(model, Blocks) else given
+        pipe.step(arguments, loss_fn=lambda output: output.square().mean())
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
@@ -78,9 +74,10 @@ def test_balances_take_it(name: str):
 @each_model
 def test_plans_take_it(make: Callable[[], nn.Module], name: str):
     found = gpipe.plan(make(), SAMPLES[name](), ["cpu", "cpu"], chunks=2, calibrate=False)
-    model = make()
+    model, given = make(), SAMPLES[name]()
+    batch = Arguments((), given) if isinstance(model, Blocks) else given
     with closing(found.build(model)) as pipe:
-        pipe.step(batch_of(model, SAMPLES[name]()), loss_fn=lambda output: output.square().mean())
+        pipe.step(batch, loss_fn=lambda output: output.square().mean())
 
 
 @each_model

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 
 from .layers import Layer
 
@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 
 
 def looped(s: Layer, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a model that is flattened."""
+    """The forward of a model of its own."""
     for layer in s.m:
         x = layer(x)
     return x
@@ -48,12 +48,11 @@ def looped(s: Layer, x: torch.Tensor) -> torch.Tensor:
 class Run:
     """A model, its optimizer and the schedule of its learning rate."""
 
-    def __init__(self, balance: list[int] | None, flattened: bool = False) -> None:
-        self.model: nn.Module = Layer(looped, *network()) if flattened else network()
+    def __init__(self, balance: list[int] | None, own: bool = False) -> None:
+        self.model: nn.Module = Layer(looped, *network()) if own else network()
         if balance:
-            layers = flatten(self.model, X[:2]) if flattened else self.model
-            balance = [*balance[:-1], balance[-1] + len(layers) - LAYERS]
-            self.model = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=False)
+            blocks = [f"m.{k}" for k in range(LAYERS)] if own else None
+            self.model = GPipe(self.model, balance, devices=["cpu"] * len(balance), chunks=2, blocks=blocks)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
@@ -120,7 +119,7 @@ def uninterrupted(steps: int) -> dict[str, Any]:
     after=st.none() | balances,
     steps=st.integers(1, 3),  # torch's get_state_dict takes a step where there was none
     more=st.integers(1, 2),
-    flattened=st.booleans(),
+    own=st.booleans(),
 )
 @settings(max_examples=10)
 def test_it_goes_on_with_any_balance_or_as_the_plain_model(
@@ -129,9 +128,9 @@ def test_it_goes_on_with_any_balance_or_as_the_plain_model(
     after: list[int] | None,
     steps: int,
     more: int,
-    flattened: bool,
+    own: bool,
 ) -> None:
-    run, again = Run(before, flattened), Run(after, flattened)
+    run, again = Run(before, own), Run(after, own)
     run.train(steps)
     with torch.no_grad():
         for value in again.model.state_dict().values():

@@ -19,7 +19,6 @@ if _typing.TYPE_CHECKING:
     from . import nn as nn
     from . import simulate as simulate
     from ._check import Finding, Report, check
-    from ._flatten._flatten import flatten
     from ._plan import Infeasible, Plan, plan
     from .timeline import Event, Timeline, record
 
@@ -37,7 +36,6 @@ __all__ = [
     "Schedule",
     "Timeline",
     "check",
-    "flatten",
     "inline",
     "is_checkpointing",
     "is_recomputing",
@@ -52,7 +50,6 @@ __version__ = "0.1.0"
 _MODULES = ("balance", "nn", "simulate", "timeline")
 _LATER = {
     "_check": ("Finding", "Report", "check"),
-    "_flatten._flatten": ("flatten",),
     "_plan": ("Infeasible", "Plan", "plan"),
     "timeline": ("Event", "Timeline", "record"),
 }

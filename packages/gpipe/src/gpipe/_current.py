@@ -36,7 +36,6 @@ class Work(NamedTuple):
         blocks: the engine's ``Block`` objects, one per group of layers that are recomputed together.
         recompute_under: returns the context for recomputations: the settings of the forward, if the backward has
             different ones.
-        tape: records the forward of a segment of a flattened model.
     """
 
     skips: Store
@@ -48,7 +47,6 @@ class Work(NamedTuple):
     statistics: Any = None
     blocks: Sequence[Any] = ()
     recompute_under: Callable[[], AbstractContextManager[None]] = nullcontext
-    tape: Any = None
 
 
 class Current(threading.local):

@@ -11,27 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import unwrap
-
 from ._batchnorm import DeferredBatchNorm
 from ._chooser import Chooser
-from ._flatten._generate import generate
-from ._flatten._inputs import Inputs
-from ._flatten._names import Flattened
-from ._flatten._own_loss import without_loss_only
-from ._flatten._segment import ModelBlock
-from ._flatten._shapes import has_data
 from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_places
 from .module._cut import checked
+from .module._data import has_data
 from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
 from .module._frequencies import expect_sums
 from .module._init import initializer_of
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
-from .module._partition import BalanceError, as_sequential, checked_balance, divide, recommend_auto_balance
+from .module._names import Flattened
+from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
 from .module._step import Prepared, Stepping
@@ -51,13 +45,14 @@ class GPipe(Stepping):
 
     Args:
         module: the model: an ``nn.Sequential``, or a model with a forward of its own. That runs once per micro-batch,
-            and is cut at the elements of its lists of modules; with a ``sample``, :func:`flatten` makes layers of it.
-            Its modules are moved to the devices, not copied. Parameters that partitions share are on the device of the
-            first one.
-        balance: the number of layers, or blocks, of each partition, as :mod:`gpipe.balance` finds it. Of a model with a
-            forward of its own it is optional: blocks are balanced over the ``devices`` by the bytes of their
-            parameters, layers by a measurement of a second, and on ``meta`` by their parameters.
-        sample: an input of the model, with as many rows as a micro-batch; see :func:`flatten`.
+            and is cut at the elements of its lists of modules. Its modules are moved to the devices, not copied.
+            Parameters that partitions share are on the device of the first one.
+        balance: the number of layers, or blocks, of each partition. With a ``sample`` it is optional: after a run to
+            warm up, forward and backward are measured on a copy for about a second, at least once. Of a model with a
+            forward of its own it is optional also without: then blocks are balanced by the bytes of their parameters,
+            as they are on ``meta``.
+        sample: an input of the model, with as many rows as a micro-batch, to measure the balance: a mapping for named
+            arguments, a tuple for positional ones, :class:`microbatch.Arguments` for both, or one tensor.
         devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
             the CPU for each partition if there are none.
         chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
@@ -76,7 +71,8 @@ class GPipe(Stepping):
             by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
             ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, as ``snapshot_download()`` returns one.
         blocks: the names of lists of modules, or of modules, at which a model is cut.
-        pick: with a ``sample``: what the pipe returns of the output; see :func:`flatten`.
+        pick: what the pipe returns of the output of a model with a forward of its own, and what a ``loss_fn`` gets: the
+            name of a field, or a function of the output. By default all.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -139,14 +135,17 @@ class GPipe(Stepping):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        # First whatever can be checked by itself: flattening and measuring take seconds.
+        # First whatever can be checked by itself: measuring takes a second.
         initializer = initializer_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        module = as_sequential(module, sample, blocks=blocks, pick=pick)
+        expect_sequential(module)
+        if blocks is not None or pick is not None:
+            raise TypeError("blocks= and pick= are for a model with a forward of its own; leave them out")
+        assert isinstance(module, nn.Sequential)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
         sizes = checked_balance(balance, len(module))
@@ -193,9 +192,6 @@ class GPipe(Stepping):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the wrapped module in a pipeline.
 
-        A flattened model that computes its own loss returns its whole output, with the loss of all rows, on the device
-        of the inputs.
-
         Args:
             args, kwargs: the arguments of the first layer: tensors, or trees of tensors, whose rows can be cut into
                 equally many micro-batches. They are moved to the first device. With ``Replicate(...)`` around an
@@ -208,17 +204,7 @@ class GPipe(Stepping):
             TypeError, ValueError: an input cannot be cut into micro-batches, or the outputs cannot be concatenated.
         """
         refuse_transforms()
-        inputs = as_value(args, kwargs)
-        ending = self._ending()
-        if ending is None:
-            return self._output(inputs)
-        assert ending.ending is not None
-        with ending.recording(ending.ending) as recording:
-            found = self._output(without_loss_only(inputs))
-        return ending.whole(Inputs.of(unwrap(inputs)[0]), found, recording)
-
-    def _output(self, inputs: Any) -> Any:
-        inputs = checked(inputs, self.in_spec)
+        inputs = checked(as_value(args, kwargs), self.in_spec)
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)
@@ -256,26 +242,18 @@ class GPipe(Stepping):
             setattr(self._model, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What a pipe does not have, such as ``config``, the model that was flattened answers, and takes."""
+        """What a pipe does not have, such as ``config``, the model answers, and takes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if not self._is_of_model(name):
                 raise
-            if name == "generate":
-                return self._generate
             return getattr(self._model, name)
 
     def _is_of_model(self, name: str) -> bool:
-        """Whether this is an attribute of the model that was flattened, and not a private one."""
+        """Whether this is an attribute of the model, and not a private one."""
         is_private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
         return not is_private and hasattr(vars(self).get("_model"), name)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._model is not None
-        with self._workers.section.entered():
-            blocks = {layer.net for layer in self._layers().values() if isinstance(layer, ModelBlock)}
-            return generate(self._model, blocks, *args, **kwargs)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
@@ -347,7 +325,7 @@ class GPipe(Stepping):
         """As of any module, under the names of the wrapped one.
 
         Args:
-            args, kwargs: those of ``nn.Module.state_dict``, or of a flattened model's own method, which is called.
+            args, kwargs: those of ``nn.Module.state_dict``, or of the model's own method, which is called.
 
         Returns:
             The tensors by name, or what that method returns.
@@ -358,7 +336,7 @@ class GPipe(Stepping):
         """As of any module.
 
         Args:
-            args, kwargs: those of ``nn.Module.load_state_dict``, or of a flattened model's own method, which is called.
+            args, kwargs: those of ``nn.Module.load_state_dict``, or of the model's own method, which is called.
 
         Returns:
             What is missing and what is left over, or what that method returns.

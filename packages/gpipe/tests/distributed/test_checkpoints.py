@@ -43,7 +43,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def whole(seed: int = 0) -> Layer:
-    """A model that is flattened into as many layers, under names of its own; its head is tied to its first layer."""
+    """A model with a forward of its own; its head is tied to its first layer."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         x = s.embed(x)
@@ -58,6 +58,10 @@ def whole(seed: int = 0) -> Layer:
     return Layer(forward, embed=embed, head=head, blocks=blocks, norm=nn.BatchNorm1d(4)).double()
 
 
+BLOCKS = ["embed", "blocks", "head"]
+"""Those of the model, as many as the network has layers."""
+
+
 class Setup(NamedTuple):
     """How a model is trained: as it is, in a pipe, or on several ranks.
 
@@ -65,7 +69,7 @@ class Setup(NamedTuple):
         size: how many processes; none is a module in this one.
         balance: of its stages; None is the plain model.
         ranks: that of each stage.
-        flat: whether it is a model that is flattened.
+        flat: whether it is a model with a forward of its own.
     """
 
     size: int
@@ -77,7 +81,7 @@ class Setup(NamedTuple):
         model = (whole if self.flat else network)(seed).eval()  # where batch norm is the same for micro-batches
         if self.balance is None:
             return model
-        options: dict[str, Any] = {"chunks": 2, "sample": X[:4] if self.flat else None}
+        options: dict[str, Any] = {"chunks": 2, "blocks": BLOCKS if self.flat else None}
         if self.size:
             return Rank(model, self.balance, ranks=self.ranks, **options)
         return GPipe(model, self.balance, devices=["cpu"] * len(self.balance), **options)
@@ -166,7 +170,7 @@ TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), S
 def test_it_goes_on_elsewhere(
     tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int, flat: bool
 ) -> None:
-    """Also a model that is flattened, whose layers have other names than its own."""
+    """Also a model with a forward of its own."""
     path = str(tmp_path_factory.mktemp("run") / "checkpoint")
     run(before.size, begin, path, before._replace(flat=flat), steps)
     for losses in run(after.size, go_on, path, after._replace(flat=flat), 2):
@@ -416,9 +420,10 @@ def test_a_rank_keeps_no_parameters_of_other_stages(worlds):
 
 def _expect_own_parameters_only() -> None:
     model = whole()
-    rank = Rank(model, [3, 3], chunks=2, sample=X[:4])
+    every = [*map(weakref.ref, model.parameters())]
+    rank = Rank(model, [3, 3], chunks=2, blocks=BLOCKS)
     own = {*rank.parameters()}
-    others = [weakref.ref(each) for each in model.parameters() if each not in own]
+    others = [each for each in every if each() not in own]
     marked = [get_gradient_edge(each).node for each in own if each.requires_grad]
     for node in marked:
         node.metadata["seen"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,12 @@ from gpipe.distributed import Rank, RemoteError
 from microbatch import flatten
 
 from ..layers import DOUBLE, MODES
-from ..model.forwards import Told, models
+from ..model.forwards import Statement, Told, models
+from ..model.test_loss_of_model import PICTURES, Pictures, with_pictures
+from ..model.test_loss_of_model import tokens as tokens_loss
 from ..model.test_pipe import LOSSES, assert_close
 from ..schedules import balance_by
+from .planted import expect_gradients
 
 REFUSALS = (
     "is called after blocks of stage",
@@ -178,4 +182,71 @@ def _expect_own() -> None:
     assert {name for names, _ in found for name in names} == {*told.model().state_dict()}
     assert sorted(name for _, names in found for name in names) == sorted(dict(told.model().named_parameters()))
     assert not any(p.is_meta for p in rank.parameters())
+    rank.close()
+
+
+class Sealed(nn.Module):
+    """A model whose train() leaves a module alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def train(self, mode: bool = True) -> Sealed:
+        super().train(mode)
+        for block in self.blocks:
+            block[1].eval()
+        return self
+
+
+def test_the_train_of_the_model_is_called(worlds) -> None:
+    worlds(2).run(_trains)
+
+
+def _trains() -> None:
+    rank = Rank(Sealed(), chunks=2)
+    for mode in (False, True):
+        rank.train(mode)
+        norms = [each for each in rank.modules() if isinstance(each, nn.BatchNorm1d)]
+        assert [each.training for each in norms] == [False, False]
+        assert {each.training for each in rank.blocks.modules() if isinstance(each, nn.Linear)} == {mode}
+    rank.close()
+
+
+def test_rows_with_a_number_of_tensors_of_their_own(worlds) -> None:
+    worlds(2).run(_counts_pictures)
+
+
+def _counts_pictures() -> None:
+    plain = Pictures(tokens_loss)
+    rank = Rank(copy.deepcopy(plain), chunks=2, in_spec=PICTURES)
+    torch.manual_seed(0)
+    inputs = with_pictures([0, 0], [1, 0])
+    expected = plain(**inputs)["loss"]
+    torch.testing.assert_close(rank.evaluate(**inputs), expected.detach())
+    torch.testing.assert_close(rank.step(**inputs), expected.detach())
+    expected.backward()
+    expect_gradients(rank, plain)
+    rank.close()
+
+
+def test_ranks_that_are_given_other_inputs_say_so(worlds) -> None:
+    worlds(2).run(_given_others)
+
+
+def _given_others() -> None:
+    """As by a DistributedSampler."""
+    rank = Rank(Told(tuple([Statement("layers", -1, 0)] * 3)).model(), chunks=2)
+    x = torch.randn(4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for call in (lambda: rank.step(x, loss_fn=lambda output: output.sum(), reduction="sum"), lambda: rank(x)):
+        with pytest.raises(ValueError, match="the ranks disagree: the checksum of input tensor 0"):
+            call()
+    with pytest.raises((TypeError, RemoteError), match="every rank needs the inputs"):
+        rank(*([x] if dist.get_rank() else []))
+    assert all(parameter.grad is None for parameter in rank.parameters())
     rank.close()

@@ -20,7 +20,6 @@ from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import checkpoint_stops
 
-from ..flatten.test_own_loss import PICTURES, Pictures, rows, with_pictures
 from ..layers import Layer, Tied
 from ..models import Recipe, main_of, recipes
 from ..schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
@@ -377,74 +376,6 @@ def _changes() -> list[str]:
             change(*arguments)
         found.append(type(refused.value).__name__)
     return found
-
-
-class Sealed(nn.Module):
-    """A flattened model whose train() leaves a module alone, or whose blocks do, each for itself."""
-
-    def __init__(self, *, inside: bool) -> None:
-        super().__init__()
-        self.inside, self.blocks = inside, nn.ModuleList(SealedBlock() if inside else nn.Linear(2, 2) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class SealedBlock(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.norm = nn.BatchNorm1d(2)
-
-    def train(self, mode: bool = True) -> "SealedBlock":
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-
-class SealedAround(Sealed):
-    def train(self, mode: bool = True) -> "SealedAround":
-        super().train(mode)
-        self.blocks[0].eval()
-        return self
-
-
-def test_train_of_a_model_that_is_on_several_ranks_is_refused_and_that_of_its_blocks_is_called(worlds):
-    worlds(2).run(_trains)
-
-
-def _trains() -> None:
-    model = SealedAround(inside=False)
-    rank = Rank(model, [3, 3], sample=torch.zeros(2, 2))
-    for change in (rank.train, rank.eval):
-        with pytest.raises(
-            RuntimeError, match=r"train\(\) of SealedAround .*other ranks; define train\(\) in the blocks"
-        ):
-            change()
-    rank = Rank(Sealed(inside=True), [3, 3], sample=torch.zeros(2, 2))
-    for mode in (False, True):
-        rank.train(mode)
-        norms = [each for each in rank.modules() if isinstance(each, nn.BatchNorm1d)]
-        assert [each.training for each in norms] == [False, False]
-        assert {each.training for each in rank.modules() if each not in norms} == {mode}
-
-
-def test_a_loss_of_the_model_over_rows_with_a_number_of_their_own_is_computed_once(worlds):
-    worlds(2).run(_counts_pictures)
-
-
-def _counts_pictures() -> None:
-    plain = Pictures(rows)
-    options = {"sample": with_pictures([0, 1], [2, 0]), "in_spec": PICTURES}
-    rank = Rank(copy.deepcopy(plain), [2, 3], chunks=2, **options)
-    torch.manual_seed(0)
-    inputs = with_pictures([0, 0], [1, 0])
-    expected = plain(**inputs)["loss"]
-    torch.testing.assert_close(rank.evaluate(**inputs), expected.detach())
-    torch.testing.assert_close(rank.step(**inputs), expected.detach())
-    expected.backward()
-    expect_gradients(rank, plain)
 
 
 def tied() -> nn.Sequential:

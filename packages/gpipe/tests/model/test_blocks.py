@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import BalanceError, GPipe
-from gpipe.model._blocks import divide, named_blocks, unevenness
+from gpipe.model._blocks import bytes_of, candidates, divide, named_blocks, unevenness
 
 from .forwards import Told, models
 
@@ -49,8 +49,9 @@ def test_each_module_is_in_one_block_at_most_and_each_block_in_one_stage(told: T
 def test_the_largest_stage_is_as_small_as_any_balance_makes_it(widths: list[int], stages: int) -> None:
     model = nn.ModuleDict({"layers": sized(*widths)})
     found = divide(model, stages)
-    best = min(unevenness(model, found._replace(balance=cut)) for cut in cuts(len(found.blocks), len(found.balance)))
-    assert unevenness(model, found) == pytest.approx(best)
+    sizes = bytes_of(model, found.blocks)
+    best = min(unevenness(sizes, cut) for cut in cuts(len(found.blocks), len(found.balance)))
+    assert unevenness(sizes, found.balance) == pytest.approx(best)
 
 
 def cuts(blocks: int, stages: int) -> list[list[int]]:
@@ -77,6 +78,30 @@ def cuts(blocks: int, stages: int) -> list[list[int]]:
 )  # fmt: skip
 def test_blocks_are_the_elements_of_lists(lists: dict[str, nn.Module], stages: int, expected: list[str]) -> None:
     assert [*divide(Listed(**lists), stages).blocks] == expected
+
+
+@given(models(least=2), st.integers(1, 6), st.data())
+def test_whatever_the_costs_are_blocks_are_candidates_and_nearly_as_even_as_any(
+    told: Told, stages: int, data: st.DataObject
+) -> None:
+    model = told.model()
+    known = {name: data.draw(st.floats(0.1, 9)) for name in candidates(model)}
+
+    def costs(blocks: dict[str, nn.Module]) -> list[float]:
+        return [known[name] for name in blocks]
+
+    blocks, balance, _ = divide(model, stages, costs=costs)
+    assert blocks.keys() <= known.keys()
+    if len(blocks) >= stages:
+        best = min(unevenness(costs(blocks), cut) for cut in cuts(len(blocks), stages))
+        assert unevenness(costs(blocks), balance) == pytest.approx(best)
+
+
+def test_the_block_that_takes_longest_is_divided() -> None:
+    layers = nn.ModuleList([nn.Sequential(*sized(2, 2)), *sized(2)])
+    costs = {"layers.0": 9.0, "layers.0.0": 5.0, "layers.0.1": 4.0, "layers.1": 5.0}
+    found = divide(Listed(layers=layers), 3, costs=lambda blocks: [costs[name] for name in blocks])
+    assert [*found.blocks] == ["layers.0.0", "layers.0.1", "layers.1"]
 
 
 def test_a_block_that_is_in_several_places_is_one() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 from gpipe.model._blocks import divide
 from gpipe.model._order import order_of
+from gpipe.module._inputs import Inputs
 
 from ..layers import rows
 from .forwards import Told, models
@@ -56,7 +57,7 @@ def test_the_order_is_that_of_the_calls_and_nothing_changes(told: Told) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    found = order_of(model, blocks, x)
+    found = order_of(model, blocks, Inputs.of(x))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     hooks = [
@@ -78,7 +79,8 @@ def test_a_forward_that_needs_values_of_its_blocks_keeps_the_order_of_registrati
             x = self.embed(x)
             return self.head(x) if x.sum() > 1e9 else super().forward(x.argmax(-1))
 
-    pipe = GPipe(Reading(), devices=["cpu"] * 2, sample=torch.arange(4))
+    with caplog.at_level("INFO", "gpipe"):
+        pipe = GPipe(Reading(), devices=["cpu"] * 2, sample=torch.arange(4))
     assert pipe.block_names == ["second.0", "second.1", "first.0", "first.1"]
     assert "is not known" in caplog.text
 
@@ -87,5 +89,5 @@ def test_a_forward_that_needs_values_of_its_blocks_keeps_the_order_of_registrati
 def test_a_model_without_data_has_an_order_too(device: str) -> None:
     with torch.device(device):
         model = Backwards()
-    found = order_of(model, divide(model, 1).blocks, torch.arange(4))
+    found = order_of(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
     assert found.blocks == ["first.0", "first.1", "second.0", "second.1"]

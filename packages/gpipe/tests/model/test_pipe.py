@@ -18,7 +18,7 @@ from microbatch import Split, flatten, map_tensors
 
 from ..layers import ALL_ROWS, DOUBLE, MODES, assert_same, assert_trains_like, each_mode, rows, running, trained
 from ..schedules import balance_by, suited
-from .forwards import Statement, Told, models
+from .forwards import Told, models
 from .residuals import plain_of, residuals, two_stages
 
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble", "interleaved")
@@ -276,29 +276,6 @@ def test_a_module_outside_of_blocks_may_be_replaced(on: str, schedule: str) -> N
         assert output.shape == (6, 2)
         torch.testing.assert_close(loss, trained(plain, rows(6))[0])
         assert_same(pipe, plain)
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("pick", ["logits", lambda output: output.logits * 2])
-def test_the_output_is_what_is_picked(sampled: bool, pick: Any) -> None:
-    told = Told(tuple([Statement("layers", -1, 0)] * 3), returns="dataclass")
-    picked = pick if callable(pick) else lambda output: output.logits
-    plain, x = told.model(), rows(5)[:, :2]
-    with closing(GPipe(told.model(), devices=["cpu"] * 2, chunks=2, sample=x if sampled else None, pick=pick)) as pipe:
-        for _ in range(2):
-            torch.testing.assert_close(pipe(x), picked(plain(x)))
-            loss = pipe.step(x, loss_fn=lambda output, _: output.square().mean(), reduction="mean")
-            torch.testing.assert_close(loss, picked(plain(x)).square().mean().detach())
-
-
-def test_what_is_picked_is_a_field_of_the_output() -> None:
-    with pytest.raises(TypeError, match="name of a field"):
-        GPipe(residuals(), devices=["cpu"], pick=3)
-    with (
-        closing(GPipe(residuals(), devices=["cpu"], pick="logits")) as pipe,
-        pytest.raises(TypeError, match="'logits'"),
-    ):
-        pipe(rows(4))
 
 
 def test_a_pipe_is_no_model() -> None:

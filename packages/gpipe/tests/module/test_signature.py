@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe
 
 NAMES = ["input_ids", "attention_mask", "labels", "x", "chunks", "name"]
 ORDER = [Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY]
@@ -71,10 +71,10 @@ class NamedAlike(Named):
 
 
 @pytest.mark.parametrize("kind", [Named, NamedAlike])
-def test_of_a_flattened_model(kind: type[nn.Module]) -> None:
-    pipe = GPipe(flatten(kind(), torch.ones(1, 2)), [2, 2], devices=["cpu"] * 2)
+def test_of_a_model_with_a_forward_of_its_own(kind: type[nn.Module]) -> None:
+    pipe = GPipe(kind(), devices=["cpu"] * 2)
     assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
-    assert type(pipe).__name__ == f"GPipeOf{kind.__name__}"
+    assert type(pipe).__name__ == f"ModelPipeOf{kind.__name__}"
 
 
 def test_equal_pipes_have_one() -> None:

@@ -4,7 +4,7 @@ from ._arguments import Arguments
 from ._batch import Batch, Function, TensorOrTensors, Tensors
 from ._gather import concatenate, gather
 from ._paths import leaf_paths
-from ._rules import Mean, Replicate, Split, Sum
+from ._rules import Entries, Mean, Replicate, Split, Sum
 from ._scatter import check, scatter, scatter_views
 from ._spec import rules, unwrap
 from ._tree import flatten, is_flat, map_tensors, unflatten
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Arguments",
     "Batch",
+    "Entries",
     "Function",
     "Mean",
     "Replicate",

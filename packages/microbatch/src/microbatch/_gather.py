@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec
 
 from ._batch import Batch
 from ._paths import LeafPath, leaf_paths
-from ._rules import ROWS, Mean, Rule, Split, Sum
+from ._rules import ROWS, Entries, Mean, Rule, Split, Sum
 from ._spec import ruled
 from ._tree import flatten, is_tensors, unflatten
 
@@ -59,6 +59,8 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
         columns = enumerate(zip(*values, strict=True))
         return tuple([joined(column, ROWS, batches, LeafPath(first, i, "output")) for i, column in columns])
     first, leaves, rules, tree = ruled(first, spec, "output")
+    if any(isinstance(rule, Entries) for rule in rules):
+        raise TypeError("the spec of the output says Entries(), which cuts an input; an output needs another rule")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(*rows, strict=True))
     return unflatten([joined(column, rules[i], batches, LeafPath(first, i, "output")) for i, column in columns], tree)

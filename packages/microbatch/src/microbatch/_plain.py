@@ -7,7 +7,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from ._rules import Mean, Replicate, Split, Sum
+from ._rules import Entries, Mean, Replicate, Split, Sum
 
 
 class _Opened:
@@ -23,7 +23,7 @@ def is_plain(leaf: Any) -> bool:
     if isinstance(leaf, Tensor) or leaf is None:  # the usual ones first: a value may have thousands of leaves
         return False
     return isinstance(leaf, Mapping) or (
-        is_dataclass(leaf) and not isinstance(leaf, type | Split | Replicate | Mean | Sum)
+        is_dataclass(leaf) and not isinstance(leaf, type | Split | Replicate | Entries | Mean | Sum)
     )
 
 

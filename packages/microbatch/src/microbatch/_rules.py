@@ -97,6 +97,27 @@ class Replicate:
         return "Replicate()" if self.value is NoValue else f"Replicate({self.value!r})"
 
 
+@dataclass(frozen=True, repr=False)
+class Entries:
+    """A rule for `scatter`: the list has an entry for each row, of any type and size. Or a list with this rule.
+
+    Each micro-batch gets the entries of its rows, uncut. It shares their tensors, so these must not be changed in
+    place.
+
+    >>> import torch
+    >>> from microbatch import scatter
+    >>> boxes = [{'boxes': torch.ones(count, 4)} for count in (3, 0, 1)]
+    >>> batches = scatter({'pictures': torch.ones(3, 8), 'labels': Entries(boxes)}, 3)
+    >>> [[len(each['boxes']) for each in batch.value['labels']] for batch in batches]
+    [[3], [0], [1]]
+    """
+
+    value: Any = field(default=NoValue, compare=False)
+
+    def __repr__(self) -> str:
+        return "Entries()" if self.value is NoValue else f"Entries({self.value!r})"
+
+
 @dataclass(frozen=True)
 class Mean:
     """A rule for `gather`: the mean over all rows, of a leaf that is a mean over the rows of its micro-batch.
@@ -119,7 +140,7 @@ class Sum:
     """
 
 
-Rule = Split | Replicate | Mean | Sum | None
+Rule = Split | Replicate | Entries | Mean | Sum | None
 
 ROWS = Split(0)
 """The default rule of a tensor. `gather` checks rows for this rule alone, by identity, and not for other `Split(0)`."""
@@ -133,4 +154,4 @@ def resolved(rule: Rule, batch: Any) -> Rule:
 
 
 def wraps(leaf: Any) -> bool:
-    return isinstance(leaf, Split | Replicate) and leaf.value is not NoValue
+    return isinstance(leaf, Split | Replicate | Entries) and leaf.value is not NoValue

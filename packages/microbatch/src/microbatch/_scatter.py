@@ -12,8 +12,8 @@ from torch import Tensor
 from ._batch import Batch
 from ._gather import concatenate
 from ._paths import LeafPath
-from ._rules import ROWS, Rule, Split
-from ._spec import cut_rules
+from ._rules import ROWS, Entries, Rule, Split
+from ._spec import cut_rules, entry_lists
 from ._tree import is_flat, is_tensors, leaves_of, unflatten
 from ._versions import Versions
 
@@ -37,7 +37,8 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input", *, l
             rules; the micro-batches do not contain them.
         chunks: the largest number of micro-batches.
         spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
-            in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample.
+            in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample,
+            `Entries()` for a list with an entry for each row.
         root: the name of the value in messages.
         least: the rows that a micro-batch needs. If only the last one would have fewer, rows are divided evenly
             instead, into fewer micro-batches if there is no other way: 10 rows in 4 chunks with `least=2` are 3, 3, 2,
@@ -116,13 +117,26 @@ def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut, least: int
         sizes, parts = _column(value, ROWS, divide, cut, LeafPath(value, 0, root))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and is_tensors(value) and value:  # an array has no truth value
-        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, divide, cut)]
+        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, root, divide, cut, [])]
     bare, leaves, rules, tree = cut_rules(value, spec, root)
-    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, root, divide, cut)]
+    is_by_entry = any(isinstance(rule, Entries) for rule in rules)
+    lists = [divide(len(entries)) for entries in entry_lists(bare, rules, root)] if is_by_entry else []
+    found = _rows(leaves, rules, bare, root, divide, cut, lists)
+    batches = [Batch(unflatten(row, tree), rows) for row, rows in found]
+    for i, batch in enumerate(batches if lists else ()):
+        for sizes, entries in zip(lists, entry_lists(batch.value, rules, root), strict=True):
+            entries[:] = entries[sum(sizes[:i]) : sum(sizes[: i + 1])]
+    return batches
 
 
 def _rows(
-    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, root: str, divide: Divide, cut: Cut
+    leaves: Sequence[Any],
+    rules: Sequence[Rule],
+    value: Any,
+    root: str,
+    divide: Divide,
+    cut: Cut,
+    lists: Sequence[Sizes],
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
     columns = {
@@ -130,9 +144,15 @@ def _rows(
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
         if isinstance(rule, Split)
     }
-    if not columns:
+    if not columns and not lists:
         raise ValueError(f"{root} has no tensor to split; it needs at least one, whose rows are its samples")
-    (first, (sizes, _)), *others = columns.items()
+    (first, (sizes, _)), *others = columns.items() or [(0, (lists[0], ()))]
+    for other in lists:
+        if len(other) != len(sizes):
+            raise ValueError(
+                f"{root} has a list of {sum(other)} entries beside {sum(sizes)} rows; by Entries() it has an entry for "
+                "each row"
+            )
     for i, (other, _) in others:
         if len(other) != len(sizes):
             raise ValueError(
@@ -142,7 +162,7 @@ def _rows(
             )
     # What is not cut is the same object in each micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
-    rows = dict.fromkeys(sizes for sizes, _ in columns.values())
+    rows = dict.fromkeys([*(sizes for sizes, _ in columns.values()), *lists])
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
 
 

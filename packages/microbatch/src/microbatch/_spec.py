@@ -1,6 +1,6 @@
 """The rule of each leaf of a value."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec
 
 from ._arguments import Arguments
 from ._paths import LeafPath, children, describe
-from ._rules import ROWS, Mean, NoValue, Replicate, Rule, Split, Sum, resolved, wraps
+from ._rules import ROWS, Entries, Mean, NoValue, Replicate, Rule, Split, Sum, resolved, wraps
 from ._tree import flatten, leaves_of, unflatten
 
 
@@ -30,7 +30,7 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
         root: the name of the tree in messages.
 
     Returns:
-        `Split`, `Replicate`, `Mean`, `Sum` or None for each leaf.
+        `Split`, `Replicate`, `Entries`, `Mean`, `Sum` or None for each leaf.
 
     Raises:
         TypeError: a leaf has no rule and cannot be cut.
@@ -47,7 +47,7 @@ def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]
     """Separate a value from the rules in it.
 
     Args:
-        value: a tree, with or without `Split` and `Replicate` around parts.
+        value: a tree, with or without `Split`, `Replicate` and `Entries` around parts.
         spec: further rules, as for `scatter`.
         root: the name of the value in messages.
 
@@ -77,6 +77,8 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
         return [rule]
     own = replace(leaf, value=NoValue)
     inner = leaves_of(leaf.value)
+    if isinstance(own, Entries) and not inner:
+        raise ValueError(f"{place} is given as Entries(), but there is nothing in it: {leaf.value!r:.60}")
     # What has no tensors can only be replicated, so any rule of its branch is meant for the rest of that.
     if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
         raise ValueError(f"{place} is given as {own!r}, but {rule!r} is declared for it too; give it one rule")
@@ -86,6 +88,29 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
 def _resolved(value: Any, spec: Any, root: str) -> Leafwise:
     batch = value.kwargs if isinstance(value, Arguments) and not value.args else value
     return Leafwise([resolved(rule, batch) for rule in _broadcast(value, spec, root)])
+
+
+def entry_lists(value: Any, rules: Sequence[Rule], place: str) -> list[list[Any]]:
+    """The lists in `value` that are cut by entry, by the rule of each of its leaves.
+
+    Raises:
+        TypeError: something else than a list has the rule `Entries()`.
+    """
+    if type(value) is list and rules and isinstance(rules[0], Entries) and all(rule is rules[0] for rule in rules):
+        return [value]
+    branches = children(value)
+    if branches is None:
+        if isinstance(rules[0], Entries):
+            raise TypeError(
+                f"{place} is of type {type(value).__name__}, and Entries() is for a list with an entry for each row"
+            )
+        return []
+    found, at = list[list[Any]](), 0
+    for label, branch in branches:
+        count = len(leaves_of(branch))
+        found += entry_lists(branch, rules[at : at + count], place + label)
+        at += count
+    return found
 
 
 class Ruled(NamedTuple):
@@ -115,6 +140,8 @@ def ruled(value: Any, spec: Any, root: str) -> Ruled:
 
 
 def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
+    if isinstance(rule, Entries):
+        return rule
     if isinstance(leaf, Tensor):
         return ROWS if rule is None else rule
     if isinstance(rule, Replicate):
@@ -139,14 +166,14 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
     if isinstance(spec, Leafwise):
         yield from spec
         return
-    if spec is None or (isinstance(spec, Split | Replicate | Mean | Sum) and not wraps(spec)):
+    if spec is None or (isinstance(spec, Split | Replicate | Entries | Mean | Sum) and not wraps(spec)):
         yield from [spec] * len(leaves_of(tree))
         return
     wanted = children(spec)
     if wanted is None:
         raise TypeError(
             f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them (for an output "
-            "also Mean() or Sum())"
+            "also Mean() or Sum(), for an input also Entries())"
         )
     found, by_label = children(tree), dict(wanted)
     # Of the same dataclass branches may differ, since torch leaves out fields that are None.

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from microbatch import Arguments, map_tensors, scatter, unwrap
 from profiler.sandbox import copied
 
-from .._flatten._inputs import Inputs
-from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
 from ..model._blocks import divide
 from ..model._stepping import expect_own_forward
 from ..module._arguments import checked_chunks
 from ..module._cut import replicated
+from ..module._data import expect_data
+from ..module._inputs import Inputs
 from ..module._partition import checked_balance
 from ._findings import Finding
 from ._forward import examine_forward, units_of, walk_forward

@@ -18,8 +18,8 @@ from microbatch import Arguments, map_tensors
 from profiler.sandbox import copied
 from streams import Context
 
-from .._flatten._cache import without_cache
 from ..model._blocks import Blocks
+from ..model._cache import without_cache
 from ..model._called import Answering, answered, answered_by
 from ..model._forward import Ended
 from ..values._leaves import Activation, as_nonleaf, clone, clone_leaves

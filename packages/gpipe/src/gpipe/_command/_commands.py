@@ -12,7 +12,6 @@ from cyclopts import Parameter
 from rich.console import Console
 from torch import nn
 
-import profiler
 from microbatch import scatter
 
 from .._check import check as check_model
@@ -20,10 +19,11 @@ from .._check._loss import mean_square
 from .._gpipe import GPipe
 from .._plan import Infeasible
 from .._plan import plan as make_plan
+from .._plan._blocks import profile_of
+from .._plan._planned import as_input
 from ..balance import balance_by_parameters, balance_cost
 from ..engine._workers import placement
 from ..module._arguments import checked_devices
-from ..module._partition import as_sequential
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
 from ..timeline import record
@@ -153,9 +153,8 @@ def profile(
         timeout: Seconds to measure for.
     """
     mini_batch = sample_of(sample)
-    layers = as_sequential(model_of(target), mini_batch)
-    bar, place = Console(stderr=True).is_terminal, torch.device(device)
-    found = profiler.profile(layers, mini_batch, device=place, chunks=chunks, timeout=timeout, progress=bar)
+    bar = Console(stderr=True).is_terminal
+    found = profile_of(model_of(target), mini_batch, torch.device(device), chunks, timeout, progress=bar)
     finish(found, found.to_json if json else None)
 
 
@@ -186,9 +185,8 @@ def simulate(
     """
     expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
-    layers = as_sequential(model_of(target), mini_batch)
     places = checked_devices(devices, len(devices))
-    measured = profiler.profile(layers, mini_batch, device=places[0], chunks=chunks, timeout=timeout)
+    measured = profile_of(model_of(target), mini_batch, places[0], chunks, timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs, placed = stage_costs(measured, sizes), placement(places)
     found = simulate_schedule(
@@ -224,9 +222,11 @@ def timeline(
     """
     expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
-    layers = as_sequential(model_of(target), mini_batch)
-    sizes = balance_by_parameters(len(devices), layers) if balance is None else balance
-    with closing(GPipe(layers, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)) as pipe:
+    model, sizes = model_of(target), balance
+    if balance is None and isinstance(model, nn.Sequential):
+        sizes = balance_by_parameters(len(devices), model)
+    mini_batch = as_input(model, mini_batch)
+    with closing(GPipe(model, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)) as pipe:
         for _ in range(2):  # the first step opens threads and warms up kernels
             with record() as recorded:
                 pipe.step(mini_batch, loss_fn=mean_square, reduction="mean", schedule=schedule)

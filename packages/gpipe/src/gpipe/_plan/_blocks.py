@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import scatter, unwrap
-from profiler import AllocationTracker, LayerProfile, Profile
+from profiler import AllocationTracker, LayerProfile, Profile, profile
 from profiler.fake import FusedAttention, fake_mode
 from profiler.sandbox import copied
 from streams import add_note
@@ -33,7 +33,7 @@ from ..timeline import record
 from ..values._leaves import storage_id, tensors_of
 from ._arguments import rows_of
 from ._loss import StepLoss
-from ._planned import Planned
+from ._planned import Planned, as_input, planned
 from ._rehearse import first
 
 ROUNDS = 3
@@ -91,6 +91,23 @@ def _tried(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
             raise
     with torch.random.fork_rng():
         return use(copied(model.module).train(), given)
+
+
+def profile_of(
+    model: nn.Module, x: Any, device: torch.device, chunks: int, seconds: float, *, progress: bool = False
+) -> Profile:
+    """Return the costs of the layers of an ``nn.Sequential``, or of the blocks of another model, on one device.
+
+    Args:
+        x: a mini-batch, of which one of ``chunks`` micro-batches is measured for so many ``seconds``.
+    """
+    if isinstance(model, nn.Sequential):
+        return profile(model, x, device=device, chunks=chunks, timeout=seconds, progress=progress)
+    x = as_input(model, x)
+    found = planned(model, x, lambda most: 1)
+    given = Training(found, x, None, StepLoss())
+    given = given._replace(loss=with_own_loss(given))
+    return profile_blocks(given, [device] * len(found.layers), [-(-rows_of(x) // chunks)], seconds)[0]
 
 
 def profile_blocks(

@@ -13,10 +13,10 @@ from torch import nn
 from profiler import Profile
 from profiler.sandbox import copied
 
-from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..module._arguments import Device, checked_flag
 from ..module._cut import replicated
+from ..module._data import expect_data
 from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments

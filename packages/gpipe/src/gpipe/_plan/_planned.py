@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from microbatch import Arguments, map_tensors
 from profiler.fake import blank, blank_layer
 
-from .._flatten._inputs import Inputs
 from .._gpipe import GPipe
 from .._torch import stay_in_place
 from ..model._blocks import Division
+from ..model._division import division_of
 from ..model._parts import parts_of
-from ..model._stepping import division_of, expect_own_forward
+from ..model._stepping import expect_own_forward
+from ..module._inputs import Inputs
 from ..module._partition import expect_sequential, refuse_duplicate_layers
 
 

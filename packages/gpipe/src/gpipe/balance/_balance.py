@@ -13,9 +13,9 @@ from torch import nn
 from blockpartition import partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
-from .._flatten._shapes import expect_data
 from ..module._arguments import Device
 from ..module._cut import replicated
+from ..module._data import expect_data
 
 
 def balance_by_time(
@@ -206,7 +206,10 @@ def balancer(
 ) -> Callable[[Sequence[float]], list[int]]:
     """The balance of ``module`` as a function of the costs of its layers, after a check that there is one."""
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
+        raise TypeError(
+            f"module: expected nn.Sequential, got {type(module).__name__}; GPipe(model, devices=..., sample=...) "
+            "balances a model with a forward of its own"
+        )
     # Positions are those of children, also of one that stands in two places.
     names = list(module._modules)
     balanced = partial(_balanced, partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"))

@@ -14,11 +14,13 @@ from microbatch import Versions, flatten
 from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
+from ..model._division import division_of
 from ..model._far_run import numbered_pairs
 from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
+from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
 from ..model._stage import Divided, ModelStage
-from ..model._stepping import ModelStepping, division_of, expect_own_forward, picker
+from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._keywords import NOTHING, Call, called_with, given_to
@@ -69,7 +71,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         with torch.no_grad(), self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
-            self._learn(found.whole)
+            self._keep_facts(found.whole)
             return self._output_of(outputs, batches, inputs.bare) if self._pipeline.ends else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
@@ -134,20 +136,23 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
         if given_to(call) is NOTHING:
             raise TypeError(_NEEDS_INPUTS)
-        asked = self._cut_for_loss(Asked(call, schedule, None, called_with(self._end(0), call), []))
+        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         found.alike |= fingerprints(asked.inputs)
         return asked
 
+    def _kind_of_loss(self, asked: Asked) -> Any:
+        return None  # what one rank finds out, others would have to know
+
     def _far_loss(self, *, whole: bool) -> FarLoss:
         return FarLoss(is_whole=whole, replays=whole and self.out_spec is None)
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
-        self._learn(bool(prepared.losses.replays))
+        self._keep_facts(prepared.losses.replays)
         return super()._returned(prepared, call)
 
-    def _learn(self, replays: bool) -> None:
+    def _keep_facts(self, replays: Any) -> None:
         """Keep the facts from the forwards of a run, on all ranks alike."""
         if replays:
             self._shown().shown()

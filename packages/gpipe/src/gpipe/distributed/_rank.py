@@ -343,8 +343,8 @@ class Rank(Stepping):
     def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
         """Check a call; on the rank of the first stage, cut its inputs, and tell the others of the micro-batches."""
         if not self._pipeline.begins:
-            return Asked(call, schedule, None, given_to(call), [])
-        asked = self._cut_for_loss(Asked(call, schedule, None, called_with(self._end(0), call), []))
+            return Asked(call, schedule, given_to(call), [])
+        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         return asked

@@ -1,19 +1,28 @@
 """Choose the blocks of a model, and their stages. A block is a module whose calls may split the forward.
 
 Most blocks are elements of a list of modules, such as transformer layers. If the stages are uneven, the largest blocks
-of the largest stage are replaced by the elements of lists inside them.
+of the largest stage are replaced by the elements of lists inside them. The size of a block is its cost: the bytes of
+parameters, or measured seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
 
 Blocks = dict[str, nn.Module]
 """Modules by their names in the model, in the order of their stages."""
+
+Costs = Callable[[Blocks], Sequence[float]]
+"""Return the cost of each block."""
+
+After = Mapping[nn.Module, str | None]
+"""For modules outside of blocks, the block that is called last before their first use, if any."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EVEN = 1.1
@@ -32,7 +41,7 @@ class Order(NamedTuple):
     """
 
     blocks: list[str]
-    after: Mapping[nn.Module, str | None]
+    after: After
 
 
 class Division(NamedTuple):
@@ -44,28 +53,32 @@ class Division(NamedTuple):
 
     blocks: Blocks
     balance: list[int]
-    after: Mapping[nn.Module, str | None]
+    after: After
 
 
-def ordered_by(order: Order, model: nn.Module, division: Division, *, moves: bool) -> Division:
+def ordered_by(
+    order: Order, model: nn.Module, division: Division, costs: Costs | None = None, *, moves: bool
+) -> Division:
     """Return a division by the order in which the model uses its modules.
 
     Args:
+        costs: the costs of blocks; by default the bytes of parameters.
         moves: whether blocks may be in another order than in ``division``, and the balance another one.
     """
     if not moves:
         return division._replace(after=order.after)
     names = dict.fromkeys([*order.blocks, *division.blocks])  # last those that are not called
     blocks = {name: division.blocks[name] for name in names}
-    found = Division(blocks, division.balance, order.after)
-    return found._replace(balance=_balance(model, found, len(division.balance)))
+    sizes = bytes_of(model, blocks, order.after) if costs is None else costs(blocks)
+    return Division(blocks, _balance(sizes, len(division.balance)), order.after)
 
 
-def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) -> Division:
-    """Return the blocks of ``model`` for ``stages``, balanced by the bytes of parameters.
+def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None, costs: Costs | None = None) -> Division:
+    """Return the blocks of ``model`` for ``stages``, balanced by their costs.
 
     Args:
         names: the names of modules or lists of modules to use as blocks; found automatically by default.
+        costs: the costs of blocks; the bytes of parameters by default.
 
     Returns:
         The blocks and their balance, for fewer stages if there are fewer blocks.
@@ -73,36 +86,52 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None) ->
     Raises:
         ValueError: the model has no module of one of the ``names``, or no block at all.
     """
+    costs = costs or partial(bytes_of, model)
     if names is not None:
         blocks = named_blocks(model, names)
-        return _balanced(model, blocks, min(stages, len(blocks)))
-    blocks = _outermost(model)
-    if not blocks:
-        raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
-    divisions = [*_divisions(model, blocks, stages)]
+        return Division(blocks, _balance(costs(blocks), min(stages, len(blocks))), {})
+    divisions = [*_divisions(costs, _found(model), stages)]
     least = min(uneven for uneven, _ in divisions)
     # Prefer the coarsest of the nearly most even divisions, because a block inside a layer also costs a little.
     return next(each for uneven, each in divisions if uneven <= least + _NEARLY)
 
 
-def _divisions(model: nn.Module, blocks: Blocks, stages: int) -> Iterator[tuple[float, Division]]:
+def candidates(model: nn.Module, names: Sequence[str] | None = None) -> Blocks:
+    """Return all modules that :func:`divide` may choose as blocks. Some contain others."""
+    if names is not None:
+        return named_blocks(model, names)
+    found = level = _found(model)
+    while level:
+        level = {name: each for outer, block in level.items() for name, each in _inner(outer, block).items()}
+        found = {**found, **level}
+    return found
+
+
+def _found(model: nn.Module) -> Blocks:
+    blocks = _outermost(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
+    return blocks
+
+
+def _divisions(costs: Costs, blocks: Blocks, stages: int) -> Iterator[tuple[float, Division]]:
     """Yield finer and finer divisions, with their :func:`unevenness`, until one is even.
 
     If there are too few blocks, yield one with fewer stages.
     """
     finer: Blocks | None = blocks
     while finer is not None:
-        blocks, found = finer, None
+        blocks, found, sizes = finer, None, costs(finer)
         if len(blocks) >= stages:
-            found = _balanced(model, blocks, stages)
-            uneven = unevenness(model, found)
+            found = Division(blocks, _balance(sizes, stages), {})
+            uneven = unevenness(sizes, found.balance)
             yield uneven, found
             if uneven <= _EVEN:
                 return
-        finer = _divided(model, blocks, found)
+        finer = _divided(sizes, blocks, found)
     if len(blocks) < stages:
         found = Division(blocks, [1] * len(blocks), {})
-        yield unevenness(model, found), found
+        yield unevenness(sizes, found.balance), found
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
@@ -128,35 +157,30 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
     return found
 
 
-def unevenness(model: nn.Module, division: Division) -> float:
-    """Return the bytes of the largest stage divided by the mean of all stages."""
-    costs, ends = _costs(model, division), [0]
-    for size in division.balance:
+def unevenness(costs: Sequence[float], balance: Sequence[int]) -> float:
+    """Return the cost of the largest stage divided by the mean of all stages."""
+    ends = [0]
+    for size in balance:
         ends.append(ends[-1] + size)
     sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
-    return max(sums) * len(sums) / max(1, sum(sums))
+    return max(sums) * len(sums) / (sum(sums) or 1)
 
 
-def _balanced(model: nn.Module, blocks: Blocks, stages: int) -> Division:
-    division = Division(blocks, [], {})
-    return division._replace(balance=_balance(model, division, stages))
-
-
-def _balance(model: nn.Module, division: Division, stages: int) -> list[int]:
+def _balance(costs: Sequence[float], stages: int) -> list[int]:
     from blockpartition import solve  # imported here, because training loops do not need it
 
-    return [len(part) for part in solve(_costs(model, division), stages)]
+    return [len(part) for part in solve(costs, stages)]
 
 
-def _costs(model: nn.Module, division: Division) -> list[int]:
+def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({})) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
-    costs, at, seen = [0] * len(division.blocks), -1, set[int]()
-    numbers = {name: k for k, name in enumerate(division.blocks)}
-    members = {module: k for k, module in enumerate(division.blocks.values())}
+    costs, at, seen = [0] * len(blocks), -1, set[int]()
+    numbers = {name: k for k, name in enumerate(blocks)}
+    members = {module: k for k, module in enumerate(blocks.values())}
     for module in model.modules():
         if module in members:
             at = members[module]
-        name = division.after.get(module, "")
+        name = after.get(module, "")
         owner = at if name == "" else -1 if name is None else numbers[name]
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
@@ -165,23 +189,28 @@ def _costs(model: nn.Module, division: Division) -> list[int]:
     return [cost + 1 for cost in costs]  # a module without parameters takes time too
 
 
-def _divided(model: nn.Module, blocks: Blocks, division: Division | None) -> Blocks | None:
+def _divided(costs: Sequence[float], blocks: Blocks, division: Division | None) -> Blocks | None:
     """Replace the largest divisible block of the largest stage by its parts. Return None if no block is divisible."""
-    costs = _costs(model, Division(blocks, [], {}))
-    candidates = range(len(blocks))
+    positions = range(len(blocks))
     if division is not None:
         starts = [sum(division.balance[:j]) for j in range(len(division.balance))]
         spans = [range(a, a + n) for a, n in zip(starts, division.balance, strict=True)]
-        candidates = max(spans, key=lambda span: sum(costs[k] for k in span))
+        positions = max(spans, key=lambda span: sum(costs[k] for k in span))
     names = [*blocks]
-    for k in sorted(candidates, key=lambda k: -costs[k]):
-        inner = _outermost(blocks[names[k]], f"{names[k]}.")
-        if len(inner) > 1:
+    for k in sorted(positions, key=lambda k: -costs[k]):
+        inner = _inner(names[k], blocks[names[k]])
+        if inner:
             found: Blocks = {}
             for name, module in blocks.items():
                 found |= inner if name == names[k] else {name: module}
             return found
     return None
+
+
+def _inner(name: str, block: nn.Module) -> Blocks:
+    """Return the parts that may replace a block; none if it is not divisible."""
+    found = _outermost(block, f"{name}.")
+    return found if len(found) > 1 else {}
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Blocks:

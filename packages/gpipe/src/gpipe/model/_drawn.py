@@ -6,8 +6,6 @@ if a result reaches the model's output, its random numbers would not match the o
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor
 from .._current import current, doing
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import PROCESS
+from ._generators import changed_generators, generator_states
 
 
 class Draws:
@@ -36,7 +35,7 @@ class Draws:
     def watched(self) -> Iterator[None]:
         before = is_intercepting()
         set_intercepting(True)
-        self._before = _states()
+        self._before = generator_states()
         try:
             with doing(rng=self):
                 yield
@@ -71,14 +70,4 @@ class Draws:
 
     def elsewhere(self) -> str:
         """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""
-        changed = [name for name, state in _states().items() if self._before[name] != state]
-        return changed[0] if changed else ""
-
-
-def _states() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if numpy is not None:
-        _, numbers, at, *_ = numpy.random.get_state()
-        states["numpy.random"] = numbers.tobytes(), at
-    return states
+        return next(iter(changed_generators(self._before)), "")

@@ -6,10 +6,8 @@ for values there, as the experts of a mixture do.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor, nn
 from microbatch import flatten, unflatten
 
 from .._current import doing
-from .._flatten._collected import collector
 from ..values._constants import is_constant
 from ..values._leaves import AsNonleaf, version
+from ._collected import collector
+from ._generators import generators_restored
 from ._tree import changed
 
 
@@ -236,14 +235,16 @@ def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
 
 
 class Unnumbered:
-    """Random numbers that nobody uses."""
+    """Random numbers that no other code draws. Has the interface of ``CellRNG``."""
 
-    at = 0
-    draws = 0
+    at = draws = 0
     module = None
 
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
     def draw(self) -> torch.Generator:
-        return torch.Generator()
+        return self._generator
 
     def draw_on(self, device: torch.device) -> None: ...
 
@@ -253,10 +254,5 @@ class Unnumbered:
 @contextmanager
 def undrawn() -> Iterator[None]:
     """Leave all generators, and the statistics of batch norms, as they are."""
-    numpy = sys.modules.get("numpy")
-    with ExitStack() as scope:
-        scope.callback(random.setstate, random.getstate())
-        if numpy is not None:
-            scope.callback(numpy.random.set_state, numpy.random.get_state())
-        scope.enter_context(doing(rng=Unnumbered(), statistics=None, blocks=()))
+    with generators_restored(), doing(rng=Unnumbered(), statistics=None, blocks=()):
         yield

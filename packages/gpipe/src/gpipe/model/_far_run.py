@@ -65,6 +65,12 @@ class FarRun(ModelRun):
     def tensors(self, microbatch: int) -> Tensors:
         return FarTensors(self, self.count, microbatch)
 
+    def expect_drawing(self, generators: Sequence[str]) -> None:
+        raise RuntimeError(
+            f"between its blocks {type(self.model).__name__} draws from {generators[0]}, whose numbers may be others "
+            "on each rank; draw in a block, or from torch"
+        )
+
     def home_of(self, tensor: Tensor) -> int | None:
         """Return the stage of a parameter or buffer of the model; None for any other tensor."""
         return self._homes.get(id(tensor))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from streams import Context, limit_threads, use_device
 
 from .._current import Work, current
-from .._flatten._collected import collector
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
 from ..engine._block import Block
 from ..engine._cores import Cores, bind, usable
@@ -23,8 +22,11 @@ from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, ve
 from ._between import Between
 from ._buffers import Kept, kept, restore
 from ._called import answered_by
+from ._collected import collector
 from ._facts import Facts, Place
+from ._generators import Numbers
 from ._left import Left
+from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
@@ -35,23 +37,25 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
-        pick: returns the part of its output that the pipe returns.
+        pick: selects what is returned of its output.
         others: modules whose calls are handled like those of blocks, although they are none.
         count: the number of its stages, in all processes.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
+        numbers: the random numbers of Python and NumPy.
     """
 
     model: nn.Module
-    pick: Callable[[Any], Any]
+    pick: Pick
     others: Container[nn.Module]
     count: int
     spec: RunSpec
     replays: bool
     start: Callable[[Callable[[], None]], Any]
     left: Left
+    numbers: Numbers
 
     def is_own(self, stage: int) -> bool:
         """Return whether ``stage`` is in this process."""
@@ -64,6 +68,9 @@ class AnyRun(Moves, Protocol):
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
+
+    def expect_drawing(self, generators: Sequence[str]) -> None:
+        """Expect that the model may draw from these ``generators`` of Python or NumPy between its blocks."""
 
     def tell_of_objects(self, module: nn.Module) -> None:
         """Log that ``module`` is not recomputed."""
@@ -103,6 +110,8 @@ class Forward:
         self.used: dict[Place, Tensor] = {}
         self._calls = 0
         self._until = 0  # the stage whose turn it is
+        self._sizes = *map(_size, inputs.tensors), run.model.training
+        self._end_piece: Callable[[], Sequence[str]] = _nothing
         self._between = Between(self)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
@@ -200,7 +209,9 @@ class Forward:
             arguments = as_arguments(self._entering(self._inputs))
             del self._inputs
             with answered_by(self), self._between:
+                self._begin_piece()
                 output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
+                self._leave_piece()
                 with self._between.off():
                     self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
@@ -208,6 +219,7 @@ class Forward:
                     for buffers in (self._buffers or {}).values():
                         restore(buffers)
         finally:
+            self._leave_piece()
             self._turn.close()
             del self._turn
 
@@ -242,7 +254,7 @@ class Forward:
         self._stopped.release()
         self._go.acquire()
         if self._is_abandoned:
-            self._turn = _nothing()
+            self._turn = _no_settings()
             raise Ended
         self._turn = self._settings()
         next(self._turn)
@@ -262,10 +274,12 @@ class Forward:
         if not is_block and stage < self._tensors.stage:
             return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
         self._between.expect_no_checkpoint(is_block=True)
+        self._leave_piece()
         number = self._calls
         self._calls += is_block
         if self._buffers:
             self._buffers.clear()
+        function = self._drawing(module, function, 2 * number + 1)
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
@@ -294,7 +308,32 @@ class Forward:
                 self._enter(self._run.count - 1)
                 self._collect()
             raise Ended
+        self._begin_piece()
         return output
+
+    def _begin_piece(self) -> None:
+        """Begin what stands between two calls of blocks, which may draw from generators of Python and NumPy."""
+        at = current.work.rng.at
+        self._end_piece = self._run.numbers.begin((at, self._sizes), (self.microbatch, at))
+
+    def _leave_piece(self) -> None:
+        end, self._end_piece = self._end_piece, _nothing
+        if drew := end():
+            self._run.expect_drawing(drew)
+
+    def _drawing(self, module: nn.Module, function: Any, at: int) -> Callable[..., Any]:
+        """Return ``function``, which calls a block, with random numbers of Python and NumPy of its own."""
+        numbers, place = self._run.numbers, (self.microbatch, at)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes = *map(_size, args), *map(_size, kwargs.values())
+            end = numbers.begin((module, module.training, sizes), place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end()
+
+        return call
 
     def _called(
         self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]
@@ -373,6 +412,14 @@ class Forward:
         self._run.left.expect_not(tensor, self._run.model, self.microbatch)
 
 
-def _nothing() -> Generator[None]:
+def _no_settings() -> Generator[None]:
     return
     yield
+
+
+def _nothing() -> Sequence[str]:
+    return ()
+
+
+def _size(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None

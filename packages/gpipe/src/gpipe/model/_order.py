@@ -10,32 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from microbatch import unwrap
-
-from .._current import doing
-from .._flatten._cache import without_cache
-from .._flatten._inputs import Inputs
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import interception
+from ..module._inputs import Inputs
 from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
 from ._between import Between
 from ._blocks import Order
 from ._buffers import kept, restore
+from ._cache import without_cache
 from ._called import answered, answered_by
-from ._elsewhere import Elsewhere, Unnumbered, undrawn
+from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors
 from ._replay import buffers_outside
 from ._tree import changed
 
 
-def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], sample: Any) -> Order:
-    """Return the order in which ``model`` uses its ``blocks`` for ``sample``. The model is not changed.
+def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
+    """Return the order in which ``model`` uses its ``blocks`` for ``inputs``. The model is not changed.
 
     Raises:
         RuntimeError: the forward needs values that blocks compute.
     """
-    inputs = Inputs.of(unwrap(sample)[0])
     args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
     rehearsal = Rehearsal(model, blocks)
     with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():
@@ -50,7 +46,7 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
     interception.prepare()
     set_intercepting(True)
     try:
-        with undrawn(), doing(rng=Unnumbered(), statistics=None, blocks=()):
+        with undrawn():
             yield
     finally:
         set_intercepting(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
-from .._flatten._generate import generate
 from .._gpipe import GPipe
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
@@ -28,10 +26,14 @@ from ..module._transforms import not_compiled, refuse_transforms
 from ..skip import inspect_skip_layout
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
+from ._blocks import Blocks, Costs, Division
+from ._division import division_of, seconds_on
+from ._generate import generate
 from ._parts import parts_of
+from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
 from ._stage import Divided, ModelStage
-from ._stepping import ModelStepping, division_of, expect_own_forward, picker
+from ._stepping import ModelStepping, expect_own_forward
 
 
 class ModelPipe(ModelStepping, GPipe, of_models=True):
@@ -61,8 +63,7 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        initializer = initializer_of(init)
-        picked = picker(pick)
+        initializer, picked = initializer_of(init), picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -72,7 +73,7 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         with untouched_on_failure(module):
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-            division = division_of(module, balance, blocks, partial(_stages, module, devices), sample)
+            division = _division(module, balance, devices, blocks, sample, picked)
             places = checked_places(devices, len(division.balance))
             parts = parts_of(module, division)
             expect_shareable(parts, places)
@@ -162,12 +163,28 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         )
         self.__dict__["_laid_out"] = []
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
-        object.__setattr__(self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model))
+        object.__setattr__(
+            self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model, is_model=True)
+        )
 
 
-def _stages(model: nn.Module, devices: Iterable[Device] | None) -> int:
-    most = sum(1 for _ in model.modules())
-    return len(checked_devices(devices, 1 if devices is None else most))
+def _division(
+    model: nn.Module,
+    balance: Iterable[int] | None,
+    devices: Iterable[Device] | None,
+    names: str | Sequence[str] | None,
+    sample: Any,
+    pick: Pick,
+) -> Division:
+    given = None if devices is None else [*devices]
+
+    def places() -> Sequence[torch.device]:
+        return checked_devices(given, 1 if given is None else sum(1 for _ in model.modules()))
+
+    def seconds(blocks: Blocks) -> Costs | None:
+        return seconds_on(places(), model, blocks, sample, pick)
+
+    return division_of(model, balance, names, lambda: len(places()), sample, seconds)
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -17,9 +17,11 @@ from ..engine._workers import Workers
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
 from ..transport._transport import Transport
+from ._conventions import Conventions
 from ._elsewhere import Elsewhere
 from ._facts import Facts
 from ._far_run import FarRun
+from ._generators import Drawing
 from ._stage import Divided
 from ._stage_run import ModelRun
 
@@ -52,6 +54,7 @@ class ModelPipeline(Pipeline):
     Attributes:
         divided: the model, its blocks and stages.
         threads: the threads of its forwards.
+        conventions: how the model computes losses, as far as that was tried out.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class ModelPipeline(Pipeline):
         super().__init__(divided.stages, layout, copy_streams, workers, processes)
         self.divided = divided
         self.threads = Threads()
+        self.conventions = Conventions(divided.model, divided.division.blocks)
         self._known: dict[Any, Facts] = {}
         self._elsewhere = Elsewhere()
+        self._drawing: Drawing = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
@@ -75,7 +80,8 @@ class ModelPipeline(Pipeline):
         return True  # each process runs the whole forward
 
     def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
-        given = self.divided, self.threads.pool.submit, transport, spec, tied, deferred, self._known
+        start, known = self.threads.pool.submit, self._known
+        given = self.divided, start, transport, spec, tied, deferred, known, self._drawing
         run = ModelRun(*given) if self.processes.ranks is None else FarRun(self._elsewhere, *given)
         self._run, self._facts = run if spec.replays else None, None
         return run

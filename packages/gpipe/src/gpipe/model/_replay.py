@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from microbatch import unflatten
 from streams import current_stream, wait_stream
 
-from .._flatten._collected import collector
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
@@ -25,6 +24,7 @@ from ..values._sharing import marks_of, with_marks
 from ._between import Between
 from ._buffers import kept, restore
 from ._called import answered_by
+from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
@@ -87,10 +87,10 @@ class Replay:
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
-                output = self._model(*args, **kwargs)
+                output = pick(self._model(*args, **kwargs))
                 with self._between.off():
                     self._stage = len(self._devices) - 1
-                    output = changed(pick(output), self._returned)
+                    output = changed(output, self._returned)
         finally:
             del self._between  # it refers to this object
         if self._calls != len(self._answers):
@@ -301,9 +301,11 @@ class ReplayedLoss(WholeLoss):
 
     Attributes:
         outputs: the output for the full mini-batch, as the only entry, if it is kept.
+        asked: the call that it is computed for.
     """
 
     replays = True
+    asked: Any
 
     def __init__(
         self,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ..module._init._model import Own
 from ..skip import SkipLayout
 from ._blocks import Division, stages_of
 from ._called import answered
+from ._pick import Pick
 
 
 class ModelStage(Stage):
@@ -46,7 +47,7 @@ class Divided(NamedTuple):
     """A model, its division, and its stages.
 
     Attributes:
-        pick: returns the part of the model's output that the pipe returns.
+        pick: selects what is returned of its output.
         parts: the part of each stage.
         stages: the stages of this process.
         common: modules outside of blocks that each process has, because they have buffers and no parameters.
@@ -56,7 +57,7 @@ class Divided(NamedTuple):
 
     model: nn.Module
     division: Division
-    pick: Callable[[Any], Any]
+    pick: Pick
     parts: Sequence[nn.Module]
     stages: Sequence[ModelStage]
     common: Sequence[nn.Module] = ()

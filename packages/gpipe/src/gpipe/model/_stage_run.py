@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from streams import is_accelerator, use_device, use_stream
 
-from .._flatten._cache import without_cache
 from ..checkpoint._random import CellRNG
 from ..engine._accumulate import DeferredGradients, nodes_below
 from ..engine._block import Block
@@ -27,8 +26,10 @@ from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation
+from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
+from ._generators import Drawing, Numbers
 from ._left import Left
 from ._stage import Divided
 from ._tensors import Tensors, Turn
@@ -42,6 +43,7 @@ class ModelRun(StageRuns):
     Args:
         start: calls a function on a thread for forwards.
         known: the facts from forwards of earlier runs, by kind.
+        drawing: the pieces of forwards that are known to draw from generators of Python and NumPy, or not to.
 
     Attributes:
         count: the number of stages, in all processes.
@@ -65,6 +67,7 @@ class ModelRun(StageRuns):
         tied: Tied,
         deferred: DeferredGradients,
         known: dict[Any, Facts],
+        drawing: Drawing,
     ) -> None:
         self.model, self.pick, self._divided = divided.model, divided.pick, divided
         self.others: Container[nn.Module] = divided.stages_of_others
@@ -79,6 +82,7 @@ class ModelRun(StageRuns):
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
+        self.numbers = Numbers(drawing)
         self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}
@@ -127,6 +131,8 @@ class ModelRun(StageRuns):
 
     def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         raise AssertionError("all blocks are in this process")
+
+    def expect_drawing(self, generators: Sequence[str]) -> None: ...
 
     def learn(self, forward: Forward) -> None:
         """Record the facts from a forward."""

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors
+from microbatch import Batch, map_tensors, unwrap
 
-from .._flatten._cache import expect_documents_apart, without_cache
-from .._flatten._inputs import Inputs
-from .._flatten._own_loss import with_whole_count
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
-from ..module._cut import Checked, checked
+from ..engine._mini_batch import compute_outputs
+from ..module._cut import Checked, are_cut_by_rows, checked
+from ..module._inputs import Inputs
 from ..module._keywords import Call
-from ..module._partition import checked_balance
+from ..module._rule import has_loss, is_left_open
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
-from ._blocks import Blocks, Division, divide, named_blocks, ordered_by
-from ._elsewhere import first_line
-from ._order import order_of
+from ._apart import unchanged
+from ._blocks import Blocks, Division
+from ._cache import expect_documents_apart, without_cache
+from ._convention import Convention
+from ._count import with_whole_count
+from ._entries import with_entries
+from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
 
@@ -41,7 +43,7 @@ class ModelStepping(Stepping):
 
     _blocks: Blocks
     _division: Division
-    _pick: Callable[[Any], Any]
+    _pick: Pick
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         """Set the mode of the model through its own ``train()``."""
@@ -111,11 +113,38 @@ class ModelStepping(Stepping):
             raise
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
-        return asked._replace(batches=self._cut(self._checked(asked.inputs))[0])
+        conventions, kind = self._shown().conventions, self._kind_of_loss(asked)
+        if not (kind in conventions or is_left_open(asked.schedule) or asked.schedule == "fill_drain"):
+            self._try_out(kind, asked.inputs)
+        convention = conventions[kind]
+        batches, _ = self._cut(self._checked(asked.inputs, convention))
+        return asked._replace(batches=batches, kind=kind, adds=convention is not None)
 
-    def _checked(self, inputs: Any) -> Checked:
+    def _checked(self, inputs: Any, convention: Convention | None = None) -> Checked:
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
-        return checked(with_whole_count(inputs) if self._cuts_by_name else inputs, self.in_spec)
+        if self._cuts_by_name:
+            inputs = with_entries(with_whole_count(inputs, convention), self.in_spec or ())
+        return checked(inputs, self.in_spec)
+
+    def _kind_of_loss(self, asked: Asked) -> Any:
+        """Return the kind of the loss that the model computes; None if its losses of micro-batches do not add up."""
+        call = asked.call
+        is_own = call.loss_fn is None and call.reduction is None and not call.return_outputs
+        if not is_own or self.out_spec is not None or not self._cuts_by_name or has_loss(asked.schedule):
+            return None
+        bare, spec = unwrap(asked.inputs)
+        if (spec is not None or self.in_spec is not None) and not are_cut_by_rows(self._checked(asked.inputs)):
+            return None
+        return self._shown().conventions.kind_of(bare)
+
+    def _try_out(self, kind: Any, inputs: Any) -> None:
+        """Find out how the model computes a loss before the first step, from a forward of the first micro-batch."""
+        pipeline = self._shown()
+        with torch.no_grad(), unchanged(self._whole_model, self._devices):
+            batches, versions = self._cut(self._checked(inputs))
+            spec = pipeline.spec(self._size(1, trains=False))
+            compute_outputs(pipeline, spec._replace(replays=True), batches[:1], versions)
+        pipeline.conventions.learn(kind, pipeline.shown(), batches[0])
 
     def _computes_loss(self, asked: Asked) -> str | None:
         return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
@@ -128,7 +157,8 @@ class ModelStepping(Stepping):
         loss_fn = returned_itself if picks else call.loss_fn or own_loss
         pick = own_loss if picks else returned_itself
         arguments = whole_arguments(call, self._devices[-1])
-        self._tell_of_whole(asked)
+        if asked.kind in self._shown().conventions:
+            self._tell_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
@@ -149,15 +179,25 @@ class ModelStepping(Stepping):
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
         losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike)
-        losses.outputs = kept
+        losses.outputs, losses.asked = kept, asked
         return losses
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
         losses = prepared.losses
+        if isinstance(losses, ReplayedLoss):
+            self._learn(losses.asked)
         if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
             return super()._returned(prepared, call)
         found = super()._returned(prepared, call._replace(return_outputs=False))
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
+
+    def _learn(self, asked: Asked) -> None:
+        """Find out after the first step of a kind how the model computes its loss, for later steps."""
+        pipeline = self._shown()
+        if asked.kind not in pipeline.conventions:
+            pipeline.conventions.learn(asked.kind, pipeline.shown(), asked.batches[0])
+            if pipeline.conventions[asked.kind] is None:
+                self._tell_of_whole(asked)
 
 
 def _lacks_data(value: Any) -> bool:
@@ -186,66 +226,3 @@ def expect_own_forward(module: nn.Module) -> None:
         raise TypeError(
             "module has @skippable layers, which are for an nn.Sequential; let the forward pass the tensors"
         )
-
-
-def division_of(
-    model: nn.Module,
-    balance: Iterable[int] | None,
-    names: str | Sequence[str] | None,
-    stages: Callable[[], int],
-    sample: Any = None,
-) -> Division:
-    """Return the blocks of ``model`` and their balance.
-
-    Args:
-        balance: the number of blocks of each stage, if it is given.
-        names: the names of the blocks, or of lists of them, if they are given.
-        stages: returns the number of stages for a balance that is not given.
-        sample: an input of the model, which shows in which order it uses its modules.
-    """
-    given = [names] if isinstance(names, str) else names
-    if balance is None:
-        division = divide(model, stages(), given)
-    else:
-        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
-        division = Division(blocks, checked_balance(balance, len(blocks)), {})
-    if sample is None:
-        return division
-    try:
-        order = order_of(model, division.blocks, sample)
-    except (RuntimeError, NotImplementedError) as error:
-        _log.warning(
-            "the order in which %s uses its modules is not known, because its forward does not run without data (%s); "
-            "it is taken to be the order in which they are registered",
-            type(model).__name__,
-            first_line(error),
-        )
-        return division
-    return ordered_by(order, model, division, moves=given is None)
-
-
-def picker(pick: Any) -> Callable[[Any], Any]:
-    """Return a function for ``pick``, a function or the name of a field of the output; None is the whole output.
-
-    Raises:
-        TypeError: ``pick`` is something else.
-    """
-    if pick is None:
-        return _whole
-    if isinstance(pick, str):
-        return partial(_field, pick)
-    if not callable(pick):
-        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
-    found: Callable[[Any], Any] = pick
-    return found
-
-
-def _whole(output: Any) -> Any:
-    return output
-
-
-def _field(name: str, output: Any) -> Any:
-    try:
-        return output[name] if isinstance(output, Mapping) else getattr(output, name)
-    except (KeyError, AttributeError):
-        raise TypeError(f"pick={name!r} names no field of the output of the model, a {type(output).__name__}") from None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from microbatch import (
     Batch,
+    Entries,
     Replicate,
     Split,
     Versions,
@@ -18,6 +19,7 @@ from microbatch import (
     is_flat,
     leaf_paths,
     map_tensors,
+    rules,
     scatter_views,
     unflatten,
     unwrap,
@@ -81,6 +83,17 @@ def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tu
     return scatter_views(there, chunks, value.spec, value.root, least=least)
 
 
+def are_cut_by_rows(value: Checked, name: str = "labels") -> bool:
+    """Return whether tensors are cut along dimension 0, and the keyword ``name`` among them."""
+    leaves, tree = flatten(value.bare)
+    found = rules(value.bare, value.spec, value.root)
+    by_name: Any = unflatten(
+        [rule if isinstance(leaf, Tensor) else None for leaf, rule in zip(leaves, found, strict=True)], tree
+    )
+    own = by_name.kwargs.get(name) if isinstance(by_name, Arguments) else None
+    return isinstance(own, Split) and all(rule.dim == 0 for rule in found if isinstance(rule, Split))
+
+
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
     """Raise ValueError unless every micro-batch of the target has the same number of rows as its input.
 
@@ -134,7 +147,12 @@ def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> A
     )
 
 
-_WAY_OUT = "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole"
+_WAY_OUT = (
+    "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole, or microbatch.Entries() "
+    "if it is a list with an entry for each row"
+)
+_CUT = Tensor | Split | Replicate | Entries
+"""Leaves that say how they are cut."""
 
 
 def replicated(value: Any, root: str, dim: int = 0) -> Any:
@@ -146,7 +164,7 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
     if is_flat(value):
         return value
     leaves, tree = flatten(value)
-    if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in leaves):
+    if not any(isinstance(leaf, _CUT) for leaf in leaves):
         return value
     totals = {_rows(leaf, dim) for leaf in leaves} - {0, 1}
     for found in _lists(value):
@@ -156,7 +174,7 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
                 f"be cut into micro-batches: {found!s:.60}; {_WAY_OUT}"
             )
     for k, leaf in enumerate(leaves):
-        if leaf is not None and not isinstance(leaf, Tensor | Split | Replicate):
+        if leaf is not None and not isinstance(leaf, _CUT):
             if not is_constant(leaf):
                 path = list(leaf_paths(value, root))[k]
                 raise TypeError(f"{path} is of type {type(leaf).__name__}, which cannot be cut by rows; {_WAY_OUT}")
@@ -177,7 +195,7 @@ def _lists(value: Any) -> Iterator[Sequence[Any]]:
     elif isinstance(value, list | tuple) and not is_constant(value):
         parts = list(value)
         # With tensors in it, it has as many parts as its author wanted.
-        if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in flatten(value)[0]):
+        if not any(isinstance(leaf, _CUT) for leaf in flatten(value)[0]):
             yield value
     else:
         return

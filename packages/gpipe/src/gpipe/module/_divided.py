@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .._flatten._cache import expect_documents_apart
-from .._flatten._collected import asked_of, expect_as_with_sample
-from .._flatten._inputs import Inputs
-from .._flatten._names import Flattened, divide_names, tree_of
-from .._flatten._skeleton import Follower, followers
-from .._flatten._standins import let_go
 from ..engine._pipeline import Pipeline
 from ..engine._walks import Size
 from ..schedule import checkpoint_stops
 from ._modes import Modes
+from ._names import divide_names, tree_of
 
 Pipe = TypeVar("Pipe", bound="Divided")
-_PLAIN = (nn.Module.train.__module__, "transformers.modeling_utils")
-"""Modules of Python whose ``train()`` gives all modules one mode."""
 
 
 class Divided(nn.Module):
@@ -32,8 +24,7 @@ class Divided(nn.Module):
     _partitions: nn.ModuleList
     _pipeline: Pipeline
     _model: nn.Module | None = None
-    """The model that was flattened, or the part of it that is in this process."""
-    _twins: Sequence[Follower] = ()
+    """The model that the layers belong to, or the part of it that is in this process."""
     _laid_out: list[list[nn.Module]]
     """The layers of each partition that the stages were made of."""
     _ANEW = "; make a new pipe of its layers or others: GPipe(pipe[:], balance=...); the same optimizer may go on"
@@ -41,7 +32,7 @@ class Divided(nn.Module):
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
 
-        Of a flattened model, its own modules are registered, in its own order.
+        Of layers from inside of a model, its own modules are registered, in its own order.
         """
         model = tree_of(layers, partitions)
         if model is None:
@@ -53,10 +44,6 @@ class Divided(nn.Module):
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers. The model comes first, so
         # that it is copied before the layers that look at it.
         self.__dict__.update(_model=model, _partitions=partitions)
-        if isinstance(layers, Flattened) and model is layers.model:
-            self.__dict__["_twins"] = followers(partitions)
-        else:
-            let_go(partitions)
 
     @property
     def balance(self) -> list[int]:
@@ -96,37 +83,14 @@ class Divided(nn.Module):
         return layer
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
-        """Set the mode of the layers, as any module does; of a flattened model, call its own ``train()``.
-
-        RuntimeError in a :class:`gpipe.distributed.Rank` that has not the whole of a module whose class overrides it.
-        """
-        if self._twins:
-            assert self._model is not None
-            self._model.train(mode)
-            # Not the modules in the layers: those of the model have their modes, which their copies take over.
-            for part in (self._partitions, *self._partitions, *self._layers().values()):
-                part.training = mode
-            for twin in self._twins:
-                twin.module.training = twin.source.training
-            return self
-        self._expect_plain_train()
+        """Set the mode of the layers, as any module does."""
         super().train(mode)
-        self._partitions.train(mode)  # also what layers have in place of modules of a flattened model
+        self._partitions.train(mode)
         return self
-
-    def _expect_plain_train(self) -> None:
-        """Expect no ``train()`` of a module of the model of which layers in other processes have parts."""
-        held = {*self._partitions.modules()}
-        for name, module in () if self._model is None else self._model.named_modules():
-            if module not in held and type(module).train.__module__ not in _PLAIN:
-                raise RuntimeError(
-                    f"train() of {type(module).__name__} ({name or 'the model'}) sets modes of modules, and some "
-                    "of them are on other ranks; define train() in the blocks, each for itself, or use a GPipe"
-                )
 
     @property
     def training(self) -> bool:
-        """Whether the pipe is in training mode; of a flattened model, whether that is."""
+        """Whether the pipe is in training mode; of a model, whether that is."""
         mode: bool = vars(self)["training"] if self._model is None else self._model.training
         return mode
 
@@ -135,19 +99,8 @@ class Divided(nn.Module):
         vars(self if self._model is None else self._model)["training"] = mode
 
     def _follow_model(self, inputs: Any) -> None:
-        """Before a run: let the layers of a flattened model follow the model, as it is now.
-
-        RuntimeError if a layer, or a module of it, was replaced; ValueError if the model would compute something else
-        for ``inputs``.
-        """
+        """Before a run: expect the layers that the stages were made of. RuntimeError if one was replaced."""
         self._expect_layers()
-        if self._model is not None:
-            found = Inputs.of(inputs)
-            asked = asked_of(self._model, found, [twin.source for twin in self._twins])
-            expect_as_with_sample(asked, getattr(self._end(0), "asked", frozenset()))
-            expect_documents_apart(self._model, found)
-        for twin in self._twins:
-            twin.follow()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         divide_names(self, state_dict, prefix)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._flatten._names import model_of
 from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments, as_arguments
 from ._arguments import meant_by
@@ -98,7 +97,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():
         raise TypeError(
-            f"the first layer is {type(model_of(layer) or layer).__name__}.forward{signature}; the arguments of "
+            f"the first layer is {type(layer).__name__}.forward{signature}; the arguments of "
             f"{call.method}() do not fit: {problem or 'some keywords are in its input too; pass them once'}"
         )
     return inputs

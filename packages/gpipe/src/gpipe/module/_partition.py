@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
 
-from .._batchnorm import DeferredBatchNorm, is_replaced
-from .._flatten._names import Flattened, Part
-from .._flatten._skeleton import follower_of
+from .._batchnorm import DeferredBatchNorm
 from ..engine._stage import StageLayers
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Initializer, expect_materializable, materialize
+from ._names import Flattened
 from ._tied import expect_shareable, move_all
 
 
@@ -83,8 +81,8 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 def expect_sequential(module: object) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; of any other model, "
-            "GPipe(model, sample=...) makes one, where sample is an input of the model, such as two rows of a batch"
+            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; gpipe.GPipe itself, not a "
+            "subclass of it, takes any other model: GPipe(model, devices=...)"
         )
     expect_plain(module, known=(StageLayers, Flattened))
 
@@ -161,8 +159,6 @@ def place_partitions(
         if initializer is None:
             expect_movable(partition, place, j)  # all of them before the first moves
         expect_no_graphs(partition, place, j)
-    if norm_chunks:
-        _expect_norms_of_the_model(partitions, norm_chunks)
     every = nn.ModuleList(partitions)
     with untouched_on_failure(every):
         if initializer is not None:
@@ -170,22 +166,6 @@ def place_partitions(
         move_all(partitions, places)  # a shared tensor may be on the device where it was needed last
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(every, norm_chunks)
-
-
-def _expect_norms_of_the_model(partitions: Sequence[nn.Module], chunks: int) -> None:
-    """Raise ValueError if a norm would be replaced in a layer of a flattened model, and not in the model itself."""
-    for module in nn.ModuleList(partitions).modules():
-        follower = follower_of(module)
-        if follower is None and not isinstance(module, Part):
-            continue
-        for name, child in module.named_children():
-            if is_replaced(child):
-                path = module.path if isinstance(module, Part) else f"{follower and follower.path}{name}"
-                raise ValueError(
-                    f"deferred_batch_norm=True would replace batch norm {path!r} in a layer, and the model would keep "
-                    "the one that it has; convert the model before it is flattened: "
-                    f"DeferredBatchNorm.convert_deferred_batch_norm(model, {chunks})"
-                )
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
@@ -241,16 +221,3 @@ def refuse_duplicate_layers(children: Iterable[Named]) -> None:
                 "use copy.deepcopy for a second one"
             )
         first[id(layer)] = name
-
-
-def as_sequential(model: nn.Module, sample: Any, *, blocks: Any = None, pick: Any = None) -> nn.Sequential:
-    """``model`` itself if it is an ``nn.Sequential``, else what :func:`gpipe.flatten` makes of it."""
-    if sample is not None and not isinstance(model, nn.Sequential):
-        from .._flatten._flatten import flatten  # here, since most pipes are made of layers
-
-        return flatten(model, sample, blocks=blocks, pick=pick)
-    expect_sequential(model)
-    if blocks is not None or pick is not None:
-        raise TypeError("blocks= and pick= tell how a model with a forward of its own is flattened; leave them out")
-    assert isinstance(model, nn.Sequential)
-    return model

@@ -15,25 +15,25 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .._flatten._names import model_of
 from ..skip import Skippable
 from ..skip.skippable import own_forward
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module | None) -> type[Module]:
-    """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer.
+def class_for(
+    kind: type[Module], forward: Callable[..., Any], first: nn.Module | None, *, is_model: bool = False
+) -> type[Module]:
+    """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer, or of a model.
 
-    Its name is that of ``kind``, and of a flattened model also that of the model: ``GPipeOfBertForQuestionAnswering``.
+    Its name is that of ``kind``, and of a model also that of the model: ``GPipeOfBertForQuestionAnswering``.
     A class with a ``forward`` of its own is returned as it is.
     """
     kind = vars(kind).get("_plain_class", kind)
     signature = None if first is None else signature_of(first)
     if signature is None or kind.forward is not forward:
         return kind
-    model = model_of(first)
-    suffix = "" if model is None else f"Of{type(model).__name__}"
+    suffix = f"Of{type(first).__name__}" if is_model else ""
     # One class for equal signatures and names, so that a pipe and its copy are of one type.
     key = kind, str(signature), suffix
     if key not in _classes:
@@ -66,8 +66,7 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
 
 def signature_of(layer: nn.Module) -> inspect.Signature | None:
     compiled: nn.Module = getattr(layer, "_orig_mod", layer)
-    inner = model_of(layer) or compiled
-    own = own_forward(inner) if isinstance(inner, Skippable) else inner.forward
+    own = own_forward(compiled) if isinstance(compiled, Skippable) else compiled.forward
     with suppress(TypeError, ValueError):
         return inspect.signature(own)
     return None

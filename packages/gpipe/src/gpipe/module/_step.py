@@ -6,35 +6,29 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, Versions, unwrap
+from microbatch import Batch, Versions
 
-from .._flatten._ending import Ending
-from .._flatten._inputs import Inputs
-from .._flatten._own_loss import OwnLoss, with_whole_count, without_loss_only
-from .._flatten._segment import Segment
 from .._hooks import refuse_hooks
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import evaluate
 from ..engine._walks import Size, waits
-from ..engine._whole_loss import WholeLoss
 from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
 from ..values._leaves import Activation
-from ..values._sharing import gathered, gathered_activation
+from ..values._sharing import gathered
 from ._arguments import checked_chunks
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
-from ._training import Unlike, expect_defaults, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
+from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
@@ -44,16 +38,18 @@ class Asked(NamedTuple):
     """What a call asks for.
 
     Attributes:
-        own: how the model computes the loss, if it does that itself.
         inputs: of the mini-batch.
         batches: the micro-batches; in a process without the first stage, what is known of them.
+        kind: the kind of the loss that a model computes, if it may be known that those of micro-batches add up.
+        adds: whether that is known.
     """
 
     call: Call
     schedule: Schedule | str | None
-    own: OwnLoss | None
     inputs: Any
     batches: list[Any]
+    kind: Any = None
+    adds: bool = False
 
 
 class Prepared(NamedTuple):
@@ -239,24 +235,8 @@ class Stepping(Divided):
             self._sums.add(call.loss_fn)
         return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
-    def _ending(self) -> Segment | None:
-        """The last layer, if it makes the whole output of a model that computes its own loss."""
-        last = self._last_segment()
-        return None if last is None or last.ending is None or self.out_spec is not None else last
-
-    def _last_segment(self) -> Segment | None:
-        last = self._end(-1) if self._balance else None
-        return last if isinstance(last, Segment) else None
-
     def _gathered(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
-        try:
-            return gathered(outputs, batches, self.out_spec)
-        except ValueError:
-            last = self._last_segment()
-            # Outputs are losses that the model computes itself.
-            if last is not None and last.own_loss is not None and last.ending is None and self.out_spec is None:
-                raise last.own_loss.refused() from None
-            raise
+        return gathered(outputs, batches, self.out_spec)
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare)
@@ -267,22 +247,10 @@ class Stepping(Divided):
     def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
         """What a call needs before its run can be described, in contexts that end with ``scope``."""
         self._expect_fit(call)
-        asked = self._cut_for_loss(Asked(call, schedule, self._own_loss(call), called_with(self._end(0), call), []))
+        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         size = self._size(len(asked.batches), trains=call.trains)
         losses = self._losses(asked, scope, whole=self._is_whole(asked, size))
         return Prepared(asked.batches, size, losses)
-
-    def _own_loss(self, call: Call) -> OwnLoss | None:
-        """How a flattened model computes its loss, if it does that itself."""
-        if call.loss_fn is not None:
-            return None
-        if (own := self._loss_of_model()) is not None:
-            expect_defaults(call)
-        return own
-
-    def _loss_of_model(self) -> OwnLoss | None:
-        last = self._last_segment()
-        return None if last is None else last.own_loss
 
     @property
     def _cuts_by_name(self) -> bool:
@@ -290,18 +258,12 @@ class Stepping(Divided):
 
     def _adds_up(self, asked: Asked) -> bool:
         """Whether the losses of micro-batches that a model computes add up."""
-        return asked.own is not None and self._cuts_by_name and asked.own.adds_up(asked.inputs)
+        return asked.adds
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
-        """With micro-batches. A flattened model's number of items is not cut; the loss of all rows needs none there."""
-        own, inputs = asked.own, asked.inputs
-        if isinstance(self._end(0), Segment) and self._cuts_by_name:
-            if own is not None and own.ending is not None and (not own.adds_up(inputs) or has_loss(asked.schedule)):
-                inputs = without_loss_only(inputs)
-            else:
-                inputs = with_whole_count(inputs, None if own is None else own.convention)
+        """With micro-batches."""
         # The versions of inputs matter to a later backward only, and a step has its backward inside.
-        return asked._replace(batches=self._cut(checked(inputs, self.in_spec))[0])
+        return asked._replace(batches=self._cut(checked(asked.inputs, self.in_spec))[0])
 
     def _rule(self, asked: Asked) -> Rule | None:
         """How losses of micro-batches add up; None if that is not known."""
@@ -314,7 +276,7 @@ class Stepping(Divided):
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
         """Whether the loss is computed once, on the outputs of all micro-batches."""
-        call, schedule, _, _, batches = asked
+        call, schedule, batches = asked.call, asked.schedule, asked.batches
         if has_loss(schedule):
             return True
         if self._rule(asked) is not None:
@@ -333,33 +295,17 @@ class Stepping(Divided):
 
     def _computes_loss(self, asked: Asked) -> str | None:
         """Return the name of the model that computes the loss for ``asked``; None if a ``loss_fn`` or layer does."""
-        return None if asked.own is None else asked.own.model
+        return None
 
     def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
         """What computes the losses, where the last stage is."""
-        call, _, own, _, batches = asked
+        call, batches = asked.call, asked.batches
         device = self._pipeline.stages[-1].device
         if not whole:
             rule = self._rule(asked) or Rule(call.loss_fn or own_loss, None)
             return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
-        if own is not None and own.ending is not None:
-            return self._loss_of_ending(own.ending, asked, scope)
-        if own is not None and len(batches) > 1:
-            raise own.refused()
         self._tell_of_whole(asked)
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
-
-    def _loss_of_ending(self, ending: Ending, asked: Asked, scope: ExitStack) -> WholeLoss:
-        """The loss that the model computes, of all rows, from what its modules returned for each micro-batch."""
-        last = self._last_segment()
-        assert last is not None
-        recording = scope.enter_context(last.recording(ending))
-        whole = Inputs.of(unwrap(asked.inputs)[0])
-
-        def loss(found: Any) -> Any:
-            return own_loss(last.pick(last.whole(whole, found, recording)))
-
-        return WholeLoss(loss, (), partial(gathered_activation, batches=asked.batches))
 
     def _tell_of_whole(self, asked: Asked) -> None:
         """Log once that outputs of all micro-batches are kept, where nobody has asked for that."""

@@ -96,20 +96,6 @@ def whole_arguments(call: Call, device: torch.device) -> tuple[Any, ...]:
     return (map_tensors(lambda tensor: tensor.detach().to(device), target),)
 
 
-def expect_defaults(call: Call) -> None:
-    """Raise ValueError if a call without a ``loss_fn`` has arguments that go with one."""
-    if call.reduction is not None or call.normalizer is not None:
-        raise ValueError(
-            "reduction= and normalizer= go with a loss_fn; the model computes this loss, which is that of the whole "
-            "mini-batch, also if num_items_in_batch is given: leave them out"
-        )
-    if call.return_outputs:
-        raise ValueError(
-            "return_outputs=True goes with a loss_fn; the output of this pipe is the loss that the model computes: "
-            "leave it out, or call pipe(**batch) for the other fields"
-        )
-
-
 def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool) -> Any:
     """The loss; with metrics if there are any, and perhaps with outputs: None where another process has these."""
     found: list[Any] = [losses.loss]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from .._flatten._names import Flattened, Part
 from ..module._container import is_plain
+from ..module._names import Flattened, Part
 from ..module._partition import expect_sequential
 from ._residual import Residual, ends
 

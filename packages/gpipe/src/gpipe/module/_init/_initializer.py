@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._flatten._names import Flattened
-from ..._flatten._placeholders import is_placeholder
+from .._names import Flattened
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefix_of
 from ._sources import state_dict_at
 
@@ -56,7 +55,7 @@ def _reset(owned: Owned, targets: Mapping[int, Tensor]) -> None:
     """Initialise those of the ``targets`` that one module has. Everything else keeps its values."""
     own = _reset_of(owned.module)
     below = [*owned.module.parameters(), *owned.module.buffers()]
-    with _kept([tensor for tensor in below if id(tensor) not in targets and not is_placeholder(tensor)]):
+    with _kept([tensor for tensor in below if id(tensor) not in targets]):
         if own and any(id(tensor) in targets for _, tensor in owned.tensors()):
             own()
         # This may be about modules inside: GPT-2 scales the projections of an attention when it sees the attention.

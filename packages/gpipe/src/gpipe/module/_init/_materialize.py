@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from streams import add_note
 
-from ..._flatten._placeholders import is_placeholder, placeholder
 from .._devices import leaf_of, move, swap_data
 from ._initializer import Initializer, Loaded
 from ._model import Layers, Owned, modules_of
@@ -105,15 +104,12 @@ class Memory:
         """Give ``tensor``, which remains the same object, memory on ``device`` of its size, strides and dtype."""
         meta = tensor.untyped_storage()
         if meta._cdata not in self._rooms:
-            # Placeholders that are integers may be indices.
-            value = 0 if is_placeholder(tensor) and not tensor.is_floating_point() else _UNWRITTEN
-            room = torch.full((meta.nbytes(),), value, dtype=torch.uint8, device=device)
+            room = torch.full((meta.nbytes(),), _UNWRITTEN, dtype=torch.uint8, device=device)
             self._rooms[meta._cdata] = meta, room
         room = self._rooms[meta._cdata][1].view(tensor.dtype)
         view = torch.as_strided(room, tensor.size(), tensor.stride(), tensor.storage_offset())
-        swap_data(tensor, placeholder(view) if is_placeholder(tensor) else leaf_of(view, tensor.requires_grad))
-        if not is_placeholder(tensor):
-            self.fresh[id(tensor)] = tensor
+        swap_data(tensor, leaf_of(view, tensor.requires_grad))
+        self.fresh[id(tensor)] = tensor
 
 
 def _expect_values(modules: Iterable[Owned], memory: Memory) -> None:

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..._flatten._names import Part
-from ..._flatten._placeholders import is_placeholder
-from ..._flatten._standins import StandIn
+from .._names import Part
 
 Layers = Mapping[str, nn.Module]
 
@@ -47,7 +45,7 @@ class Owned(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for own in (self.module._parameters, self.module._buffers):
             for name, tensor in own.items():
-                if tensor is not None and not is_placeholder(tensor):
+                if tensor is not None:
                     yield name, tensor
 
     def computed(self) -> Iterator[Tensor]:
@@ -70,8 +68,6 @@ def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
 
 
 def _walk(path: str, module: nn.Module, owner: Any) -> Iterator[Owned]:
-    if isinstance(module, StandIn):
-        return
     owner = module if _initialises(module) else owner
     for name, child in module.named_children():
         yield from _walk(f"{path}.{name}" if path else name, child, owner)
@@ -83,12 +79,12 @@ def _initialises(module: nn.Module) -> bool:
 
 
 def _owner_around(layers: Layers, path: str) -> Any:
-    """For a block, which does not know the model around it: what the first segment has above it."""
+    """For a block, which does not know the model around it: what is above it in the model, which comes first."""
     first = next(iter(layers.values()))
-    module: nn.Module | None = first.net if isinstance(first, Part) else first.of if isinstance(first, Own) else None
+    module: nn.Module | None = first.of if isinstance(first, Own) else None
     owner = None
     for name in path.split("."):
-        if module is None or isinstance(module, StandIn):
+        if module is None:
             break
         owner = module if _initialises(module) else owner
         module = module._modules.get(name)

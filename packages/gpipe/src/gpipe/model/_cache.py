@@ -1,28 +1,18 @@
-"""Models of Hugging Face make caches besides their output, and layers in a pipe do not."""
+"""Models of Hugging Face make caches besides their output, and do not in a pipe."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from ._inputs import Inputs
+from ..module._inputs import Inputs
 
 
 def _caches(value: Any) -> bool:
     return getattr(value, "use_cache", False) is True
-
-
-def uncached(value: Any) -> Any:
-    """A copy of a configuration by which models make no cache; any other attribute of a module as it is."""
-    if not _caches(value):
-        return value
-    config = copy.copy(value)
-    config.use_cache = False
-    return config
 
 
 @contextmanager
@@ -39,7 +29,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def expect_documents_apart(model: nn.Module, inputs: Inputs) -> None:
-    """Raise ValueError if a cache, which the layers of ``model`` do not make, changes what it computes."""
+    """Raise ValueError if a cache, which ``model`` does not make in a pipe, changes what it computes."""
     given, config = inputs.named(model.forward), vars(model).get("config")
     # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")

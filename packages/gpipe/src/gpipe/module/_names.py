@@ -1,26 +1,20 @@
-"""A model keeps the names of its parameters in state dicts, although it is divided into layers."""
+"""Layers from inside of containers keep the names of their parameters in state dicts."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from ._skeleton import twin_of
-
 
 class Part(nn.Module):
-    """A layer of a flattened model. In state dicts its module ``net`` has the name that it has in the model.
+    """A layer from inside of a model. In state dicts its module ``net`` has the name that it has in the model.
 
     Args:
-        path: this name; empty if ``net`` is the model itself, without what belongs to other layers.
-
-    Attributes:
-        asked: what the model collects while its blocks run, by :func:`asked_of`.
+        path: this name.
     """
-
-    asked: frozenset[str] = frozenset()
 
     def __init__(self, net: nn.Module, path: str) -> None:
         super().__init__()
@@ -40,13 +34,8 @@ class Part(nn.Module):
         return {around + name: f"net.{name}" for name in self.net.state_dict(keep_vars=True)}
 
 
-def model_of(layer: nn.Module | None) -> nn.Module | None:
-    """The model that ``layer`` is a segment of, with stand-ins for all that belongs elsewhere; None if it is none."""
-    return layer.net if isinstance(layer, Part) and not layer.path else None
-
-
 def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Rename the entries of ``state`` that belong to flattened parts of ``layers`` to what these are loaded by."""
+    """Rename the entries of ``state`` that belong to parts in ``layers`` to what these are loaded by."""
     found: dict[str, Any] = {}
     known: set[str] = set()
     for name, layer in layers._modules.items():
@@ -61,7 +50,7 @@ def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 class Flattened(nn.Sequential):
-    """The layers of a flattened model, under its names. ``model`` is None if some layers are missing."""
+    """Layers from inside of a model, under its names. ``model`` is None if some layers are missing."""
 
     model: nn.Module | None = None
 
@@ -110,7 +99,7 @@ def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collect
     """``module`` if it is among ``modules``, else a copy that has what is among these and ``tensors``, if any."""
     if module in modules:
         return module
-    part = twin_of(module)
+    part = _shell_of(module)
     for name, child in module._modules.items():
         found = None if child is None else _part_of(child, modules, tensors)
         if found is None:
@@ -121,3 +110,12 @@ def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collect
         for name in [name for name, tensor in own.items() if tensor not in tensors]:
             del own[name]
     return part if part._modules or part._parameters or part._buffers else None
+
+
+def _shell_of(module: nn.Module) -> nn.Module:
+    """Return a shallow copy with the same tensors, children and hooks, in dicts and sets of its own."""
+    shell: nn.Module = object.__new__(type(module))  # some classes refuse copy.copy, such as parametrized ones
+    for name, value in vars(module).items():
+        is_own = isinstance(value, dict | set) and name.startswith("_")
+        vars(shell)[name] = copy.copy(value) if is_own else value
+    return shell

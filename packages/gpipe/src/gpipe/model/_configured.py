@@ -1,0 +1,60 @@
+"""What decides how a model computes its loss, besides the arguments: modes, attributes, buffers and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..values._constants import is_constant
+from ..values._leaves import version
+
+DEPTH = 2
+"""How deep objects are searched for numbers. Configurations may be in each other."""
+
+LONG = 64
+"""The length of a list from which only its identity and length count."""
+
+
+class Settings(NamedTuple):
+    """The settings of a model at a time.
+
+    Attributes:
+        key: a number that is likely to change with any attribute of a module outside blocks, with a hook on it, and
+            with a buffer that gets other values.
+        held: the objects whose identity is in ``key``. No other object can have it as long as these are kept.
+    """
+
+    key: int
+    held: list[Any]
+
+
+def configured(model: nn.Module, blocks: Iterable[nn.Module]) -> Settings:
+    """Return the settings of ``model`` outside ``blocks``."""
+    inside = {module for block in blocks for module in block.modules()}
+    held: list[Any] = []
+    parts = [part for module in model.modules() if module not in inside for part in _of_module(module, held)]
+    return Settings(hash(tuple(parts)), held)
+
+
+def _of_module(module: nn.Module, held: list[Any]) -> Iterator[Any]:
+    attributes = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+    yield from _parts({**attributes, **module._buffers}, held, DEPTH)
+
+
+def _parts(values: Mapping[str, Any], held: list[Any], depth: int) -> Iterator[Any]:
+    for name, value in values.items():
+        if is_constant(value) or (isinstance(value, list | tuple | dict | set) and len(value) < LONG):
+            yield name, repr(value)
+        elif isinstance(value, Tensor):
+            held.append(value)
+            yield name, id(value), version(value)
+        else:
+            held.append(value)
+            yield name, id(value), len(value) if isinstance(value, Sized) else 0
+            if depth and not isinstance(value, nn.Module):
+                yield from _parts(getattr(value, "__dict__", {}), held, depth - 1)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")

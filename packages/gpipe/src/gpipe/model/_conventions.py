@@ -1,0 +1,56 @@
+"""Remember by which convention a model computes its losses, for mini-batches of each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from microbatch import Arguments, Batch
+
+from ..values._leaves import as_arguments
+from ._configured import configured
+from ._convention import COUNT, Convention, convention_of, may_follow
+from ._facts import Facts, kind_of
+
+TRIALS = 4
+"""The number of trials for inputs of one kind. A model whose attributes change in each step is not tried forever."""
+
+
+class Conventions:
+    """The conventions by kind. None is a kind of losses that do not add up."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self._model, self._blocks = model, blocks
+        self._found: dict[Any, Convention | None] = {}
+        self._trials = Counter[Any]()
+        self._held: list[Any] = []
+
+    def kind_of(self, inputs: Any) -> Any:
+        """Return the kind of the loss for ``inputs``; None if it does not follow the convention."""
+        if not isinstance(inputs, Arguments) or not may_follow(self._model, inputs):
+            return None
+        kwargs = {name: value for name, value in inputs.kwargs.items() if name != COUNT}
+        kind = kind_of(Arguments(inputs.args, kwargs))
+        return None if self._trials[kind] == TRIALS else kind
+
+    def __contains__(self, kind: Any) -> bool:
+        return kind is None or self._key(kind) in self._found
+
+    def __getitem__(self, kind: Any) -> Convention | None:
+        """Return the convention of a kind; None if there is none, or it was not tried out yet."""
+        return None if kind is None else self._found.get(self._key(kind))
+
+    def learn(self, kind: Any, facts: Facts, batch: Batch) -> None:
+        """Try out the convention of a kind, with the ``facts`` from the forward of a micro-batch."""
+        self._trials[kind] += 1
+        inputs = as_arguments(batch.value)
+        found = convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0])
+        settings = configured(self._model, self._blocks.values())
+        self._held.append(settings.held)
+        self._found[kind, settings.key] = found
+
+    def _key(self, kind: Any) -> Any:
+        return kind, configured(self._model, self._blocks.values()).key

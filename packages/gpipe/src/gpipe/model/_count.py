@@ -1,0 +1,50 @@
+"""Give each micro-batch the number of items of the full mini-batch, by which models scale their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from microbatch import Arguments, Replicate, unwrap
+
+from ..module._inputs import Inputs
+
+COUNT = "num_items_in_batch"
+"""The argument by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
+
+
+class Counting(Protocol):
+    """Counts labels."""
+
+    def count(self, labels: Tensor) -> Tensor: ...
+
+
+def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
+    """Return ``inputs`` with the number of items of the mini-batch, which every micro-batch gets as a whole.
+
+    By the ``convention``, it is counted where it is not given.
+    """
+    count, others = _split(inputs)
+    labels = Inputs.of(unwrap(others)[0]).kwargs.get("labels") if count is None and convention is not None else None
+    if convention is not None and isinstance(labels, Tensor):
+        count = convention.count(labels)
+    if count is None:
+        return others
+    # A tensor, because each new constant would be kept as another kind of inputs.
+    whole = {COUNT: Replicate(torch.as_tensor(count))}
+    if isinstance(others, Arguments):
+        return Arguments(others.args, {**others.kwargs, **whole})
+    return {**others, **whole}
+
+
+def _split(inputs: Any) -> tuple[Any, Any]:
+    """Return the number of items, or None, and the other arguments."""
+    if isinstance(inputs, Arguments):
+        count, kwargs = _split(inputs.kwargs)
+        return count, inputs if kwargs is inputs.kwargs else Arguments(inputs.args, kwargs)
+    if not isinstance(inputs, Mapping) or COUNT not in inputs:
+        return None, inputs
+    return inputs[COUNT], {name: value for name, value in inputs.items() if name != COUNT}

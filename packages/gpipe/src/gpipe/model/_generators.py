@@ -1,0 +1,151 @@
+"""The random number generators of the interpreter: Python's ``random``, and NumPy's global one."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from .._forks import fork_lock
+
+_PYTHON, _NUMPY = "Python's random", "numpy.random"
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the state of each generator that may be in use, by its name."""
+    states: dict[str, Any] = {_PYTHON: random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # unless somebody has set a generator of another kind
+            states[_NUMPY] = state
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    random.setstate(states[_PYTHON])
+    if _NUMPY in states:
+        sys.modules["numpy"].random.set_state(states[_NUMPY])
+
+
+def changed_generators(before: dict[str, Any]) -> list[str]:
+    """Return the names of generators whose state is different from the one in ``before``."""
+    now = generator_states()
+    return [name for name in before if pickle.dumps(now.get(name)) != pickle.dumps(before[name])]
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Restore the states afterwards."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        set_generator_states(before)
+
+
+_lock = fork_lock()
+"""Held while the generators of the interpreter have the states of one piece of a forward."""
+
+
+class _Thread(threading.local):
+    """Whether this thread holds the lock."""
+
+    is_inside = False
+
+
+_thread = _Thread()
+Drawing = dict[Any, bool]
+"""Whether a piece of a forward draws, by its key."""
+
+
+class Numbers:
+    """The random numbers that pieces of forwards draw from generators of the interpreter, in one run.
+
+    A piece is a call of a block, or what stands between two calls. Stages run at the same time, and would draw in an
+    order that depends on timing. So the generators have a state of its own for each piece that draws, and no other such
+    piece runs meanwhile. The states follow from those that the generators had before the run, which then advance by one
+    number.
+
+    Args:
+        drawing: the pieces that are known to draw, or not to; a piece that is not known yet may draw.
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        self._drawing = drawing
+        # The threads of a run inside a piece of another pipe would wait for the thread that waits for them.
+        self._is_nested = _thread.is_inside
+        self._seeds: dict[str, int] = {}
+        self._advanced: set[str] = set()
+
+    def begin(self, key: Any, place: Sequence[int]) -> Callable[[], Sequence[str]]:
+        """Begin a piece. Return a function that ends it, to be called on the same thread.
+
+        That function returns the names of the generators from which the piece has drawn.
+
+        Args:
+            key: what decides whether the piece draws.
+            place: numbers that are unique to the piece in this run.
+        """
+        if self._is_nested or not self._drawing.get(key, True):
+            return _nothing
+        held = ExitStack()
+        held.enter_context(_lock)
+        outer, _thread.is_inside = _thread.is_inside, True
+        before = generator_states()
+        if not self._seeds:
+            self._seeds = {name: _next_seed(name, state) for name, state in before.items()}
+        for name, seed in self._seeds.items():
+            _seed(name, [seed, *place])
+        held.callback(setattr, _thread, "is_inside", outer)
+        return partial(self._end, key, before, generator_states(), held)
+
+    def _end(self, key: Any, before: dict[str, Any], own: dict[str, Any], held: ExitStack) -> Sequence[str]:
+        drew = changed_generators(own)
+        set_generator_states(before)
+        for name in {*drew} - self._advanced:
+            self._advanced.add(name)
+            _advance(name)
+        if len(self._drawing) >= _MOST:  # inputs have ever other sizes
+            self._drawing.clear()
+        self._drawing[key] = bool(drew) or self._drawing.get(key, False)
+        held.close()
+        return drew
+
+
+_MOST = 1 << 14
+
+
+def _nothing() -> Sequence[str]:
+    return ()
+
+
+def _next_seed(name: str, state: Any) -> int:
+    """Return the number by which :func:`_advance` advances a generator in this ``state``."""
+    if name == _PYTHON:
+        generator = random.Random()
+        generator.setstate(state)
+        return generator.getrandbits(32)
+    generators = sys.modules["numpy"].random
+    copied = generators.RandomState()
+    copied.set_state(state)
+    return int(copied.randint(2**32, dtype="uint32"))
+
+
+def _advance(name: str) -> None:
+    if name == _PYTHON:
+        random.getrandbits(32)
+    else:
+        sys.modules["numpy"].random.randint(2**32, dtype="uint32")
+
+
+def _seed(name: str, numbers: Sequence[int]) -> None:
+    if name == _PYTHON:
+        random.seed(sum(number << 32 * k for k, number in enumerate(numbers)))
+    else:
+        sys.modules["numpy"].random.seed(numbers)

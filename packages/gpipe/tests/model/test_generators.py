@@ -1,0 +1,170 @@
+"""Random numbers of Python and NumPy: each call of a block has its own, whatever other stages do meanwhile."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe
+
+from ..layers import MODES, Layer, rows
+from .residuals import Residuals, of_function, residuals, two_stages
+
+numpy = pytest.importorskip("numpy")
+MANY = 300
+
+
+@pytest.fixture(autouse=True)
+def _threads_take_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def of_python() -> float:
+    return sum(random.random() for _ in range(MANY)) / MANY
+
+
+def of_numpy() -> float:
+    return float(sum(numpy.random.rand() for _ in range(MANY))) / MANY
+
+
+def drawn(draw: Callable[[], float]) -> Residuals:
+    return of_function(lambda block, x: block.m[0](x) * draw())
+
+
+def seeded(draw: Callable[[], float]) -> Residuals:
+    """Each block begins with a seed of its own, as the random attention of BigBird."""
+
+    def function(block: Any, x: Tensor) -> Tensor:
+        random.seed(block.k)
+        numpy.random.seed(block.k)
+        return block.m[0](x) * draw()
+
+    return of_function(function)
+
+
+def trained(pipe: GPipe, x: Tensor, **options: Any) -> list[Tensor]:
+    """The loss and the gradients of a step that begins with certain seeds."""
+    random.seed(0)
+    numpy.random.seed(0)
+    pipe.zero_grad()
+    loss_fn = lambda output: output.square().mean()  # noqa: E731
+    loss = pipe.step(x, loss_fn=loss_fn, **options)
+    return [loss, *[parameter.grad for parameter in pipe.parameters()]]
+
+
+DRAWS = [of_python, of_numpy]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@given(
+    balance=st.sampled_from([[4], [1, 3], [2, 2], [1, 1, 2]]),
+    mode=st.sampled_from(MODES),
+    options=st.sampled_from(
+        [{}, {"reduction": "mean", "schedule": "1f1b"}, {"reduction": "mean", "schedule": "zero_bubble"}]
+    ),
+)
+def test_they_depend_on_the_call_and_the_micro_batch_alone(
+    draw: Callable[[], float], balance: list[int], mode: str, options: dict[str, Any]
+) -> None:
+    x = rows(6)
+    with closing(GPipe(drawn(draw), [4], devices=["cpu"], chunks=3, checkpoint="never")) as one:
+        expected = trained(one, x)
+    devices = ["cpu"] * len(balance)
+    with closing(GPipe(drawn(draw), balance, devices=devices, chunks=3, checkpoint=mode)) as pipe:
+        for _ in range(2):
+            torch.testing.assert_close(trained(pipe, x, **options), expected)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@given(mode=st.sampled_from(MODES), options=st.sampled_from([{}, {"reduction": "mean", "schedule": "1f1b"}]))
+def test_blocks_that_seed_them_compute_as_in_a_loop(
+    draw: Callable[[], float], mode: str, options: dict[str, Any]
+) -> None:
+    x, plain = rows(6), seeded(draw)
+    losses = [plain(part).square().mean() / 3 for part in x.chunk(3)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    expected = [sum(losses).detach(), *[parameter.grad for parameter in plain.parameters()]]  # type: ignore[union-attr]
+    with closing(GPipe(seeded(draw), devices=["cpu"] * 3, chunks=3, checkpoint=mode)) as pipe:
+        for _ in range(2):
+            torch.testing.assert_close(trained(pipe, x, **options), expected)
+
+
+def states() -> tuple[Any, str]:
+    return random.getstate(), repr(numpy.random.get_state(legacy=False))
+
+
+def test_the_generators_of_the_caller_advance_if_a_block_draws() -> None:
+    x = rows(6)
+    with torch.no_grad(), closing(two_stages(residuals())) as still, closing(two_stages(drawn(of_python))) as pipe:
+        before = states()
+        still(x)
+        assert states() == before
+        first = pipe(x)
+        assert states()[0] != before[0]
+        assert states()[1] == before[1]
+        assert not torch.equal(pipe(x), first)
+        random.setstate(before[0])
+        torch.testing.assert_close(pipe(x), first)
+
+
+def test_a_block_may_draw_for_some_sizes_only() -> None:
+    model = of_function(lambda block, x: block.m[0](x) * (of_python() if len(x) > 1 else 1))
+    found = []
+    with closing(GPipe(model, devices=["cpu"] * 3, chunks=3, checkpoint="always")) as pipe:
+        trained(pipe, rows(3))
+        found += [trained(pipe, rows(6)) for _ in range(3)]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+def test_what_stands_between_blocks_has_its_own_too() -> None:
+    x, found = rows(6), []
+    for balance in ([4], [1, 3], [2, 2]):
+        model = drawn(of_python)
+        model.between = lambda k, x: x * of_python()
+        with closing(GPipe(model, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint="always")) as pipe:
+            found += [trained(pipe, x, reduction="mean", schedule="1f1b") for _ in range(2)]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+def test_an_error_in_a_block_that_draws_restores_the_generators() -> None:
+    def function(block: Any, x: Tensor) -> Tensor:
+        random.seed(1)
+        if block.k == 2 and fails:
+            raise ValueError("a block fails")
+        return block.m[0](x)
+
+    fails = True
+    x = rows(6)
+    with closing(two_stages(of_function(function))) as pipe:
+        random.seed(0)
+        with pytest.raises(ValueError, match="a block fails"):
+            pipe(x)
+        own = {*range(9)} and random.getstate()
+        random.seed(1)
+        assert own != random.getstate()
+        fails = False
+        assert pipe(x).shape == x.shape
+
+
+def test_a_pipe_in_a_block_of_another_pipe_may_draw() -> None:
+    inner = [two_stages(drawn(of_python)) for _ in range(2)]
+    model = Residuals(*(nn.Linear(3, 3) for _ in range(2)))
+    model.layers = nn.ModuleList(
+        Layer(lambda block, x, pipe=pipe: block.m[0](x) + pipe(x), nn.Linear(3, 3)) for pipe in inner
+    )
+    with torch.no_grad(), closing(two_stages(model.double(), blocks="layers")) as pipe:
+        assert pipe(rows(6)).shape == (6, 3)
+    for each in inner:
+        each.close()
