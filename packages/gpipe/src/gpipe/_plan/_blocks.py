@@ -22,6 +22,7 @@ from microbatch import scatter, unwrap
 from profiler import AllocationTracker, LayerProfile, Profile, profile
 from profiler.fake import FusedAttention, fake_mode
 from profiler.sandbox import copied
+from streams import add_note
 
 from ..engine._loss_value import has_own_loss
 from ..engine._settings import inline, with_settings
@@ -110,7 +111,7 @@ def profile_of(
 
 
 def profile_blocks(
-    given: Training, devices: Sequence[torch.device], sizes: Iterable[int], seconds: float
+    given: Training, devices: Sequence[torch.device], sizes: Iterable[int], seconds: float, action: float = 0.0
 ) -> tuple[Profile, bool]:
     """Return the costs of the blocks, and whether a step computes the loss once, for all rows.
 
@@ -118,25 +119,36 @@ def profile_blocks(
         devices: one for each block. On ``meta`` nothing is computed, and there are no seconds.
         sizes: the numbers of rows of the micro-batches, of which the nearest that the mini-batch gives are measured.
         seconds: the time to measure each size.
+        action: the seconds that the engine adds to each action, which are no costs of blocks.
     """
-    rows, found, model = rows_of(given.x), dict[int, Profile](), given.model
-    if devices[0].type == "meta":
+    rows, model = rows_of(given.x), given.model
+    chunks = sorted({-(-rows // size) for size in sizes})
+    if devices[0].type != "meta":
+        others = {device for device in devices if device.type != "cpu"}
+        with torch.random.fork_rng(others), closing(_Steps(given, copied(model.module).train(), devices)) as steps:
+            return steps.profiled(chunks, seconds, action)
+    try:
         mode = fake_mode()
-        given, module = given.faked(mode), model.faked(mode)
-    else:
-        module = copied(model.module).train()
-    others = {device for device in devices if device.type not in ("cpu", "meta")}
-    with torch.random.fork_rng(others), closing(_Steps(given, module, devices)) as steps:
-        for chunks in sorted({-(-rows // size) for size in sizes}):
-            whole = steps.begin(chunks)
-            one = steps.profile(seconds)
-            found[one.rows] = one
-    *fewer, most = (found[size] for size in sorted(found))
-    return replace(most, others=tuple(fewer)), whole
+        with closing(_Steps(given.faked(mode), model.faked(mode), devices)) as steps:
+            found = steps.profiled(chunks, seconds, action)
+    except Exception as error:
+        name = type(model.module).__name__
+        add_note(error, f"{name} ran without data, since the devices are not there; it may not look at values then")
+        raise
+    if not steps.is_unsized:
+        return found
+    # Kernels of oneDNN need memory of which only real tensors tell the size.
+    zeros = nullcontext()
+    with torch.random.fork_rng([]), closing(_Steps(given.faked(zeros), model.faked(zeros), devices)) as steps:
+        return steps.profiled(chunks, seconds, action)
 
 
 class _Steps:
-    """Steps of ``module``, a copy of the model, on a single micro-batch."""
+    """Steps of ``module``, a copy of the model, on a single micro-batch.
+
+    Attributes:
+        is_unsized: whether something was allocated whose size is not known without data.
+    """
 
     def __init__(self, given: Training, module: nn.Module, devices: Sequence[Any]) -> None:
         self._given = given
@@ -147,6 +159,7 @@ class _Steps:
         without_advice(self._pipe)
         self._loss = given.loss.arguments()
         self._stages = range(len(devices))
+        self.is_unsized = False
 
     def close(self) -> None:
         self._pipe.close()
@@ -160,9 +173,18 @@ class _Steps:
         self._is_whole = any(kind == Kind.LOSS for _, kind in self._timed(None))
         return self._is_whole
 
-    def profile(self, seconds: float) -> Profile:
+    def profiled(self, chunks: Iterable[int], seconds: float, action: float) -> tuple[Profile, bool]:
+        found = dict[int, Profile]()
+        for each in chunks:
+            whole = self.begin(each)
+            one = self._profile(seconds, action)
+            found[one.rows] = one
+        *fewer, most = (found[size] for size in sorted(found))
+        return replace(most, others=tuple(fewer)), whole
+
+    def _profile(self, seconds: float, action: float) -> Profile:
         rounds = [] if self._is_fake else self._rounds(seconds)
-        times = {key: median(each[key] for each in rounds) for key in (rounds[0] if rounds else ())}
+        times = {key: max(0.0, median(each[key] for each in rounds) - action) for key in (rounds[0] if rounds else ())}
         figures, of_loss = self._counted()
         owned = _owned(self._pipe.partitions)
         blocks = [
@@ -221,6 +243,7 @@ class _Steps:
         counter, sizes = _Counter(len(self._stages)), _Sizes()
         with with_settings(observer=counter), sizes.watching(list(self._pipe)):
             self._step(self._program("B0@{}"))
+        self.is_unsized |= any(tracker.unsized for tracker in counter.trackers)
         # What a stage sends is what the next block is called with.
         sent = [*(sizes.given.get(k, 0) for k in self._stages[1:]), sizes.returned.get(self._stages[-1], 0)]
         each = zip(counter.trackers, counter.saved, sent, strict=True)

@@ -104,7 +104,8 @@ def _blocks(request: Request) -> tuple[Profile, bool]:
     blocks, places = len(request.model.layers), request.places
     # On accelerators blocks are where the memory of all devices is used, since the whole model is there at once.
     of = [torch.device("cpu")] * blocks if places[0].type == "cpu" else spread(request.model, places)
-    return profile_blocks(given, of, _sizes(rows_of(request.sample), request.chunks, len(places)), SECONDS)
+    sizes = _sizes(rows_of(request.sample), request.chunks, len(places))
+    return profile_blocks(given, of, sizes, SECONDS, ACTION if places[0].type == "cpu" else 0.0)
 
 
 def spread(model: Planned, places: Sequence[torch.device]) -> list[torch.device]:

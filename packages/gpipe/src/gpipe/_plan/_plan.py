@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from microbatch import unwrap
 from profiler import documents
 
 from .._gpipe import GPipe
@@ -136,8 +135,7 @@ class Plan:
         self._expect(self._layers_of(model))
         if self.own_forward:
             given = self._here.sample if sample is None else sample
-            example = None if given is None else unwrap(as_input(model, given))[0]
-            options |= {"blocks": self._names, "sample": example}
+            options |= {"blocks": self._names, "sample": given}
         pipe = GPipe(
             model,
             self.sizes,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microbatch import Arguments, map_tensors, unwrap
+from microbatch import Arguments, map_tensors
 from profiler.fake import blank, blank_layer
 
 from .._gpipe import GPipe
@@ -83,17 +83,11 @@ def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Pla
         layers = dict(module.named_children())
         return Planned(module, layers, layers)
     expect_own_forward(module)
-    example = unwrap(sample)[0]
     most = sum(1 for _ in module.modules())
-    division = division_of(module, None, None, lambda: stages(most), example)
-    return of_blocks(module, division, example)
-
-
-def of_blocks(module: nn.Module, division: Division, example: Any) -> Planned:
-    """Return the blocks of a ``division``, each as a layer."""
+    division = division_of(module, None, None, lambda: stages(most), sample)
     each = division._replace(balance=[1] * len(division.blocks))
     layers = dict(zip(division.blocks, parts_of(module, each), strict=True))
-    return Planned(module, layers, division.blocks, each, example if division.after else None)
+    return Planned(module, layers, division.blocks, each, sample if division.after else None)
 
 
 def as_input(module: nn.Module, value: Any) -> Any:

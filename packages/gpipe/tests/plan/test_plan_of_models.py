@@ -1,0 +1,288 @@
+"""Plans of models with a forward of their own: layers are blocks, which are measured by the model's forward."""
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import Arguments, LossSum, Plan, inline, plan, record
+from gpipe._plan._blocks import Training, profile_blocks
+from gpipe._plan._loss import StepLoss
+from gpipe._plan._planned import planned
+from profiler import LayerProfile, Profile, profile
+
+from ..layers import assert_same
+from ..model.test_loss_of_model import Model as WithLoss
+from ..model.test_loss_of_model import contrast, scaled_by_items
+
+CPUS, WIDTH, ROWS = ["cpu", "cpu"], 24, 32
+META, CPU = torch.device("meta"), torch.device("cpu")
+BYTES = ("trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes", "flops")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return x + (y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    """Blocks between layers of the model itself.
+
+    Args:
+        length: the number of blocks.
+        calls: how often each block is called.
+        mixes: whether all later blocks get what is computed before the first one.
+        tied: whether the last layer has the weight of the first.
+    """
+
+    def __init__(self, length: int = 4, calls: int = 1, mixes: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(length))
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.last.weight = self.first.weight
+        self.calls, self.mixes = calls, mixes
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None or mask.all()
+        x = self.first(x)
+        scale = x.mean(-1, keepdim=True).tanh() if self.mixes else None
+        for block in self.blocks:
+            for _ in range(self.calls):
+                x = block(x, scale)
+        found: Tensor = self.last(self.norm(x))
+        return found
+
+
+class InARow(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def root(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean().sqrt()
+
+
+def measured(model: nn.Module, x: Any, device: torch.device, loss: StepLoss | None = None) -> tuple[Profile, bool]:
+    found = planned(model, x, lambda most: 2)
+    training = Training(found, Arguments((x,), {}), None, loss or StepLoss(squares, "mean"))
+    return profile_blocks(training, [device] * len(found.layers), [4, 8], 0.01)
+
+
+nets = st.builds(Net, st.integers(2, 4), st.integers(1, 2), st.booleans(), st.booleans())
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(nets, st.sampled_from([squares, partial(torch.mean)]), st.sampled_from([None, "mean"]), st.sampled_from([1, 3]))
+def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, reduction, chunks) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    plain, loss = copy.deepcopy(net), {"loss_fn": loss_fn, "reduction": reduction}
+    found = plan(net, x, CPUS, **loss, chunks=chunks, calibrate=False)
+    assert "one step of the engine" in found.notes[-1]
+    assert found.own_forward
+    assert found.whole_loss == (reduction is None)
+    with closing(found.build(net)) as pipe:
+        assert (pipe.balance, pipe.block_names) == (found.balance, [key.name for key in found.layers])
+        value = pipe.step(x, **loss, **found.step_arguments)
+        expected = loss_fn(plain(x))
+        expected.backward()
+        torch.testing.assert_close(value, expected.detach())
+        assert_same(pipe, plain)
+        with inline():
+            assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.1)
+
+
+@settings(max_examples=8)
+@given(nets)
+def test_without_data_the_same_is_counted(net: Net) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    (fake, _), (real, _) = (measured(copy.deepcopy(net), x, device) for device in (META, CPU))
+    assert [one.rows for one in (*fake.others, fake)] == [one.rows for one in (*real.others, real)] == [4, 8]
+    for name in (*BYTES, "saved_bytes", "output_bytes"):
+        assert fake.costs(name) == real.costs(name), name
+    assert all(layer.seconds is None for layer in fake)
+    assert all(layer.forward_seconds > 0 for layer in real)
+
+
+def test_blocks_cost_what_layers_in_a_row_do() -> None:
+    layers, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(ROWS, WIDTH)
+    expected = profile(layers, x, device="meta", rows=[4, 8], loss_fn=lambda output, _: squares(output))
+    found, _ = measured(InARow(layers), x, META)
+    assert found.names == [f"layers.{k}" for k in range(3)]
+    for name in (*BYTES, "output_bytes"):
+        assert found.costs(name) == expected.costs(name), name
+    # The last block also keeps what the loss needs.
+    assert found.costs("saved_bytes")[:2] == expected.costs("saved_bytes")[:2]
+
+
+def test_a_block_counts_as_often_as_it_is_called_with_what_the_model_computes_after_it() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    once, twice = (measured(Net(3, calls), x, META)[0] for calls in (1, 2))
+    first, block, last = (layer.flops for layer in once)
+    assert (first, last) == (block + layer_flops(2), block + layer_flops(3))
+    assert [layer.flops for layer in twice] == [first + block, 2 * block, last + block]
+    assert twice[1].saved_bytes > once[1].saved_bytes
+    assert once[0].trainable_bytes == once[1].trainable_bytes + WIDTH * (WIDTH + 1) * 4
+
+
+def layer_flops(products: int) -> int:
+    """The operations of a linear layer of the model, with so many matrix products: the input may need no gradient."""
+    return 2 * products * 8 * WIDTH * WIDTH
+
+
+def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
+    net, x = Net(), torch.randn(ROWS, WIDTH)
+    known, _ = measured(net, x, CPU)
+    slow = LayerProfile(**{**vars(known[0]), "forward_seconds": 100.0, "backward_seconds": 100.0})
+    one = Profile(**{**vars(known), "layers": (slow, *known.layers[1:]), "others": (), "rows": 8})
+    found = plan(net, x, CPUS, profile=one, loss_fn=squares, chunks=4, calibrate=False)
+    assert (found.balance, found.whole_loss) == ([1, 3], True)
+    assert not plan(net, x, CPUS, profile=one, loss_fn=squares, reduction="mean", chunks=4, calibrate=False).whole_loss
+    with pytest.raises(ValueError, match="profile: expected one of these 3 layers"):
+        plan(Net(3), x, CPUS, profile=one, calibrate=False)
+
+
+def count(output: Tensor) -> Any:
+    return LossSum(output.square().sum(), output.numel())
+
+
+@pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
+def test_a_loss_function_that_was_seen_to_return_sums(devices: Any) -> None:
+    found = plan(Net(), torch.randn(ROWS, WIDTH), devices, loss_fn=count, chunks=4, calibrate=False)
+    assert not found.whole_loss
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+@pytest.mark.parametrize(("loss", "reduction"), [(contrast, None), (scaled_by_items, "mean")])
+def test_the_loss_that_the_model_computes(loss: Callable[..., Tensor], reduction: str | None, calibrate: bool) -> None:
+    torch.manual_seed(0)
+    plain = WithLoss(loss, torch.float32)
+    inputs = {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))}
+    found = plan(plain, inputs, CPUS, reduction=reduction, chunks=4, calibrate=calibrate)
+    assert found.whole_loss == (reduction is None)
+    assert "one step of the engine" in found.notes[-1]
+    with closing(found.build(copy.deepcopy(plain))) as pipe:
+        value = pipe.step(**inputs, reduction=reduction, **found.step_arguments)
+        torch.testing.assert_close(value, plain(**inputs)["loss"].detach())
+        with inline():
+            assert found.verify(inputs).byte_ratios == pytest.approx([1, 1], rel=0.15)
+    if reduction is None:
+        with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' begins backwards"):
+            plan(plain, inputs, CPUS, chunks=4, schedule="1f1b", calibrate=False)
+
+
+def test_a_model_without_data() -> None:
+    x, real = torch.randn(ROWS, WIDTH), Net()
+    given = {"loss_fn": squares, "chunks": 4}
+    with torch.device("meta"):
+        blank = Net()
+    found = plan(blank, {"x": x, "mask": torch.ones(ROWS, dtype=torch.bool)}, "2x1GB", **given)
+    assert (found.is_estimate, found.balance) == (True, plan(real, x, "2x1GB", **given).balance)
+    assert all(parameter.is_meta for parameter in blank.parameters())
+    with pytest.raises(ValueError, match=r"plan runs the model, which is on 'meta' and has no data"):
+        plan(blank, x, CPUS)
+
+
+def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ranks() -> None:
+    net = Net()
+    found = Plan.from_json(plan(net, torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False).to_json())
+    assert found.rank_arguments["blocks"] == [f"blocks.{k}" for k in range(4)]
+    with closing(found.build(net)) as pipe:
+        assert pipe.balance == found.balance
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "another model, with a forward of its own; this one is a Sequential"),
+        (lambda: Net(3), "another model, of 4 layers; this one has 3"),
+        (lambda: WithLoss(contrast), "another model, of 4 layers; this one has 0"),
+    ],
+)
+def test_other_models_are_refused(other: Callable[[], nn.Module], message: str) -> None:
+    found = plan(Net(), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
+    with pytest.raises(ValueError, match=message):
+        found.build(other())
+
+
+def test_a_plan_of_layers_is_none_of_a_model() -> None:
+    found = plan(nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
+    with pytest.raises(ValueError, match=r"another model, an nn\.Sequential; this one is a Net"):
+        found.build(Net())
+
+
+def test_the_model_and_the_generators_stay_as_they_are() -> None:
+    net, x = Net().eval(), torch.randn(ROWS, WIDTH)
+    net.register_buffer("seen", torch.zeros(()))
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    plan(net, x, CPUS, chunks=2, loss_fn=squares, calibrate=False)
+    torch.testing.assert_close(net.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not net.training
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_recording_counts_what_the_forward_of_a_model_allocates() -> None:
+    """It runs on a thread of its own."""
+    net, x = Net(2), torch.randn(ROWS, WIDTH)
+    found = plan(net, x, CPUS, chunks=2, checkpoint="never", calibrate=False)
+    with closing(found.build(net)) as pipe, record(memory=True) as timeline:
+        pipe.step(x, loss_fn=squares, reduction="mean")
+    assert all(size >= ROWS // 2 * 4 * WIDTH * 4 for size in timeline.peak_bytes.values())
+
+
+class WithAList(nn.Module):
+    """A recurrent layer, whose kernels need memory of a size that is not known without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+def test_memory_of_which_only_tensors_with_data_tell_the_size() -> None:
+    x = torch.randn(16, 5, WIDTH)
+    fake, real = (measured(WithAList(), x, device)[0] for device in (META, CPU))
+    assert fake.costs("saved_bytes") == real.costs("saved_bytes")
+
+
+class Looks(Net):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        found = super().forward(x)
+        return found if found.sum() > 0 else -found
+
+
+def test_a_model_that_looks_at_values() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    with pytest.raises(RuntimeError) as caught:
+        plan(Looks(), x, "2x1GB", loss_fn=squares)
+    assert "Looks ran without data, since the devices are not there" in "".join(caught.value.__notes__)
+    assert "layers alone" in plan(Looks(), x, CPUS, loss_fn=squares, chunks=2, calibrate=False).notes[-1]
