@@ -86,7 +86,14 @@ def trained_by(options: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[str
     ranks = [stage % dist.get_world_size() for stage in range(options.stages)]
     rank = Rank(model, ranks=ranks, chunks=options.chunks)
     name = f"{options.stages} stages in {dist.get_world_size()} processes"
-    return name, rank, lambda batch: rank.step(**batch, schedule=options.schedule)
+    return name, rank, lambda batch: rank_step(rank, batch, options.schedule)
+
+
+def rank_step(rank: Rank, batch: dict[str, Tensor], schedule: str) -> Tensor:
+    """A step under 1F1B: the model divides the sum over words by this number, so the losses of micro-batches add up."""
+    words = (batch["labels"][:, 1:] != -100).sum()
+    loss: Tensor = rank.step(**batch, num_items_in_batch=words, reduction="sum", schedule=schedule)
+    return loss
 
 
 def draw(step: Step, batch: dict[str, Tensor], path: Path) -> None:
