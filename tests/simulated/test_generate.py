@@ -61,7 +61,7 @@ class Translator(nn.Module):
 
 
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 2), (0, 0)])
-@pytest.mark.parametrize("first", [1, 3, 5])
+@pytest.mark.parametrize("first", [1, 3, 4])
 def test_it_generates_what_the_plain_model_does_and_keeps_nothing(places: tuple[int, ...], first: int) -> None:
     torch.manual_seed(0)
     plain = Translator()

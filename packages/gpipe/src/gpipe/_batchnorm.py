@@ -183,7 +183,7 @@ class DeferredBatchNorm(_BatchNorm):
             moments.add(input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
-        seen = copy.copy(self._seen)  # not in place: whoever tries a model, as flatten does, puts attributes back
+        seen = copy.copy(self._seen)  # not in place: whoever tries a model, as a check does, puts attributes back
         seen.add(input)
         seen.forwards += 1
         if seen.forwards >= self.chunks:
@@ -238,5 +238,5 @@ def _expect_plain(norm: nn.Module) -> None:
     if hook_kinds(norm) or norm._modules or type(norm).forward is not _BatchNorm.forward:
         raise ValueError(
             f"a {type(norm).__name__} with hooks, parametrizations or a forward of its own cannot be replaced by a "
-            "DeferredBatchNorm, which would lose them; replace it by hand, or convert a model before it is flattened"
+            "DeferredBatchNorm, which would lose them; replace it by hand"
         )
