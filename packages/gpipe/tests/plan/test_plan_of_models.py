@@ -113,7 +113,7 @@ def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, 
         torch.testing.assert_close(value, expected.detach())
         assert_same(pipe, plain)
         with inline():
-            assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.1)
+            assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.25)
 
 
 @settings(max_examples=8)

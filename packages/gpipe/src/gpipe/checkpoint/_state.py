@@ -232,14 +232,18 @@ def _versions(values: Iterable[Any]) -> list[int]:
 
 def _pointers(values: Iterable[Any]) -> list[int]:
     try:
-        return [value.data_ptr() if isinstance(value, Tensor) else 0 for value in values]
+        return [value.data_ptr() if _has_memory(value) else 0 for value in values]
     except (RuntimeError, ValueError):  # some tensors have no memory of their own, or none yet
         return [_pointer(value) for value in values]
 
 
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and not hasattr(value, "fake_mode")  # torch warns of the pointer of a fake tensor
+
+
 def _pointer(value: Any) -> int:
     try:
-        return value.data_ptr() if isinstance(value, Tensor) else 0
+        return value.data_ptr() if _has_memory(value) else 0
     except (RuntimeError, ValueError):
         return 0
 
