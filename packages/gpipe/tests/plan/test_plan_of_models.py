@@ -166,6 +166,16 @@ def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
         plan(Net(3), x, CPUS, profile=one, calibrate=False)
 
 
+def test_a_profile_does_not_say_whether_the_losses_of_a_model_add_up() -> None:
+    inputs = Arguments((), {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))})
+    for loss, whole in ((contrast, True), (scaled_by_items, False)):
+        model = WithLoss(loss, torch.float32)
+        found = planned(model, inputs, lambda most: 2)
+        given = Training(found, inputs, None, StepLoss(own="Model"))
+        known, _ = profile_blocks(given, [CPU] * len(found.layers), [2], 0.01)
+        assert plan(model, inputs, CPUS, profile=known, chunks=4, calibrate=False).whole_loss == whole
+
+
 def count(output: Tensor) -> Any:
     return LossSum(output.square().sum(), output.numel())
 
@@ -177,20 +187,26 @@ def test_a_loss_function_that_was_seen_to_return_sums(devices: Any) -> None:
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-@pytest.mark.parametrize(("loss", "reduction"), [(contrast, None), (scaled_by_items, "mean")])
-def test_the_loss_that_the_model_computes(loss: Callable[..., Tensor], reduction: str | None, calibrate: bool) -> None:
+@pytest.mark.parametrize(
+    ("loss", "reduction", "whole"),
+    [(contrast, None, True), (scaled_by_items, None, False), (scaled_by_items, "mean", False)],
+)
+def test_the_loss_that_the_model_computes(
+    loss: Callable[..., Tensor], reduction: str | None, whole: bool, calibrate: bool
+) -> None:
+    """It is computed for each micro-batch by the convention of ``num_items_in_batch``, or as is said, else once."""
     torch.manual_seed(0)
     plain = WithLoss(loss, torch.float32)
     inputs = {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))}
     found = plan(plain, inputs, CPUS, reduction=reduction, chunks=4, calibrate=calibrate)
-    assert found.whole_loss == (reduction is None)
+    assert found.whole_loss == whole
     assert "one step of the engine" in found.notes[-1]
     with closing(found.build(copy.deepcopy(plain))) as pipe:
         value = pipe.step(**inputs, reduction=reduction, **found.step_arguments)
         torch.testing.assert_close(value, plain(**inputs)["loss"].detach())
         with inline():
             assert found.verify(inputs).byte_ratios == pytest.approx([1, 1], rel=0.15)
-    if reduction is None:
+    if whole:
         with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' begins backwards"):
             plan(plain, inputs, CPUS, chunks=4, schedule="1f1b", calibrate=False)
 

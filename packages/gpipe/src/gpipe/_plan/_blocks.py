@@ -27,6 +27,7 @@ from streams import add_note
 from ..engine._loss_value import has_own_loss
 from ..engine._settings import inline, with_settings
 from ..engine._stage import Stage
+from ..module._data import has_data
 from ..module._step import without_advice
 from ..schedule import Action, Kind, Schedule
 from ..timeline import record
@@ -78,6 +79,9 @@ def is_whole(given: Training) -> bool:
         with closing(_Steps(given, module, ["cpu"] * len(given.model.layers))) as steps:
             return steps.begin(rows_of(given.x))
 
+    # How a model computes its own loss is tried out with values.
+    if given.loss.own is not None and has_data(given.model.module):
+        return _with_data(given, shows)
     return _tried(given, shows)
 
 
@@ -87,10 +91,14 @@ def _tried(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
     try:
         return use(model.faked(mode), given.faked(mode))
     except Exception:
-        if any(tensor.is_meta for tensor in model.module.parameters()):
+        if not has_data(model.module):
             raise
+    return _with_data(given, use)
+
+
+def _with_data(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
     with torch.random.fork_rng():
-        return use(copied(model.module).train(), given)
+        return use(copied(given.model.module).train(), given)
 
 
 def profile_of(

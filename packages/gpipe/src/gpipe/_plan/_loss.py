@@ -51,6 +51,11 @@ class StepLoss:
             return {"loss_fn": total, "reduction": "sum"}
         return {"loss_fn": fresh(self.loss_fn), "reduction": self.reduction}
 
+    def without_data(self, *, whole: bool) -> dict[str, Any]:
+        """The arguments of a step on tensors without data, where it cannot be tried out whether losses add up."""
+        found = self.arguments()
+        return {**found, "reduction": found["reduction"] or "sum"} if self.own and not whole else found
+
     def is_whole(self, batches: Sequence[Batch], *, returns_sums: bool) -> bool:
         """Whether a step of layers computes the loss once: it is not known how the losses of micro-batches add up.
 

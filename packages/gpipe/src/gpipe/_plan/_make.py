@@ -78,8 +78,9 @@ def plan(
             not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how the losses of micro-batches
             add up, the plan computes the loss once, on the outputs of all rows, under ``"fill_drain"``. Without
-            ``loss_fn`` the loss counts as free. Of a module, a copy is called; another object with a state, such as a
-            metric, may hold tensors without data afterwards.
+            ``loss_fn`` it is the loss that the model computes, if it has a forward of its own and computes one; else it
+            counts as free. Of a module, a copy is called; another object with a state, such as a metric, may hold
+            tensors without data afterwards.
         optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
         memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default the
             memory of a GPU, and no limit on a CPU.

@@ -67,7 +67,7 @@ def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few
     few = len(scatter(inputs, few))
     placement = way.costs.measured.placement
     pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, way)
-    program, arguments = way.program(few), loss.arguments()
+    program, arguments = way.program(few), loss.without_data(whole=way.costs.measured.whole_loss)
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
         # In its first step, a pipe finds out what its layers do.
         pipe.step(inputs, targets, **arguments, schedule=program)
