@@ -7,27 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    ConditionalDetrConfig,
-    ConditionalDetrForObjectDetection,
-    DeformableDetrConfig,
-    DeformableDetrForObjectDetection,
-    DetrConfig,
-    DetrForObjectDetection,
-    ResNetConfig,
-    YolosConfig,
-    YolosForObjectDetection,
-)
 
 from gpipe import Arguments, GPipe
 from microbatch import Entries
 
 from ..own_forward import Case, expect_close, expect_gradients, expect_outputs, freeze_statistics
+from .families import transformers
 from .table import set_dropout
 
 pytest.importorskip("scipy", reason="scipy is not installed; see nox -s frameworks")
 pytestmark = pytest.mark.filterwarnings("ignore")
-BACKBONE = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage1", "stage2"])
+BACKBONE = transformers.ResNetConfig(
+    embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage1", "stage2"]
+)
 SIZES: dict[str, Any] = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
@@ -43,15 +35,15 @@ SIZES: dict[str, Any] = {
     "num_labels": 3,
 }
 MODELS = {
-    "DETR": lambda: DetrForObjectDetection(DetrConfig(**SIZES, backbone_config=BACKBONE)),
-    "Conditional DETR": lambda: ConditionalDetrForObjectDetection(
-        ConditionalDetrConfig(**SIZES, backbone_config=BACKBONE)
+    "DETR": lambda: transformers.DetrForObjectDetection(transformers.DetrConfig(**SIZES, backbone_config=BACKBONE)),
+    "Conditional DETR": lambda: transformers.ConditionalDetrForObjectDetection(
+        transformers.ConditionalDetrConfig(**SIZES, backbone_config=BACKBONE)
     ),
-    "Deformable DETR": lambda: DeformableDetrForObjectDetection(
-        DeformableDetrConfig(**{**SIZES, "d_model": 32}, backbone_config=BACKBONE, num_feature_levels=2)
+    "Deformable DETR": lambda: transformers.DeformableDetrForObjectDetection(
+        transformers.DeformableDetrConfig(**{**SIZES, "d_model": 32}, backbone_config=BACKBONE, num_feature_levels=2)
     ),
-    "YOLOS": lambda: YolosForObjectDetection(
-        YolosConfig(
+    "YOLOS": lambda: transformers.YolosForObjectDetection(
+        transformers.YolosConfig(
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=3,

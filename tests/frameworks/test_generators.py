@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BigBirdConfig, BigBirdForMaskedLM
 
 from gpipe import Arguments, GPipe
 
 from ..own_forward import Case, expect_close, expect_gradients
+from .families import transformers
 from .table import set_dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_the_random_attention_of_big_bird_is_that_of_the_plain_model(checkpoint: str) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-    config = BigBirdConfig(
+    config = transformers.BigBirdConfig(
         **sizes, vocab_size=64, num_attention_heads=2, block_size=4, num_random_blocks=2, max_position_embeddings=128
     )
-    model = BigBirdForMaskedLM(config).double().train()
+    model = transformers.BigBirdForMaskedLM(config).double().train()
     assert config.attention_type == "block_sparse"
     set_dropout(model, 0.0)
     plain = copy.deepcopy(model)
