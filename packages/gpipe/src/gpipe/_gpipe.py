@@ -100,23 +100,9 @@ class GPipe(Stepping):
     torch.Size([8, 2])
     """
 
-    _of_models: type[GPipe]
     _chooser: Chooser
     _copy_streams: list[CopyStreams]
     _workers: Workers
-
-    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> GPipe:
-        """A model with a forward of its own gets a class of its own."""
-        has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
-        if cls is GPipe and has_own:
-            return super().__new__(GPipe._of_models)
-        return super().__new__(cls)
-
-    def __init_subclass__(cls, *, of_models: bool = False) -> None:
-        """Register the class that pipes of models have, if ``of_models``."""
-        super().__init_subclass__()
-        if of_models:
-            GPipe._of_models = cls
 
     def __init__(
         self,

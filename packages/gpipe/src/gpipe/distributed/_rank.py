@@ -99,18 +99,6 @@ class Rank(Stepping):
     """
 
     _ANEW = "; make a new Rank of a model that has the layers"
-    _of_models: type[Rank]
-
-    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> Rank:
-        """A model with a forward of its own gets a class of its own."""
-        has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
-        return super().__new__(Rank._of_models if cls is Rank and has_own else cls)
-
-    def __init_subclass__(cls, *, of_models: bool = False) -> None:
-        """Register the class that ranks of models have, if ``of_models``."""
-        super().__init_subclass__()
-        if of_models:
-            Rank._of_models = cls
 
     def __init__(
         self,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streams import has_streams
-
 from ._blocks import Blocks
-from ._generators import generators_restored
+from ._generators import every_generator_restored
 
 
 def apart(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[nn.Module, Blocks]:
@@ -80,11 +78,7 @@ def unchanged(model: nn.Module, devices: Iterable[torch.device]) -> Iterator[Non
     """Restore the buffers of ``model`` and all random number generators afterwards."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with ExitStack() as scope:
-            scope.enter_context(generators_restored())
-            scope.enter_context(torch.random.fork_rng(devices=[]))
-            for device in {device for device in devices if has_streams(device)}:
-                scope.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+        with every_generator_restored(devices):
             yield
     finally:
         with torch.no_grad():

@@ -28,13 +28,13 @@ from ..module._signature import signature_of
 from ._apart import apart, moved
 from ._cache import without_cache
 from ._called import answered
+from ._count import COUNT
 from ._elsewhere import Unnumbered
 from ._facts import Facts, Shape
 from ._generators import generators_restored
 from ._replay import Replay
 from ._tree import changed
 
-COUNT = "num_items_in_batch"
 IGNORED = -100
 ROWS = 3
 ITEMS = 7.0

@@ -12,7 +12,8 @@ from microbatch import Arguments, Batch
 
 from ..values._leaves import as_arguments
 from ._configured import configured
-from ._convention import COUNT, Convention, convention_of, may_follow
+from ._convention import Convention, convention_of, may_follow
+from ._count import COUNT
 from ._facts import Facts, kind_of
 
 TRIALS = 4

@@ -6,10 +6,14 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+
+import torch
+
+from streams import has_streams
 
 from .._forks import fork_lock
 
@@ -47,6 +51,16 @@ def generators_restored() -> Iterator[None]:
         yield
     finally:
         set_generator_states(before)
+
+
+@contextmanager
+def every_generator_restored(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the states of these, of torch on the CPU and of ``devices`` afterwards."""
+    with generators_restored(), ExitStack() as scope:
+        scope.enter_context(torch.random.fork_rng(devices=[]))
+        for device in {device for device in devices if has_streams(device)}:
+            scope.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+        yield
 
 
 _lock = fork_lock()

@@ -8,12 +8,9 @@ the operations between them.
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 
 from microbatch import map_tensors
 from profiler.sandbox import copied
-from streams import add_note, has_streams, use_device
+from streams import add_note, use_device
 
 from .._torch import next_sequence_number
 from ..engine._accumulate import nodes_below
@@ -35,6 +32,7 @@ from ..values._leaves import tensors_of
 from ._blocks import Blocks
 from ._cache import without_cache
 from ._called import answered, answered_by
+from ._generators import every_generator_restored
 from ._pick import Pick
 
 
@@ -62,7 +60,7 @@ def measured(
     Args:
         blocks: the modules at whose calls a round is divided; they may contain each other.
     """
-    with _unchanged_generators(device), torch.inference_mode(False), torch.enable_grad(), use_device(device):
+    with every_generator_restored([device]), torch.inference_mode(False), torch.enable_grad(), use_device(device):
         copy = copied(model).to(device).train()
         named = dict(copy.named_modules(remove_duplicate=False))
         inputs = Inputs(*map_tensors(partial(_moved, device), tuple(sample)))
@@ -154,17 +152,3 @@ def _backward(output: Any, numbers: Sequence[int], now: Callable[[], Any]) -> li
 
 def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.detach().clone().to(device).requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _unchanged_generators(device: torch.device) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    python, arrays = random.getstate(), numpy and numpy.random.get_state()
-    devices = [device] if has_streams(device) else []
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(arrays)

@@ -268,7 +268,7 @@ def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules() if model.training else ():
         if module not in inside:
-            yield from (each for each in module.buffers(recurse=False) if not each.is_meta)
+            yield from module.buffers(recurse=False)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_se
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
+Made = TypeVar("Made", bound="Stepping")
 
 
 class Asked(NamedTuple):
@@ -82,6 +83,19 @@ class Stepping(Divided):
     _told = False  # of settings that are seldom meant
     _told_of_whole = False
     _sums: SeenSums
+    _of_models: type[Stepping]
+
+    def __new__(cls: type[Made], module: Any = None, *args: Any, **kwargs: Any) -> Made:
+        """A model with a forward of its own gets a class of its own, unless ``cls`` is a subclass of the caller's."""
+        has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
+        made: type[Made] = vars(cls).get("_of_models", cls) if has_own else cls
+        return super().__new__(made)
+
+    def __init_subclass__(cls, *, of_models: bool = False) -> None:
+        """Register the class that its last base makes of models, if ``of_models``."""
+        super().__init_subclass__()
+        if of_models:
+            cls.__bases__[-1]._of_models = cls  # type: ignore[attr-defined]
 
     @property
     def chunks(self) -> int:
