@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -233,6 +235,17 @@ def test_what_a_forward_does_with_all_its_parameters_or_in_other_modes_is_as_in_
     torch.testing.assert_close(gradients(model), gradients(expected))
 
 
+def overlap(model: Told) -> None:
+    """Let the last block of the first micro-batch wait until the first block has computed the second one."""
+    calls, is_at_second = count(), Event()
+    model.blocks[0].register_forward_hook(lambda *_: is_at_second.set() if next(calls) else None)
+
+    def wait(*_: Any) -> None:
+        assert is_at_second.wait(60)
+
+    model.blocks[-1].register_forward_hook(wait)
+
+
 REFUSED = {
     noise: r"draws random numbers",
     kept_by_a_block: r"reads blocks\.0\.kept, where a block has left a tensor",
@@ -243,7 +256,9 @@ REFUSED = {
 @pytest.mark.parametrize("told", list(REFUSED), ids=lambda told: told.__name__)
 @pytest.mark.parametrize("method", ["step", "evaluate"])
 def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tensor], method: str) -> None:
-    with closing(piped(made(told))) as pipe, pytest.raises(RuntimeError, match=REFUSED[told]):
+    model = made(told)
+    overlap(model)
+    with closing(piped(model)) as pipe, pytest.raises(RuntimeError, match=REFUSED[told]):
         getattr(pipe, method)(batch(), loss_fn=loss_of)
 
 

@@ -283,7 +283,7 @@ class Forward:
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
-            look = self._run.left.watch(name, module, self.microbatch, self._run.is_of_model)
+            look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
@@ -298,7 +298,7 @@ class Forward:
         if is_block:
             current.work.rng.at = 2 * number + 2
         with self._between.off():
-            look((args, kwargs), output)
+            look(output)
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
             self._tensors.made(collected, (args, kwargs))
             if self.uses is not None:

@@ -39,6 +39,7 @@ class Left:
         self._leaves: dict[nn.Module, bool] = {}
         self._found: _Found = {}
         self._before: _Found = {}
+        self._in_call: dict[nn.Module, tuple[Callable[[], _Found], int]] = {}
 
     def begin(self, blocks: Mapping[str, nn.Module]) -> None:
         """Note the tensors in attributes of ``blocks`` before the run."""
@@ -46,42 +47,51 @@ class Left:
             self._before.update(_tensors_of(name, block))
 
     def watch(
-        self, name: str, block: nn.Module, microbatch: int, is_of_model: Callable[[Tensor], bool]
-    ) -> Callable[[Any, Any], None]:
-        """Inspect ``block`` before its call. Return a function to call with its arguments and output afterwards.
+        self, name: str, block: nn.Module, microbatch: int, arguments: Any, is_of_model: Callable[[Tensor], bool]
+    ) -> Callable[[Any], None]:
+        """Inspect ``block`` before its call with ``arguments``. Return a function to call with its output afterwards.
 
         Raises:
             RuntimeError: the forward of the model has set an attribute of the block to a tensor.
         """
         if not self._leaves.get(block, True):  # its first call has left nothing
-            return lambda arguments, output: None
+            return lambda output: None
         before = _tensors_of(name, block)
         if block not in self._leaves:
             self._expect_none_set(before, is_of_model)
+        given = {*map(id, tensors_of(arguments))}
+        if block in self._leaves:  # an earlier micro-batch may read at any time what this call leaves
+            self._in_call[block] = lambda: _set_since(before, given, name, block), microbatch
 
-        def look(arguments: Any, output: Any) -> None:
-            known = {*before, *map(id, tensors_of(arguments))}
+        def look(output: Any) -> None:
             returned = {*map(id, tensors_of(output))}
             for key in returned & before.keys():  # this call too has returned what an earlier one has left
                 self._found.pop(key, None)
             left = {
                 key: each._replace(owner=microbatch if key in returned else None)
-                for key, each in _tensors_of(name, block).items()
-                if key not in known
+                for key, each in _set_since(before, given, name, block).items()
             }
             self._leaves[block] = bool(left) or self._leaves.get(block, False)
             self._found.update(left)
+            self._in_call.pop(block, None)
 
         return look
 
     def expect_not(self, tensor: Tensor, model: nn.Module, microbatch: int) -> None:
         """Raise RuntimeError if ``tensor``, which ``model`` itself uses for ``microbatch``, was left by a block."""
-        found = self._found.get(id(tensor))
+        found = self._found.get(id(tensor)) or self._set_in_call(tensor, microbatch)
         if found is not None and found.tensor() is tensor and found.owner != microbatch:
             raise RuntimeError(
                 f"{type(model).__name__} reads {found.name}, where a block has left a tensor; by the time of the "
                 "read, the block may have stored a different micro-batch's tensor there; let the block return it"
             )
+
+    def _set_in_call(self, tensor: Tensor, microbatch: int) -> _Entry | None:
+        """Return the attribute where a block that now computes another micro-batch has left ``tensor``."""
+        for set_since, owner in list(self._in_call.values()):
+            if owner != microbatch and (found := set_since().get(id(tensor))) is not None:
+                return found
+        return None
 
     def _expect_none_set(self, now: _Found, is_of_model: Callable[[Tensor], bool]) -> None:
         """Raise RuntimeError if a tensor of ``now`` was set in this run, and not by a block."""
@@ -95,12 +105,17 @@ class Left:
                 )
 
 
+def _set_since(before: _Found, given: set[int], name: str, block: nn.Module) -> _Found:
+    """Return the tensors in attributes of ``block`` that were neither there ``before`` its call nor ``given`` to it."""
+    return {key: each for key, each in _tensors_of(name, block).items() if key not in before and key not in given}
+
+
 def _tensors_of(name: str, block: nn.Module) -> _Found:
     """Return the tensors in attributes of ``block``, or at the end of lists in attributes."""
     found: _Found = {}
     for path, module in block.named_modules(prefix=name):
         if not type(module).__module__.startswith("torch.nn."):
-            for attribute, value in vars(module).items():
+            for attribute, value in list(vars(module).items()):  # another thread may set one
                 last = last_entry(value)
                 if isinstance(last, Tensor):
                     found[id(last)] = _Entry(ref(last), f"{path}.{attribute}")
