@@ -5,9 +5,8 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, LossSum
 from microbatch import Split
 
-IGNORED, CLASSES = -100, 7
-Loss = Callable[..., Tensor]
+from .losses import CLASSES, IGNORED, Loss, assert_same, both, labelled
 
 
 class Model(nn.Module):
@@ -157,38 +155,12 @@ class Without(Model):
 
 
 def batch(count: int, length: int = 3, kept: int = 3) -> dict[str, Tensor]:
-    """``kept`` labels of the first row count, fewer of each other row, and none at all in some."""
-    generator = torch.Generator().manual_seed(count)
-    found = torch.randint(CLASSES, (2, count, length), generator=generator)
-    labels = found[1].clone()
-    for k, row in enumerate(labels):
-        row[max(0, kept - k) :] = IGNORED
-    labels[0, :2] = found[1, 0, :2]  # or the plain model has no loss
-    return {"tokens": found[0], "labels": labels, "ends": found[1, :, 0]}
-
-
-@cache
-def both(loss: Loss, kind: type[Model] = Model) -> tuple[GPipe, Model]:
-    torch.manual_seed(0)
-    plain = kind(loss)
-    return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2), plain
+    return labelled(count, length, kept, sure=2)
 
 
 def new(loss: Loss, kind: type[Model] = Model, chunks: int = 2) -> tuple[GPipe, Model]:
     plain = both(loss, kind)[1]
     return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=chunks), copy.deepcopy(plain)
-
-
-def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule: str | None = None) -> None:
-    """``evaluate`` and ``step`` give the loss and the gradients of the plain model."""
-    expected = plain(**inputs)["loss"]
-    for model in (pipe, plain):
-        model.zero_grad()
-    expected.backward()
-    for found in (pipe.evaluate(**inputs), pipe.step(**inputs, schedule=schedule)):
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 def schedule_of_second_step(pipe: GPipe, plain: nn.Module, **changes: Any) -> str:
@@ -212,7 +184,7 @@ def test_it_is_the_loss_of_the_plain_model(
     loss: Loss, count: int, length: int, kept: int, chunks: int, checkpoint: str, schedule: str | None, items: Any
 ) -> None:
     """Under a schedule that cannot wait for all rows, it is refused where losses of micro-batches need not add up."""
-    pipe, plain = both(loss)
+    pipe, plain = both(loss, Model)
     pipe.chunks, pipe.checkpoint = chunks, checkpoint
     inputs: dict[str, Any] = batch(count, length, kept)
     if items is not None:

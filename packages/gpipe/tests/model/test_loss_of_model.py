@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,9 +22,7 @@ from gpipe import GPipe, inline
 from microbatch import Replicate, Split
 
 from ..layers import Layer
-
-IGNORED, CLASSES = -100, 7
-Loss = Callable[..., Tensor]
+from .losses import CLASSES, IGNORED, Loss, assert_same, assert_same_gradients, both, labelled
 
 
 class Trunk(nn.Module):
@@ -221,32 +218,7 @@ LOSSES += map(unseen, UNSEEN)
 
 
 def batch(count: int, length: int, kept: int) -> dict[str, Tensor]:
-    """``kept`` labels of each row count, fewer and fewer, and none at all in some."""
-    generator = torch.Generator().manual_seed(count)
-    found = torch.randint(CLASSES, (2, count, length), generator=generator)
-    labels = found[1].clone()
-    for k, row in enumerate(labels):
-        row[max(0, kept - k) :] = IGNORED
-    labels[0, 0] = found[1, 0, 0]  # or the plain model has no loss
-    return {"tokens": found[0], "labels": labels, "ends": found[1, :, 0]}
-
-
-@cache
-def both(loss: Loss, kind: type[Model] = Model) -> tuple[GPipe, Model]:
-    torch.manual_seed(0)
-    plain = kind(loss)
-    return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2), plain
-
-
-def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule: str | None = None) -> None:
-    """``evaluate`` and ``step`` give the loss and the gradients of the plain model."""
-    expected = plain(**inputs)["loss"]
-    for model in (pipe, plain):
-        model.zero_grad()
-    expected.backward()
-    for found in (pipe.evaluate(**inputs), pipe.step(**inputs, schedule=schedule)):
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert_same_gradients(pipe, plain)
+    return labelled(count, length, kept, sure=1)
 
 
 def assert_same_output(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any]) -> None:
@@ -258,11 +230,6 @@ def assert_same_output(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any]) ->
     for output in (found, expected):
         (output["loss"] * 2 + output["logits"].square().mean()).backward()
     assert_same_gradients(pipe, plain)
-
-
-def assert_same_gradients(pipe: GPipe, plain: nn.Module) -> None:
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 PARTS = [(tokens, TwoParts), (tokens, TiedByHand), (tokens, LossInTheHead)]
@@ -380,7 +347,7 @@ def test_a_loss_may_be_set_later(losses: tuple[Loss, Loss]) -> None:
 
 
 def test_labels_that_are_missing_are_asked_for() -> None:
-    pipe, _ = both(tokens)
+    pipe, _ = both(tokens, Model)
     refused(pipe, r"the output must be the loss.*such as labels", TypeError, tokens=batch(4, 3, 3)["tokens"])
 
 
@@ -460,7 +427,7 @@ def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> N
 
 
 def test_threads_may_call_it_at_once() -> None:
-    pipe, plain = both(tokens)
+    pipe, plain = both(tokens, Model)
     expected = {rows: plain(**batch(rows, 4, 3))["loss"].detach() for rows in range(1, 9)}
 
     def call(rows: int) -> Tensor:
@@ -474,7 +441,7 @@ def test_threads_may_call_it_at_once() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_run_is_held(fails: bool) -> None:
-    pipe, _ = both(tokens)
+    pipe, _ = both(tokens, Model)
     inputs = batch(5, 4, 3)
     if fails:
         with pytest.raises(ValueError, match="batch_size"):
