@@ -17,7 +17,7 @@ def test_parts_are_joined_where_arguments_have_rows(
     whole = torch.randn([*shape[:dim], factor * sum(rows), *shape[dim + 1 :]])
     parts = whole.split([factor * count for count in rows], dim)
     size = parts[0].shape
-    found = joined(parts, rows, [Argument(size, dim_between(size, whole.shape))])
+    found = joined(parts, [rows], [Argument(size, dim_between(size, whole.shape))])
     assert found is not None
     assert torch.equal(found, whole)
 
@@ -28,7 +28,7 @@ def test_numbers_of_rows_that_differ_say_more_than_arguments(
 ) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     whole = torch.randn([*shape[:dim], sum(rows), *shape[dim + 1 :]])
-    found = joined(whole.split(rows, dim), rows, [])
+    found = joined(whole.split(rows, dim), [rows], [])
     if len({*rows}) > 1:
         assert found is not None
         assert torch.equal(found, whole)
@@ -47,14 +47,14 @@ def test_an_argument_of_the_same_size_counts_more_than_others() -> None:
 
 def test_what_is_in_no_known_order_is_not_joined() -> None:
     parts = torch.randn(7, 2).split([3, 4])  # as of an expert, which gets some of the tokens
-    assert joined(parts, [2, 2], [Argument(torch.Size([3, 2]), 0)]) is None
-    assert joined([torch.randn(()), torch.randn(())], [2, 2], [Argument(torch.Size([2, 3]), 0)]) is None
+    assert joined(parts, [[2, 2]], [Argument(torch.Size([3, 2]), 0)]) is None
+    assert joined([torch.randn(()), torch.randn(())], [[2, 2]], [Argument(torch.Size([2, 3]), 0)]) is None
 
 
 def test_entries_that_are_a_multiple_of_the_rows_are_joined_if_arguments_have_as_many() -> None:
     rows, hidden = [2, 2], Argument(torch.Size([2, 5, 8]), 0)
     tokens = [torch.randn(10, 3), torch.randn(10, 3)]
-    found = joined(tokens, rows, [hidden])
+    found = joined(tokens, [rows], [hidden])
     assert found is not None
     assert torch.equal(found, torch.cat(tokens))
-    assert joined([torch.randn(4), torch.randn(4)], rows, [hidden]) is None  # one for each of four experts
+    assert joined([torch.randn(4), torch.randn(4)], [rows], [hidden]) is None  # one for each of four experts

@@ -18,6 +18,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_sum: whether the loss of the whole mini-batch was a ``LossSum``.
+        finding: what was found out about losses of this kind, for later runs.
     """
 
     loss: Any
@@ -25,6 +26,7 @@ class Verdict(NamedTuple):
     metrics: dict[str, Any] | None
     scale: float
     is_sum: bool
+    finding: Any
 
 
 def verdict_of(losses: Losses) -> Verdict:
@@ -32,18 +34,22 @@ def verdict_of(losses: Losses) -> Verdict:
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
-    return Verdict(loss.item(), loss.dtype, metrics, scale, losses.is_sum)
+    return Verdict(loss.item(), loss.dtype, metrics, scale, losses.is_sum, losses.finding())
 
 
 class FarLoss(Losses):
-    """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met."""
+    """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met.
+
+    Args:
+        kind: the kind of the loss that a model computes.
+    """
 
     verdict: Verdict
     scales = False  # as far as messages have told
 
-    def __init__(self, *, is_whole: bool, replays: bool = False) -> None:
+    def __init__(self, kind: Any = None, *, is_whole: bool, replays: bool = False) -> None:
         super().__init__(_elsewhere)
-        self.is_whole, self.replays = is_whole, replays
+        self.kind, self.is_whole, self.replays = kind, is_whole, replays
 
     @property
     def scale(self) -> Scale:
@@ -60,6 +66,9 @@ class FarLoss(Losses):
     @property
     def is_sum(self) -> bool:
         return self.verdict.is_sum
+
+    def finding(self) -> Any:
+        return self.verdict.finding
 
 
 def _elsewhere(*_: Any) -> Any:

@@ -142,14 +142,19 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         found.alike |= fingerprints(asked.inputs)
         return asked
 
-    def _kind_of_loss(self, asked: Asked) -> Any:
-        return None  # what one rank finds out, others would have to know
+    def _try_out(self, kind: Any, inputs: Any) -> None:
+        """Try nothing out before the first step, as this takes a run on all ranks."""
 
-    def _far_loss(self, *, whole: bool) -> FarLoss:
-        return FarLoss(is_whole=whole, replays=whole and self.out_spec is None)
+    def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
+        return FarLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
-        self._keep_facts(prepared.losses.replays)
+        losses = prepared.losses
+        self._keep_facts(losses.replays)
+        if isinstance(losses, FarLoss) and losses.replays:
+            conventions = self._shown().conventions
+            if losses.kind not in conventions:
+                conventions.keep(losses.kind, losses.finding())
         return super()._returned(prepared, call)
 
     def _keep_facts(self, replays: Any) -> None:

@@ -320,7 +320,7 @@ class Rank(Stepping):
             asked = asked._replace(batches=asked.batches or found.batches)
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
-            losses: Losses = self._far_loss(whole=found.whole)
+            losses: Losses = self._far_loss(asked, whole=found.whole)
             if self._pipeline.ends:
                 try:
                     losses = self._losses(asked, scope, whole=found.whole)
@@ -337,7 +337,7 @@ class Rank(Stepping):
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         return asked
 
-    def _far_loss(self, *, whole: bool) -> FarLoss:
+    def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
         return FarLoss(is_whole=whole)
 
     def _rule(self, asked: Asked) -> Rule | None:

@@ -56,6 +56,10 @@ class Losses:
         self.trains = False
         self.outputs: dict[int, Activation] = {}
 
+    def finding(self) -> Any:
+        """Return what was found out about losses of this kind, which other processes have to know; None if nothing."""
+        return None
+
     def begin(
         self,
         random: Callable[[int], CellRNG],

@@ -29,7 +29,7 @@ from ._apart import apart, moved
 from ._cache import without_cache
 from ._called import answered
 from ._count import COUNT
-from ._elsewhere import Unnumbered
+from ._elsewhere import Elsewhere, Unnumbered
 from ._facts import Facts, Shape
 from ._generators import generators_restored
 from ._replay import Replay
@@ -270,10 +270,14 @@ def _calls_caught(
 
 
 def _loss_of(copied: nn.Module, copies: Mapping[str, nn.Module], facts: Facts) -> Loss:
+    elsewhere = Elsewhere()
+
     def loss(values: Values) -> Tensor | None:
         try:
             rows = len(values.kwargs["labels"])
-            trial = _Trial(copied, copies.values(), (), facts, [values.used], [rows], [torch.device("cpu")])
+            trial = _Trial(
+                copied, copies.values(), (), facts, [values.used], [[rows]], elsewhere, [torch.device("cpu")]
+            )
             found: Tensor = own_loss(trial.output(Arguments(values.args, values.kwargs)))
         except Exception:  # a model may raise anything for labels that it does not know
             return None

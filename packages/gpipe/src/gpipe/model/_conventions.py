@@ -46,9 +46,12 @@ class Conventions:
 
     def learn(self, kind: Any, facts: Facts, batch: Batch) -> None:
         """Try out the convention of a kind, with the ``facts`` from the forward of a micro-batch."""
-        self._trials[kind] += 1
         inputs = as_arguments(batch.value)
-        found = convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0])
+        self.keep(kind, convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0]))
+
+    def keep(self, kind: Any, found: Convention | None) -> None:
+        """Keep the convention of a kind, which this process or another one has tried out."""
+        self._trials[kind] += 1
         settings = configured(self._model, self._blocks.values())
         self._held.append(settings.held)
         self._found[kind, settings.key] = found

@@ -6,7 +6,7 @@ for values there, as the experts of a mixture do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -78,6 +78,18 @@ class Elsewhere:
             RuntimeError: its code fails both on ``meta`` and on zeros.
         """
         leaves, tree = flatten((args, kwargs))
+        return _filled(self._described(name, module, function, leaves, tree), leaves)
+
+    def sizes(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Mapping[int, torch.Size]:
+        """Return the sizes of the tensors in the output of a block, by their number; none if its code fails."""
+        leaves, tree = flatten((args, kwargs))
+        try:
+            output = self._described(name, module, function, leaves, tree)
+        except RuntimeError:
+            return {}
+        return {k: leaf.size for k, leaf in enumerate(output.leaves) if isinstance(leaf, Like)}
+
+    def _described(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         mode = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
         key = (name, *mode, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
@@ -85,7 +97,7 @@ class Elsewhere:
             output = self._learned(name, module, function, leaves, tree)
             if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 self._known[key] = output
-        return _filled(output, leaves)
+        return output
 
     def _learned(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         try:

@@ -55,6 +55,7 @@ class ModelPipeline(Pipeline):
         divided: the model, its blocks and stages.
         threads: the threads of its forwards.
         conventions: how the model computes losses, as far as that was tried out.
+        elsewhere: the sizes of outputs of blocks that this process does not compute.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class ModelPipeline(Pipeline):
         super().__init__(divided.stages, layout, copy_streams, workers, processes)
         self.divided = divided
         self.threads = Threads()
-        self.conventions = Conventions(divided.model, divided.division.blocks)
+        self.conventions = Conventions(divided.model, {**divided.others, **divided.division.blocks})
         self._known: dict[Any, Facts] = {}
-        self._elsewhere = Elsewhere()
+        self.elsewhere = Elsewhere()
         self._drawing: Drawing = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
@@ -82,7 +83,7 @@ class ModelPipeline(Pipeline):
     def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
         start, known = self.threads.pool.submit, self._known
         given = self.divided, start, transport, spec, tied, deferred, known, self._drawing
-        run = ModelRun(*given) if self.processes.ranks is None else FarRun(self._elsewhere, *given)
+        run = ModelRun(*given) if self.processes.ranks is None else FarRun(self.elsewhere, *given)
         self._run, self._facts = run if spec.replays else None, None
         return run
 

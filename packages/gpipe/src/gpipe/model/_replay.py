@@ -8,6 +8,7 @@ object of any class.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,18 @@ from ._buffers import kept, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
-from ._elsewhere import computed_on_meta
+from ._elsewhere import Elsewhere, computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
-from ._rows import Argument, dim_between, dim_by, joined
+from ._rows import Argument, dim_between, dim_by, joined, size_of_whole
 from ._tree import changed
 
 
 def returned_itself(value: Any) -> Any:
     return value
+
+
+Sizes = Callable[[], Mapping[int, torch.Size]]
+"""Returns the sizes of the tensors in the output of a call, by their number."""
 
 
 class Replay:
@@ -45,7 +50,8 @@ class Replay:
         others: modules whose calls are handled like those of blocks, although they are none.
         facts: the facts from the forwards of micro-batches, without tensors.
         used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
-        rows: the number of rows of each micro-batch.
+        counts: the number of rows of each micro-batch, and those of other inputs: texts and pictures, for example.
+        elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
     """
@@ -57,13 +63,15 @@ class Replay:
         others: Container[nn.Module],
         facts: Facts,
         used: Sequence[Mapping[str, Tensor]],
-        rows: Sequence[int],
+        counts: Sequence[Sequence[int]],
+        elsewhere: Elsewhere,
         devices: Sequence[torch.device],
         owner_of: Callable[[Tensor], Tensor] = returned_itself,
     ) -> None:
         self._owner_of = owner_of
         self._others = others
-        self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
+        self._model, self._answers, self._devices = model, facts.answers, devices
+        self._counts, self._elsewhere = counts, elsewhere
         self._used: dict[Place, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
             call, leaf = map(int, name.split())
@@ -75,6 +83,7 @@ class Replay:
         self._draws = Draws()
         self._buffers = kept(buffers_outside(model, blocks))
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
         """Return the output of the model for ``inputs``, or what ``pick`` returns of it.
@@ -115,8 +124,11 @@ class Replay:
             self._stage = max(self._stage, stage)
             given = zip(answer.arguments, tensors_of((args, kwargs)), strict=False)
             arguments = [self._argument(size, tensor) for size, tensor in given]
+            of_call = partial(self._sizes, name, module, function, args, kwargs)
             leaves = [
-                self._filled_at(Place(self._calls, k), leaf, arguments) if isinstance(leaf, Shape | Place) else leaf
+                self._filled_at(Place(self._calls, k), leaf, arguments, of_call)
+                if isinstance(leaf, Shape | Place)
+                else leaf
                 for k, leaf in enumerate(answer.leaves)
             ]
             output, collected = unflatten(leaves, answer.tree)
@@ -167,7 +179,7 @@ class Replay:
         return output
 
     def _of_others(self) -> RuntimeError:
-        return depends_on_others(self._model)
+        return self._unjoined or depends_on_others(self._model)
 
     def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
         found = self._placeholders.get(id(tensor))
@@ -175,30 +187,43 @@ class Replay:
             return found[1]
         return Argument(size, dim_between(size, tensor.shape))
 
-    def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument]) -> Tensor:
+    def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument], of_call: Sizes) -> Tensor:
         """Return the tensor for the full mini-batch, or a placeholder if the model does not use it."""
         if isinstance(leaf, Place):
             return self._filled[leaf]
         if place in self._used:
-            found = self._joined(self._used.pop(place), place, arguments)
+            found = self._joined(self._used.pop(place), place, arguments, of_call)
         else:
             found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
             self._placeholders[id(found)] = found, Argument(leaf.size, dim_by(arguments, leaf.size))
         self._filled[place] = found
         return found
 
-    def _joined(self, parts: Sequence[Tensor | None], place: Place, arguments: Sequence[Argument]) -> Tensor:
+    def _sizes(self, name: str, module: nn.Module, function: Any, *given: Any) -> Mapping[int, torch.Size]:
+        if any(id(tensor) in self._placeholders for tensor in tensors_of(given)):
+            return {}  # they have the sizes for a micro-batch
+        with answered_by(None):
+            return self._elsewhere.sizes(name, module, function, *given)
+
+    def _joined(
+        self, parts: Sequence[Tensor | None], place: Place, arguments: Sequence[Argument], of_call: Sizes
+    ) -> Tensor:
         tensors, block = [part for part in parts if part is not None], self._answers[place.call].block
         if len(tensors) < len(parts):
             raise RuntimeError(f"the model uses an output of block {block!r} for some micro-batches only; {_SAME}")
-        found = tensors[0] if len(tensors) == 1 else joined(tensors, self._rows, arguments)
-        if found is None:
-            raise RuntimeError(
-                f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._rows[0]} rows, which "
-                "the model uses itself, and it is not known where its rows are; give out_spec=, or a loss_fn that "
-                "returns gpipe.LossSum(total, count)"
-            )
-        return found
+        found = tensors[0] if len(tensors) == 1 else joined(tensors, self._counts, arguments)
+        if found is not None:
+            return found
+        size = size_of_whole([tensor.shape for tensor in tensors], arguments) or of_call().get(place.leaf)
+        self._unjoined = RuntimeError(
+            f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._counts[0][0]} rows, "
+            "which the model uses itself, and it is not known where its rows are; select by pick= what does not depend "
+            "on it, or give out_spec=, or a loss_fn that returns gpipe.LossSum(total, count)"
+        )
+        if size is None:
+            raise self._unjoined
+        # Perhaps only blocks use it, or what they are given: their outputs are known.
+        return torch.empty(size, dtype=tensors[0].dtype, device="meta")
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the current stage."""
@@ -228,6 +253,8 @@ class Replay:
     def _returned(self, tensor: Tensor) -> Tensor:
         if tensor in self._draws:
             raise self._random("torch")
+        if tensor.is_meta and self._unjoined is not None:
+            raise self._unjoined
         return self.here(tensor)
 
     def _random(self, source: str) -> RuntimeError:
@@ -299,13 +326,13 @@ class ReplayedLoss(WholeLoss):
             owner of a tied parameter, and ``arguments``.
         inputs: the arguments of the model for the full mini-batch.
 
+        learn: returns what is found out about losses of this kind.
+
     Attributes:
         outputs: the output for the full mini-batch, as the only entry, if it is kept.
-        asked: the call that it is computed for.
     """
 
     replays = True
-    asked: Any
 
     def __init__(
         self,
@@ -316,9 +343,10 @@ class ReplayedLoss(WholeLoss):
         *,
         weight: float,
         unlike: Callable[[LossValue], ValueError] | None,
+        learn: Callable[[], Any],
     ) -> None:
         super().__init__(loss_fn, arguments, join, weight=weight, unlike=unlike)
-        self._inputs = inputs
+        self._inputs, self.finding = inputs, learn  # type: ignore[method-assign]
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
         return super()._value(i, outputs, (self._entering(), self._tied.owner_of, *arguments))

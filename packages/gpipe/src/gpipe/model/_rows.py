@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from microbatch import Batch
+
+from ..values._leaves import tensors_of
 
 UNKNOWN: Final = -1
 NOWHERE: Final = -2
@@ -51,24 +55,53 @@ def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
     return found if found < len(size) and size[found] in known else UNKNOWN
 
 
-def joined(parts: Sequence[Tensor], rows: Sequence[int], arguments: Sequence[Argument]) -> Tensor | None:
-    """Join an output of a block for micro-batches with these numbers of ``rows``.
+def counts_of(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]]:
+    """Return the numbers of rows of micro-batches, then those of each of the ``inputs`` that has others."""
+    found = dict.fromkeys(zip(*[batch.rows for batch in batches], strict=True))
+    wholes, *columns = tensors_of(inputs), *[tensors_of(batch.value) for batch in batches]
+    if all(len(column) == len(wholes) for column in columns):  # no list is cut by its entries
+        for whole, *parts in zip(wholes, *columns, strict=True):
+            dim = dim_between(parts[0].shape, whole.shape)
+            if dim >= 0:
+                found[tuple(part.shape[dim] for part in parts)] = None
+    return [*found]
+
+
+def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: Sequence[Argument]) -> Tensor | None:
+    """Join an output of a block for micro-batches.
+
+    Args:
+        counts: the numbers of rows of the micro-batches, and those of other inputs: texts and pictures, for example.
 
     Returns:
         The tensor, or None if the dimension of its rows is not known.
     """
     sizes = [part.shape for part in parts]
+    dim = _dim_of(sizes, arguments)
+    if dim == NOWHERE:
+        return parts[0].clone()  # because it does not depend on rows
+    # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
+    is_known = dim != UNKNOWN and any(_are_multiples([size[dim] for size in sizes], rows) for rows in counts)
+    return torch.cat([*parts], dim) if is_known else None
+
+
+def size_of_whole(sizes: Sequence[torch.Size], arguments: Sequence[Argument]) -> torch.Size | None:
+    """Return the size for the full mini-batch of an output with these ``sizes`` for micro-batches, if it is known."""
+    dim = _dim_of(sizes, arguments)
+    first = sizes[0]
+    return None if dim < 0 else torch.Size([*first[:dim], sum(size[dim] for size in sizes), *first[dim + 1 :]])
+
+
+def _dim_of(sizes: Sequence[torch.Size], arguments: Sequence[Argument]) -> int:
     dim = dim_by(arguments, sizes[0])
     if len({*sizes}) > 1:
         dim = next((found for size in sizes if (found := dim_between(sizes[0], size)) != NOWHERE), UNKNOWN)
-    if dim == NOWHERE:
-        return parts[0].clone()  # because it does not depend on rows
-    if dim == UNKNOWN or len({(*size[:dim], *size[dim + 1 :]) for size in sizes}) > 1:
-        return None
-    first = sizes[0][dim]
-    # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
-    each = all(size[dim] * rows[0] == first * count for size, count in zip(sizes, rows, strict=True))
-    return torch.cat([*parts], dim) if each and first % max(1, rows[0]) == 0 else None
+    return UNKNOWN if dim >= 0 and len({(*size[:dim], *size[dim + 1 :]) for size in sizes}) > 1 else dim
+
+
+def _are_multiples(sizes: Sequence[int], rows: Sequence[int]) -> bool:
+    same = all(size * rows[0] == sizes[0] * count for size, count in zip(sizes, rows, strict=True))
+    return same and sizes[0] % max(1, rows[0]) == 0
 
 
 def _one(dims: Sequence[int]) -> int:

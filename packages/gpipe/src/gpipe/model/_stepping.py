@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from ._entries import with_entries
 from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
+from ._rows import counts_of
 
 Pipe = TypeVar("Pipe", bound="ModelStepping")
 
@@ -102,9 +104,11 @@ class ModelStepping(Stepping):
         """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
         pipeline = self._shown()
         try:
-            facts, rows = pipeline.shown(), [batch.rows[0] for batch in batches]
+            facts, counts = pipeline.shown(), counts_of(batches, inputs)
             model, others = self._whole_model, pipeline.divided.stages_of_others
-            replay = Replay(model, self._blocks.values(), others, facts, used, rows, self._places, owner_of)
+            replay = Replay(
+                model, self._blocks.values(), others, facts, used, counts, pipeline.elsewhere, self._places, owner_of
+            )
             return replay.output(inputs, lambda output: pick(pipeline.divided.pick(output)))
         except BaseException:
             pipeline.forget()
@@ -176,26 +180,27 @@ class ModelStepping(Stepping):
 
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike)
-        losses.outputs, losses.asked = kept, asked
+        learn = partial(self._learned, asked)
+        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike, learn=learn)
+        losses.outputs = kept
         return losses
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
         losses = prepared.losses
-        if isinstance(losses, ReplayedLoss):
-            self._learn(losses.asked)
+        losses.finding()
         if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
             return super()._returned(prepared, call)
         found = super()._returned(prepared, call._replace(return_outputs=False))
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
-    def _learn(self, asked: Asked) -> None:
+    def _learned(self, asked: Asked) -> Convention | None:
         """Find out after the first step of a kind how the model computes its loss, for later steps."""
         pipeline = self._shown()
         if asked.kind not in pipeline.conventions:
             pipeline.conventions.learn(asked.kind, pipeline.shown(), asked.batches[0])
             if pipeline.conventions[asked.kind] is None:
                 self._tell_of_whole(asked)
+        return pipeline.conventions[asked.kind]
 
 
 def _lacks_data(value: Any) -> bool:

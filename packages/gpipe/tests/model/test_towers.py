@@ -1,0 +1,121 @@
+"""Blocks that compute something else than rows, such as pictures, of which rows have different numbers."""
+
+import copy
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from microbatch import Split
+
+from .losses import assert_same_gradients
+
+WIDTH, MOST = 4, 3
+
+
+class Seeing(nn.Module):
+    """Reads the pictures of each text: all that are given, or those of a padded list that are not zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.double()
+
+    def forward(self, texts: Tensor, numbers: Tensor, pictures: Tensor) -> dict[str, Tensor]:
+        if pictures.dim() == 3:
+            pictures = pictures.flatten(0, 1)
+            pictures = pictures[pictures.any(1)]
+        for layer in self.tower:
+            pictures = layer(pictures)
+        owner = torch.repeat_interleave(torch.arange(len(texts)), numbers, output_size=len(pictures))
+        hidden = texts + torch.zeros_like(texts).index_add(0, owner, pictures)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"loss": F.cross_entropy(hidden, numbers), "hidden": hidden, "seen": pictures}
+
+
+numbers = st.lists(st.integers(0, MOST), min_size=2, max_size=7)
+
+
+def batch(numbers: list[int], *, padded: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(numbers))
+    count = torch.tensor(numbers)
+    there = torch.arange(MOST) < count[:, None]
+    pictures = torch.randn(len(numbers), MOST, WIDTH, dtype=torch.double, generator=generator) * there[..., None]
+    texts = torch.randn(len(numbers), WIDTH, dtype=torch.double, generator=generator)
+    return {"texts": texts, "numbers": count, "pictures": pictures if padded else pictures[there]}
+
+
+def new(chunks: int, *, padded: bool, **options: Any) -> tuple[GPipe, Seeing]:
+    torch.manual_seed(0)
+    plain = Seeing()
+    counts = {} if padded else {"pictures": Split(counts=lambda batch: batch["numbers"])}
+    pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=chunks, in_spec=counts or None, **options)
+    return pipe, plain
+
+
+@given(numbers, st.integers(1, 4), st.booleans())
+def test_a_loss_that_only_blocks_bring_to_pictures_is_that_of_the_plain_model(
+    numbers: list[int], chunks: int, padded: bool
+) -> None:
+    """Whether it is known how many pictures each micro-batch has, or the model selects them."""
+    pipe, plain = new(chunks, padded=padded)
+    inputs = batch(numbers, padded=padded)
+    expected = plain(**inputs)["loss"]
+    expected.backward()
+    with closing(pipe):
+        for found in (pipe.step(**inputs), pipe.evaluate(**inputs)):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+        assert_same_gradients(pipe, plain)
+
+
+@given(numbers, st.integers(1, 4))
+def test_the_output_is_joined_where_inputs_have_as_many(numbers: list[int], chunks: int) -> None:
+    pipe, plain = new(chunks, padded=False)
+    inputs = batch(numbers, padded=False)
+    with closing(pipe):
+        for name, expected in plain(**inputs).items():
+            torch.testing.assert_close(pipe(**inputs)[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_output_in_an_order_that_is_not_known_is_refused_unless_it_is_not_picked() -> None:
+    inputs = batch([1, 2, 0, 3, 1, 1], padded=True)
+    pipe, plain = new(3, padded=True)
+    with closing(pipe), pytest.raises(RuntimeError, match=r"block 'tower\.2' .* select by pick="):
+        pipe(**inputs)
+    pipe, plain = new(3, padded=True, pick="hidden")
+    with closing(pipe):
+        torch.testing.assert_close(pipe(**inputs), plain(**inputs)["hidden"])
+
+
+class Routing(Seeing):
+    """Gives each expert the rows that it likes best, in this order: another one for all rows than for a few."""
+
+    def forward(self, texts: Tensor) -> Tensor:
+        found = torch.zeros_like(texts)
+        for column, expert in zip(texts.T, self.tower, strict=False):
+            order = column.argsort(descending=True)
+            order = order[: int((column > 0).sum())]
+            found = found.index_add(0, order, expert(texts[order]))
+        for layer in self.layers:
+            found = layer(found)
+        return found
+
+
+@given(st.integers(2, 9), st.integers(2, 4))
+def test_experts_that_get_rows_in_another_order_may_feed_blocks(rows: int, chunks: int) -> None:
+    texts = torch.randn(rows, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(rows))
+    torch.manual_seed(0)
+    plain = Routing()
+    with closing(GPipe(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=chunks)) as pipe:
+        loss = pipe.step(texts, loss_fn=lambda output: output.square().sum().sqrt())
+    plain(texts).square().sum().sqrt().backward()
+    torch.testing.assert_close(loss, plain(texts).detach().square().sum().sqrt())
+    assert_same_gradients(pipe, plain)
