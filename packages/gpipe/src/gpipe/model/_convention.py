@@ -154,6 +154,8 @@ def _is_of_labels(loss: Loss, values: Values) -> bool:
 
 
 def _with_another_row(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
     found = tensor.clone()
     first = found[: len(found) // ROWS]
     first.mul_(-3).add_(first.flip(-1)).add_(1)
@@ -226,6 +228,9 @@ class _Made:
     def __init__(self, rows: int, length: int, short: int, generator: torch.Generator) -> None:
         self._rows, self._length, self._short, self._generator = rows, length, short, generator
 
+    def _shortened(self, size: int) -> int:
+        return self._short if self._length and size == self._length else size
+
     def argument(self, tensor: Tensor) -> Tensor:
         """Return rows like those of ``tensor``; the tensor itself if it has other rows."""
         tensor = moved(tensor)
@@ -243,12 +248,14 @@ class _Made:
         return found.flatten(0, 1)
 
     def output(self, shape: Shape) -> Tensor:
-        """Return random numbers in place of an output of a block, larger in each row, so that losses differ."""
+        """Return random numbers in place of an output of a block, larger in each row, so that losses differ.
+
+        Anything but rows of numbers gets no values: a loss that depends on it cannot be tried.
+        """
         size = shape.size
         if not shape.dtype.is_floating_point or not size or not size[0] or size[0] % self._rows:
-            raise ValueError(f"an output of shape {tuple(size)} cannot be made up")
-        each, *others = [size[0] // self._rows, *size[1:]]
-        first, *others = [self._short if self._length and d == self._length else d for d in (each, *others)]
+            return torch.empty([*map(self._shortened, size)], dtype=shape.dtype, device="meta")
+        first, *others = map(self._shortened, (size[0] // self._rows, *size[1:]))
         scale = torch.arange(1, ROWS * first + 1).reshape(-1, *[1] * len(others))
         return torch.randn((ROWS * first, *others), generator=self._generator) * scale
 
