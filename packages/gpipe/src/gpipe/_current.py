@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -33,7 +33,6 @@ class Work(NamedTuple):
         rng: the ``CellRNG`` that layers draw from; None outside forwards.
         statistics: the batch norm statistics of the mini-batch so far; None if a layer must not count its input, for
             example in a recomputation.
-        blocks: the engine's ``Block`` objects, one per group of layers that are recomputed together.
         recompute_under: returns the context for recomputations: the settings of the forward, if the backward has
             different ones.
     """
@@ -45,7 +44,6 @@ class Work(NamedTuple):
     phase: Literal["", "checkpointing", "recomputing"] = ""
     rng: Any = None
     statistics: Any = None
-    blocks: Sequence[Any] = ()
     recompute_under: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

@@ -11,9 +11,8 @@ Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from threading import get_ident
-from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -25,8 +24,6 @@ from streams import Context
 from .._current import current, doing
 from .._torch import backward_id
 from ..checkpoint._random import CellRNG
-from ..skip.layout import skippables
-from ..values._constants import expect_plain
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
 from ._recomputation import Recomputation, Repeat
 from ._stage import Stage
@@ -49,69 +46,29 @@ class Block:
         # False once a forward has left its input unchanged.
         self._clones = True
 
-    def forward(
-        self, compute: Compute, value: Any, context: Context, skips: Mapping[Any, Any] = MappingProxyType({})
-    ) -> tuple[Any, BlockForward]:
+    def forward(self, compute: Compute, value: Any, context: Context) -> tuple[Any, BlockForward]:
         """Return the output of ``compute`` for ``value``, and what recomputes it.
 
         Args:
             context: the settings of the forward, in which it is recomputed.
-            skips: skips stashed before the block, which it may pop.
         """
-        inputs = Activation((value, *skips.values()))
+        inputs = Activation(value)
         before = versions(inputs)
         # Clones of tensors that share memory would not receive each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
-        forward = BlockForward(self, compute, context, current.work.rng, [*skips])
+        forward = BlockForward(self, compute, context, current.work.rng)
         output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
         self._clones = self._clones and versions(inputs) != before
         return output, forward
-
-    def outputs(self, output: Any) -> Activation:
-        """Return what the recomputation is compared with."""
-        return Activation((output,))
-
-
-class LayersBlock(Block):
-    """A block of consecutive layers. No pipe has such blocks yet.
-
-    Args:
-        numbers: the indices of its layers in the stage.
-    """
-
-    def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
-        if stage.module._compiled_call_impl is not None:
-            raise RuntimeError(
-                f"partition {stage.index} is compiled as a whole, but some of its layers are recomputed on their own; "
-                "compile its layers"
-            )
-        super().__init__(stage, stage.blocks[numbers])
-        self.numbers, self._context = numbers, context
-        layers = [*skippables(self.recomputation.module)]
-        self._pops = [key for layer in layers for key in layer.poppable()]
-        self._stashes = [key for layer in layers for key in layer.stashable()]
-
-    def compute(self, compute: Compute, value: Any) -> Any:
-        """Return the output of ``compute`` for ``value``, which the backward recomputes."""
-        # Layers of the block may pop skips stashed before it. Skips that the block stashes are not in the store yet.
-        store: Any = current.work.skips
-        skips = {key: store[key] for key in self._pops if key in store}
-        expect_plain((value, *skips.values()), self.stage.index)
-        return self.forward(compute, value, self._context, skips)[0]
-
-    def outputs(self, output: Any) -> Activation:
-        store: Any = current.work.skips
-        return Activation((output, *[store.get(key) for key in self._stashes]))
 
 
 class BlockForward:
     """One forward of a block, and its recomputation. The saved tensors of the graph refer to it."""
 
-    def __init__(self, block: Block, compute: Compute, context: Context, random: CellRNG, skips: Sequence[Any]) -> None:
+    def __init__(self, block: Block, compute: Compute, context: Context, random: CellRNG) -> None:
         self._block = block
         self._compute = compute
         self._context = context
-        self._skips = skips
         # Separate generators: the recomputation restarts them, while the cell's generators have advanced.
         self._random = random.again(block.stage.device)
         self._repeat: Repeat | None = None
@@ -124,13 +81,13 @@ class BlockForward:
         recomputation = self._block.recomputation
         before = recomputation.before(inputs, may_change=may_change)
         with doing(phase="checkpointing", rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
-            outputs = self._block.outputs(self._compute(value))
+            outputs = Activation(self._compute(value))
         self._repeat = recomputation.repeat(before, outputs.tensors, self._random)
         if self._repeat is not None:
             # Not during the forward, because a layer may run a backward inside it and use its saved tensors.
             for saved in self._held():
                 saved.tensor = None
-        return outputs.value[0]
+        return outputs.value
 
     def early(self) -> None:
         """Recompute the layers now, before a backward needs what they save."""
@@ -149,13 +106,12 @@ class BlockForward:
         repeat, block = self._repeat, self._block
         assert repeat is not None
         with self._context.applied(), repeat.restored():
-            value, *skips = as_nonleaf(repeat.inputs).value
-            own = dict(zip(self._skips, skips, strict=True))
+            value = as_nonleaf(repeat.inputs).value
             # Layers must not draw random numbers in a backward, except in this recomputation.
-            work = doing(phase="recomputing", rng=repeat.random, graph_task=backward_id(), skips=own)
+            work = doing(phase="recomputing", rng=repeat.random, graph_task=backward_id(), skips={})
             # A layer may run a small backward inside its forward.
             with work, saved_tensors_hooks(save, _Saved.load):
-                outputs = block.outputs(self._compute(value))
+                outputs = Activation(self._compute(value))
             # The tolerance depends on autocast, so this is compared inside the context.
             block.recomputation.expect_same(repeat, outputs.tensors)
         # The same operations save the same tensors in the same order, so that tensors match by index.

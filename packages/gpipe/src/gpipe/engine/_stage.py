@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import islice
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,23 +16,18 @@ from ..skip import SkipLayout
 from ..skip.layout import skippables
 from ..skip.namespace import Key
 from ..values._constants import expect_plain
-from ..values._leaves import Arguments, as_value
+from ..values._leaves import Arguments
 from ._recomputation import Recomputation
 
 _log = logging.getLogger("gpipe")
 
 
-def stages_of(
-    modules: Sequence[nn.Module],
-    devices: Sequence[torch.device],
-    layout: SkipLayout,
-    blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
-) -> list[Stage]:
-    """Return one stage per module; ``blocks`` holds, by stage, the indices of layers that are recomputed separately."""
+def stages_of(modules: Sequence[nn.Module], devices: Sequence[torch.device], layout: SkipLayout) -> list[Stage]:
+    """Return one stage per module."""
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
         first = stages[-1].numbers.stop if stages else 0
-        stages.append(Stage(j, module, device, layout, first, blocks.get(j, ())))
+        stages.append(Stage(j, module, device, layout, first))
     return stages
 
 
@@ -44,7 +36,6 @@ class Stage:
 
     Args:
         first: the number of layers of the model before this stage.
-        blocks: the indices, within the stage, of layers that are recomputed separately.
 
     Attributes:
         index: the index of the stage among all stages.
@@ -57,15 +48,7 @@ class Stage:
         runs_whole: whether a split of the backward was scheduled, but not possible.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        device: torch.device,
-        layout: SkipLayout,
-        first: int,
-        blocks: Sequence[range] = (),
-    ) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout, first: int) -> None:
         self.index = index
         # Random numbers depend on layer indices, but only a StageLayers reports which of its layers is computing.
         layers = len(module._modules) if isinstance(module, StageLayers) else 1
@@ -79,7 +62,6 @@ class Stage:
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
         self.recomputation = Recomputation(module)
-        self.blocks = {numbers: Recomputation(_layers(module, numbers)) for numbers in blocks}
         self.hooked = False
         self.runs_whole = False
 
@@ -129,12 +111,6 @@ class Stage:
         return ""
 
 
-def _layers(module: nn.Module, numbers: range) -> nn.Sequential:
-    found = nn.Sequential()  # no arguments, as a layer may have the name of an attribute
-    found._modules.update(islice(module.named_children(), numbers.start, numbers.stop))
-    return found
-
-
 class StageLayers(nn.Sequential):
     """The layers of one stage under their own names. The first layer may take several arguments.
 
@@ -147,8 +123,6 @@ class StageLayers(nn.Sequential):
         rng = None if torch.compiler.is_dynamo_compiling() else current.work.rng
         # A pipe inside a layer also has partitions, but the indices refer to the cell's own partition.
         rng = None if rng is None or rng.module is not self else rng
-        if rng is not None and current.work.blocks:
-            return self._in_blocks(as_value(args, kwargs))
         value = None
         for k, layer in enumerate(self._modules.values()):
             if rng is not None:
@@ -156,22 +130,4 @@ class StageLayers(nn.Sequential):
             value = layer(value) if k else layer(*args, **kwargs)
         if rng is not None:
             rng.at = -1
-        return value
-
-    def _in_blocks(self, value: Any) -> Any:
-        at = 0
-        for block in current.work.blocks:
-            value = self._computed(range(at, block.numbers.start), value)
-            value = block.compute(partial(self._computed, block.numbers), value)
-            at = block.numbers.stop
-        return self._computed(range(at, len(self._modules)), value)
-
-    def _computed(self, numbers: range, value: Any) -> Any:
-        rng = current.work.rng
-        assert rng is not None
-        for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):
-            rng.at = k
-            is_call = not k and isinstance(value, Arguments)
-            value = layer(*value.args, **value.kwargs) if is_call else layer(value)
-        rng.at = -1
         return value

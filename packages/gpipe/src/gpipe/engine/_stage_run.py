@@ -21,7 +21,6 @@ from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
 from ._accumulate import DeferredGradients, GradientSums, below, counts_of_hooks
-from ._block import LayersBlock
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._left_behind import guard
 from ._losses import Losses
@@ -97,10 +96,7 @@ class StageRun:
         self._late_losses = stop if self._loss is not None and not self._loss.is_whole else 0
         if stop:
             stage.recomputation.begin()
-        # Evaluation checkpoints nothing.
-        has_blocks = stage.blocks and spec.trains and stage.module.training
-        self._blocks = [LayersBlock(stage, numbers, spec.context) for numbers in stage.blocks] if has_blocks else []
-        self.recomputes = bool(stop or has_blocks)
+        self.recomputes = bool(stop)
         self._trained = trained
         self._sums = trained.sums
         self._has_observed = self._has_held = False
@@ -112,19 +108,19 @@ class StageRun:
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def work(self, base: Work, step: Step) -> Work:
-        """Return the record for ``step``: ``base`` with the random numbers, statistics and blocks of the cell."""
+        """Return the record for ``step``: ``base`` with the random numbers and statistics of the cell."""
         skips, _, graph_task, *_ = base
         kind, i = step.action
         if kind == Kind.FORWARD:
             self._random.microbatch = i
-            random, statistics, blocks = self._random, self._statistics, self._blocks
+            random, statistics = self._random, self._statistics
             if i >= self._checkpoint_stop:
-                return Work(skips, step, graph_task, i, "", random, statistics, blocks)
+                return Work(skips, step, graph_task, i, "", random, statistics)
             # The recomputation repeats these random numbers, although the stage draws more before it.
             random = random.again(self.stage.device)
-            return Work(skips, step, graph_task, i, "checkpointing", random, statistics, blocks)
+            return Work(skips, step, graph_task, i, "checkpointing", random, statistics)
         if kind == Kind.RECOMPUTE and (repeat := self._cells[i].repeat) is not None:
-            return Work(skips, step, graph_task, i, "recomputing", repeat.random, None, (), base.recompute_under)
+            return Work(skips, step, graph_task, i, "recomputing", repeat.random, None, base.recompute_under)
         return Work(skips, step, graph_task, None if kind == Kind.LOSS else i)
 
     def forward(self, i: int) -> None:
@@ -256,7 +252,7 @@ class StageRun:
             self._departure.put_values(i, outputs)
         else:
             # The loss is computed outside all layers.
-            with doing(microbatch=None, phase="", rng=None, statistics=None, blocks=()):
+            with doing(microbatch=None, phase="", rng=None, statistics=None):
                 self._loss.take(i, outputs)
 
     def _seeds(self, i: int) -> list[Tensor | None]:

@@ -266,5 +266,5 @@ class Unnumbered:
 @contextmanager
 def undrawn() -> Iterator[None]:
     """Leave all generators, and the statistics of batch norms, as they are."""
-    with generators_restored(), doing(rng=Unnumbered(), statistics=None, blocks=()):
+    with generators_restored(), doing(rng=Unnumbered(), statistics=None):
         yield
