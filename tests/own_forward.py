@@ -60,7 +60,7 @@ def outcomes(case: Case) -> dict[str, str]:
     except Exception as error:
         raise NotComparableError(f"{error!r:.300}") from error
     try:
-        pipe = GPipe(case.model, devices=["cpu:0"] * STAGES, chunks=CHUNKS, in_spec=case.in_spec)
+        pipe = GPipe(case.model, devices=["cpu"] * STAGES, chunks=CHUNKS, in_spec=case.in_spec)
     except Exception as error:
         return {"made": told(error)}
     ways = {"step": step, "call": call, "evaluate": evaluate, "blocks": blocks}
