@@ -106,8 +106,10 @@ def loss(output: Any) -> Tensor:
 
 def rows_are_apart(model: nn.Module, inputs: dict[str, Any], whole: Any) -> bool:
     """Whether losses of micro-batches have the loss of the mini-batch as their mean."""
-    rows = next(len(leaf) for _, leaf in leaves(inputs) if leaf.dim())
-    losses = []
+    sizes = {len(leaf) for _, leaf in leaves(inputs) if leaf.dim()}
+    if len(sizes) > 1:
+        return False
+    rows, losses = sizes.pop(), []
     for part in torch.arange(rows).chunk(CHUNKS):
         cut = {key: value[part] if _has_rows(value, rows) else value for key, value in inputs.items()}
         try:
@@ -118,12 +120,14 @@ def rows_are_apart(model: nn.Module, inputs: dict[str, Any], whole: Any) -> bool
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Also of layers, of the numbers that modules hand to functions, and of those that they read of settings."""
+    """Also of layers and inputs, of numbers that modules hand to functions, and of those that they read of settings."""
     settings = [getattr(module, "config", None) for module in model.modules()]
     for each in [*model.modules(), *settings]:
         for name, value in list(getattr(each, "__dict__", {}).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(each, name, 0.0)
+            if name == "apply_spec_augment":
+                setattr(each, name, False)
         if isinstance(each, nn.Dropout):
             each.p = 0.0
 

@@ -31,6 +31,7 @@ from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
+from ._written import Written
 
 
 class AnyRun(Moves, Protocol):
@@ -294,7 +295,10 @@ class Forward:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
-                output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
+                arguments = self._tensors.arguments(args, kwargs)
+                written = Written((args, [*kwargs.values()]), (arguments[0], [*arguments[1].values()]))
+                output = self._called(name, module, function, *arguments, given)
+                written.end(lambda tensor: tensor if self.uses is None else self.uses.writes(name, tensor))
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._tensors.expect_present(name, stage)
