@@ -174,14 +174,21 @@ ADAPTERS = {
     "HiRA": Adapter("Hira", LAYERS, ("dense", "conv2")),
     "AdaMSS": Adapter("Adamss", {**LAYERS, "r": 4}),
     "tokens": Adapter("TrainableTokens", {"target_modules": ["entry"], "token_indices": [0, 3]}, ("words",)),
-    "Poly": Adapter("Poly", {**LAYERS, "r": 2, "n_tasks": 3, "n_skills": 2}, ("dense",)),
 }
+APART = {
+    "LoRA of parameters": "torch keeps the weights that it computes for all threads together",
+    "LoRA of parameters of layers": "torch keeps the weights that it computes for all threads together",
+    "Lily": "its router looks at all rows together",
+    "OSF": "a copy of it has no hooks on parameters, and so is another model",
+    "PVeRA": "it draws random numbers",
+}
+"""Adapters with which a plain model is not equal to itself, in micro-batches, copied, or in several threads."""
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield adapters, and models that they are for."""
+    """Yield adapters, and models that they are for, if a pipe can be compared."""
     for name, adapter in ADAPTERS.items():
-        for model in adapter.models:
+        for model in adapter.models if name not in APART else ():
             yield name, model
 
 
@@ -191,7 +198,12 @@ def case(name: str, model: str) -> Case:
     Raises:
         NotComparableError: this version of PEFT has no such adapter.
     """
-    adapter = ADAPTERS[name]
+    adapted, inputs = made(ADAPTERS[name], model)
+    return Case(adapted, Arguments((inputs,), {}), loss)
+
+
+def made(adapter: Adapter, model: str) -> tuple[Any, Tensor]:
+    """Return a model with an adapter, and its inputs."""
     kind = getattr(peft, f"{adapter.kind}Config", None)
     if kind is None:
         raise NotComparableError(f"no {adapter.kind}Config in PEFT {peft.__version__}")
@@ -208,8 +220,7 @@ def case(name: str, model: str) -> Case:
     for module in adapted.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    more = {"task_ids": torch.arange(ROWS) % 3} if name == "Poly" else {}
-    return Case(adapted, Arguments((inputs,), more), loss)
+    return adapted, inputs
 
 
 def loss(output: Tensor) -> Tensor:
