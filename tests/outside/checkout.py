@@ -26,6 +26,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 VARIABLE = "TRANSFORMERS_REPOSITORY"
 ROWS = 6
+APART = {
+    "AlignVisionModel": "its gradients are nearly zero, as those of the next",
+    "DebertaV2ForMultipleChoice": "its gradients are nearly zero",
+    "IBertModel": "it rounds by the range of all rows together",
+}
+"""Classes of which a plain model in micro-batches, or on another processor, is not equal to itself."""
 
 
 def folder() -> Path | None:
@@ -60,7 +66,7 @@ def cases(file: str) -> Iterator[tuple[str, Any]]:
         except Exception as error:
             raise NotComparableError(f"{value.__name__} is not made: {error!r:.300}") from error
         for kind in test.all_model_classes or ():
-            if kind.__name__ not in seen:
+            if kind.__name__ not in seen and kind.__name__ not in APART:
                 seen.add(kind.__name__)
                 yield kind.__name__, test
 

@@ -37,14 +37,13 @@ def test_an_adapter_for_each_row_is_refused(kind: str) -> None:
     model, x = made(Adapter(kind, settings), "dense")
     model.add_adapter("other", model.peft_config["default"])
     chosen = ["default", "other", "__base__"] * (ROWS // 3)
-    with piped(model.eval(), in_spec={"adapter_names": Entries()}) as pipe, torch.no_grad():
-        with pytest.raises(RuntimeError, match=ONE_CALL):
-            pipe(x=x, adapter_names=chosen)
+    made_pipe = piped(model.eval(), in_spec={"adapter_names": Entries()})
+    with made_pipe as pipe, torch.no_grad(), pytest.raises(RuntimeError, match=ONE_CALL):
+        pipe(x=x, adapter_names=chosen)
 
 
 def test_an_adapter_of_tasks_is_refused() -> None:
     settings = {"target_modules": ["down"], "r": 2, "n_tasks": 3, "n_skills": 2}
     model, x = made(Adapter("Poly", settings), "attended")
-    with piped(model.base_model.eval()) as pipe, torch.no_grad():
-        with pytest.raises(RuntimeError, match=ONE_CALL):
-            pipe(x=x, task_ids=torch.arange(ROWS) % 3)
+    with piped(model.base_model.eval()) as pipe, torch.no_grad(), pytest.raises(RuntimeError, match=ONE_CALL):
+        pipe(x=x, task_ids=torch.arange(ROWS) % 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ class ModelRun(StageRuns):
         drawing: Drawing,
     ) -> None:
         self.model, self.pick, self._divided = divided.model, divided.pick, divided
-        self.blocks = divided.division.blocks.values()
+        self.blocks: Collection[nn.Module] = divided.division.blocks.values()
         self.others: Container[nn.Module] = divided.stages_of_others
         self.count = len(divided.parts)
         self.transport, self.places, self.spec = transport, transport.places, spec
