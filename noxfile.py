@@ -257,7 +257,11 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def outside(session: nox.Session) -> None:
-    """Models of timm and diffusers beside the plain models, in half an hour; arguments go to pytest."""
+    """Models of timm and diffusers, and adapters of PEFT, beside the plain models, in half an hour.
+
+    Those of transformers' own tests too, in another hour, if TRANSFORMERS_REPOSITORY names a checkout of its
+    repository. Arguments go to pytest.
+    """
     install_all(session, "outside")
     session.run("pytest", *(session.posargs or ["tests/outside"]))
 

@@ -60,7 +60,7 @@ def outcomes(case: Case) -> dict[str, str]:
     except Exception as error:
         raise NotComparableError(f"{error!r:.300}") from error
     try:
-        pipe = GPipe(case.model, devices=["cpu:0"] * STAGES, chunks=CHUNKS, in_spec=case.in_spec)
+        pipe = GPipe(case.model, devices=["cpu"] * STAGES, chunks=CHUNKS, in_spec=case.in_spec)
     except Exception as error:
         return {"made": told(error)}
     ways = {"step": step, "call": call, "evaluate": evaluate, "blocks": blocks}
@@ -217,13 +217,14 @@ def expect_repeatable(case: Case, plain: nn.Module) -> None:
     twin = copy.deepcopy(plain)
     freeze_statistics(plain)
     freeze_statistics(twin)
-    losses = []
-    for model in (plain, twin):
-        losses.append(loss_of(case, run(model, case.batch)))
-        losses[-1].backward()
+    outputs = [run(model, case.batch) for model in (plain, twin)]
+    losses = [loss_of(case, output) for output in outputs]
+    for loss in losses:
+        loss.backward()
     if not losses[0].isfinite():
         raise ValueError("its loss is not finite")
     expect_close(losses[1], losses[0], case.bound / 10, "loss")
+    expect_outputs(outputs[1], outputs[0], case.bound / 10)
     expect_gradients(case._replace(model=twin, bound=case.bound / 10), plain)
 
 

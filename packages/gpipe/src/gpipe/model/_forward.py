@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from contextlib import AbstractContextManager
 from threading import Semaphore
 from typing import Any, Protocol
@@ -25,11 +25,13 @@ from ._called import answered_by
 from ._collected import collector
 from ._facts import Facts, Place
 from ._generators import Numbers
+from ._hooks import Hooks
 from ._left import Left
 from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
+from ._written import Written
 
 
 class AnyRun(Moves, Protocol):
@@ -38,6 +40,7 @@ class AnyRun(Moves, Protocol):
     Attributes:
         model: the model.
         pick: selects what is returned of its output.
+        blocks: its blocks.
         others: modules whose calls are handled like those of blocks, although they are none.
         count: the number of its stages, in all processes.
         spec: the description of the run.
@@ -49,6 +52,7 @@ class AnyRun(Moves, Protocol):
 
     model: nn.Module
     pick: Pick
+    blocks: Collection[nn.Module]
     others: Container[nn.Module]
     count: int
     spec: RunSpec
@@ -113,6 +117,7 @@ class Forward:
         self._sizes = *map(_size, inputs.tensors), run.model.training
         self._end_piece: Callable[[], Sequence[str]] = _nothing
         self._between = Between(self)
+        self._hooks = Hooks(run.model, run.blocks)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
         self._error: BaseException | None = None
@@ -211,6 +216,7 @@ class Forward:
             with answered_by(self), self._between:
                 self._begin_piece()
                 output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
+                self._hooks.expect_kept()
                 self._leave_piece()
                 with self._between.off():
                     self._enter(self._run.count - 1)
@@ -283,12 +289,16 @@ class Forward:
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
             self._enter(stage, (args, kwargs))
+            self._hooks.look(name, module)
             look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
-                output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
+                arguments = self._tensors.arguments(args, kwargs)
+                written = Written((args, [*kwargs.values()]), (arguments[0], [*arguments[1].values()]))
+                output = self._called(name, module, function, *arguments, given)
+                written.end(lambda tensor: tensor if self.uses is None else self.uses.writes(name, tensor))
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._tensors.expect_present(name, stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ class ModelRun(StageRuns):
     Attributes:
         count: the number of stages, in all processes.
         pick: returns the part of the model's output that the pipe returns.
+        blocks: the blocks of the model.
         others: modules whose calls are handled like those of blocks, although they are none.
         transport: the channels between stages.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
@@ -70,6 +71,7 @@ class ModelRun(StageRuns):
         drawing: Drawing,
     ) -> None:
         self.model, self.pick, self._divided = divided.model, divided.pick, divided
+        self.blocks: Collection[nn.Module] = divided.division.blocks.values()
         self.others: Container[nn.Module] = divided.stages_of_others
         self.count = len(divided.parts)
         self.transport, self.places, self.spec = transport, transport.places, spec

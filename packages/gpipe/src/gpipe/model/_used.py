@@ -54,6 +54,7 @@ class Uses:
         self._returned: dict[int, _Returned] = {}
         self._uses: dict[Place, _Use] = {}
         self._altered: dict[int, tuple[ref[Tensor], str]] = {}
+        self._written: dict[int, tuple[ref[Tensor], str]] = {}
         self._inputs: list[tuple[Tensor, int]] = []
 
     def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -102,6 +103,13 @@ class Uses:
                 "mini-batch, computed without calling blocks again, would miss the change; let the block work on a "
                 "clone, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
+        written = self._written.get(id(tensor))
+        if written is not None and written[0]() is tensor:
+            raise RuntimeError(
+                f"{self._model} uses a tensor that block {written[1]!r} has put into a list or dict that it was called "
+                "with; the output of the full mini-batch, computed without calling blocks again, would miss it; let "
+                "the block return it, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
+            )
         found = self._returned.get(id(tensor))
         if found is not None and found.tensor() is tensor and found.place not in self._uses:
             self._use(tensor, found.place, keeps=self._known is None)
@@ -117,6 +125,16 @@ class Uses:
     def alters(self, block: str, tensor: Tensor) -> None:
         """Record that ``block`` has modified ``tensor``, one of its arguments, in place."""
         self._altered[id(tensor)] = ref(tensor), block
+
+    def writes(self, block: str, tensor: Tensor) -> Tensor:
+        """Record that ``block`` has put ``tensor`` into one of its arguments. Return what is put there instead.
+
+        It is another object, because the block may also return the tensor, which the model may use.
+        """
+        with torch.set_grad_enabled(tensor.requires_grad):  # the model may be in no_grad() now
+            alias = tensor.view_as(tensor)
+        self._written[id(alias)] = ref(alias), block
+        return alias
 
     def collected(self) -> dict[Place, Tensor]:
         """Return the used tensors on the current stage. No uses are recorded afterwards."""

@@ -1,0 +1,69 @@
+"""Lists and dicts by which blocks pass values beside their outputs: what a block writes, all later blocks see.
+
+A block of a later stage is called with containers of the tensors of its stage, which are other objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from ..values._leaves import tensors_of
+from ._tree import changed
+
+_Container = list[Any] | MutableMapping[Any, Any]
+
+
+class Written:
+    """The lists and dicts among the arguments of a call of a block.
+
+    Args:
+        own: the arguments that the model has given.
+        given: the ones that the block is called with.
+    """
+
+    def __init__(self, own: Any, given: Any) -> None:
+        self._places = [(mine, its, _entries(its)) for mine, its in _pairs(own, given)]
+        self._own = {id(its): mine for mine, its, _ in self._places}
+        for mine, its, before in self._places:
+            inside = dict(_entries(mine))
+            self._own.update((id(value), inside[key]) for key, value in before if mine is not its)
+
+    def end(self, put: Callable[[Tensor], Tensor]) -> None:
+        """Write what the block has written into the model's own containers, each tensor as ``put`` returns it."""
+        for mine, its, before in self._places:
+            now = _entries(its)
+            if len(now) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True)):
+                continue
+            known = {id(value) for _, value in before}
+            found = [
+                (key, self._own.get(id(value), value) if id(value) in known else _put(value, put)) for key, value in now
+            ]
+            if isinstance(mine, list):
+                mine[:] = [value for _, value in found]
+            else:
+                mine.clear()
+                mine.update(found)
+
+
+def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
+    return changed(value, put) if tensors_of(value) else value
+
+
+def _entries(container: _Container) -> list[tuple[Any, Any]]:
+    return [*(enumerate(container) if isinstance(container, list) else container.items())]
+
+
+def _pairs(own: Any, given: Any) -> Iterator[tuple[_Container, _Container]]:
+    """Yield each list and dict in ``own``, and the one that stands for it in ``given``."""
+    if isinstance(own, Tensor):
+        return
+    if isinstance(own, list | MutableMapping):
+        yield own, given
+        for (_, mine), (_, its) in zip(_entries(own), _entries(given), strict=True):
+            yield from _pairs(mine, its)
+    elif isinstance(own, tuple):
+        for mine, its in zip(own, given, strict=True):
+            yield from _pairs(mine, its)
