@@ -54,6 +54,21 @@ def test_the_largest_stage_is_as_small_as_any_balance_makes_it(widths: list[int]
     assert unevenness(sizes, found.balance) == pytest.approx(best)
 
 
+class Adapted(nn.Module):
+    """A linear layer with adapters by name, of which a forward uses some or none."""
+
+    def __init__(self, width: int, adapters: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.adapters = nn.ModuleDict({f"a{k}": nn.Linear(width, width) for k in range(adapters)})
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 3)), min_size=2, max_size=5), st.integers(1, 6))
+def test_adapters_inside_of_a_layer_are_no_blocks(layers: list[tuple[int, int]], stages: int) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Adapted(*each) for each in layers)})
+    assert not any("adapters" in name for name in divide(model, stages).blocks)
+
+
 def cuts(blocks: int, stages: int) -> list[list[int]]:
     if stages == 1:
         return [[blocks]]

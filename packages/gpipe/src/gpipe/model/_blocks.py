@@ -209,7 +209,9 @@ def _divided(costs: Sequence[float], blocks: Blocks, division: Division | None) 
 
 def _inner(name: str, block: nn.Module) -> Blocks:
     """Return the parts that may replace a block; none if it is not divisible."""
-    found = _outermost(block, f"{name}.")
+    # Elements of a plain dict are mostly alternatives, such as adapters, and not called one after the other.
+    choices = [f"{name}.{path}." for path, part in block.named_modules() if type(part) is nn.ModuleDict]
+    found = {path: part for path, part in _outermost(block, f"{name}.").items() if not path.startswith((*choices,))}
     return found if len(found) > 1 else {}
 
 
