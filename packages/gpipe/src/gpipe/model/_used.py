@@ -73,8 +73,7 @@ class Uses:
             for k, leaf in enumerate(leaves)
         ]
         self.answers.append(Answer(block, kinds, tree, arguments))
-        number = len(self.answers) - 1
-        if self._known is not None and not self._known.answers[number].is_like(self.answers[number]):
+        if self._known is not None and not self._known.begins_with(self.answers):
             self._known = None  # it differs from earlier forwards, so it runs to its end
 
     @property
