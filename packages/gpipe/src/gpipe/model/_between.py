@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import pop_function_mode, push_function_mode, saved_tensors_hooks, top_function_mode, with_lost_weight
+from ..module._transforms import not_compiled
 
 
 class Looks(Protocol):
@@ -45,6 +46,7 @@ class Between(TorchFunctionMode):
         self._outside = saved_tensors_hooks()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
+    @not_compiled
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
