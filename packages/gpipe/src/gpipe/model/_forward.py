@@ -25,6 +25,7 @@ from ._called import answered_by
 from ._collected import collector
 from ._facts import Facts, Place
 from ._generators import Numbers
+from ._grad import differentiated, through_blocks
 from ._left import Left
 from ._pick import Pick
 from ._tensors import Moves, Tensors, Turn
@@ -403,6 +404,8 @@ class Forward:
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
         self.read(tensor)
+        if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
+            raise through_blocks(type(self._run.model).__name__)
         return self._tensors.here(tensor)
 
     def read(self, tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from microbatch import unflatten
 from streams import current_stream, wait_stream
 
+from .._torch import next_sequence_number
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
@@ -28,6 +29,7 @@ from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
+from ._grad import differentiated, through_blocks
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
@@ -69,6 +71,7 @@ class Replay:
             call, leaf = map(int, name.split())
             self._used[Place(call, leaf)] = [each.get(name) for each in used]
         self._calls = self._stage = 0
+        self._number = 0  # of the next node of the graph, after the last call
         self._moves = len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
@@ -123,6 +126,7 @@ class Replay:
             for kind, values in collected.items():
                 collector()[kind].extend(values)
         self._calls += 1
+        self._number = next_sequence_number()
         if self._calls == len(self._answers):
             self._end_blocks()
         return output
@@ -142,6 +146,8 @@ class Replay:
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations on the device of the current stage."""
         count, tensors = self._draws.count, list[Tensor]()
+        if any(map(self._is_before_blocks, differentiated(function, args, kwargs))):
+            raise through_blocks(type(self._model).__name__)
 
         def looked(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
@@ -155,6 +161,12 @@ class Replay:
         if is_drawn or any(tensor in self._draws for tensor in tensors):
             changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
+
+    def _is_before_blocks(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which is no parameter, was there before the last call of a block."""
+        if tensor.grad_fn is None:
+            return bool(self._calls) and not isinstance(tensor, nn.Parameter)
+        return tensor.grad_fn._sequence_nr() < self._number
 
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation with parameters of another process, whose result only blocks may use."""
