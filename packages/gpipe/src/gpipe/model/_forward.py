@@ -287,6 +287,8 @@ class Forward:
             look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
+            if stage > self._tensors.stage:
+                _expect_parameters(name, module)
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
@@ -425,4 +427,14 @@ def _nothing() -> Sequence[str]:
 
 
 def _size(value: Any) -> torch.Size | None:
+def _expect_parameters(name: str, module: nn.Module) -> None:
+    """Raise RuntimeError if a block, which a later stage will compute, holds other tensors in place of parameters."""
+    if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
+        raise RuntimeError(
+            f"block {name!r} is called with other tensors in place of its parameters, as by "
+            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself compute "
+            "with them, for example by a parametrization"
+        )
+
+
     return value.shape if isinstance(value, Tensor) else None
