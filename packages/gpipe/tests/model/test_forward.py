@@ -212,6 +212,40 @@ def test_the_model_may_not_hold_on_to_a_forward_that_has_ended() -> None:
 
 
 def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
+class Forgiving(Residuals):
+    """Goes on after anything that ends it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            try:
+                x = x + layer(x).tanh()
+            except BaseException:  # noqa: BLE001
+                x = x * 100
+        self.end(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@each_how
+def test_a_model_that_catches_everything_is_ended_all_the_same(how: str, fails: bool) -> None:
+    model, x = Forgiving(*residuals().layers), rows(6)
+
+    def end(x: Tensor) -> None:
+        if fails and x.abs().max() > 50:
+            raise PlannedError
+
+    model.end = end
+    with closing(two_stages(model)) as pipe:
+        plain = plain_of(pipe)
+        plain(x).square().sum().backward()
+        for _ in range(3):
+            model.zero_grad()
+            done(pipe, x, how)
+    if how != "evaluate":
+        assert_same(model, plain)
+
+
 
     model, once = residuals(), [1]
 

@@ -116,6 +116,7 @@ class Forward:
         self._between = Between(self)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
+        self._is_done = False  # nothing that the model does from here on matters
         self._error: BaseException | None = None
         self._work = current.work
         self._modes: list[Any] = []
@@ -193,7 +194,8 @@ class Forward:
         except Ended:
             pass
         except BaseException as error:
-            self._error = error
+            if not self._is_done:
+                self._error = error
         finally:
             set_intercepting(False)
             current.work = Work({})
@@ -212,6 +214,7 @@ class Forward:
             with answered_by(self), self._between:
                 self._begin_piece()
                 output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
+                self._expect_more()
                 self._leave_piece()
                 with self._between.off():
                     self._enter(self._run.count - 1)
@@ -271,6 +274,7 @@ class Forward:
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block through ``function``, in the turn of its stage."""
+        self._expect_more()
         is_block = module not in self._run.others
         if not is_block and stage < self._tensors.stage:
             return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
@@ -283,12 +287,12 @@ class Forward:
         function = self._drawing(module, function, 2 * number + 1)
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
+            if stage > self._tensors.stage:
+                _expect_parameters(name, module)
             self._enter(stage, (args, kwargs))
             look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
-            if stage > self._tensors.stage:
-                _expect_parameters(name, module)
             given = () if self.uses is None else tensors_of((args, kwargs))
             if stage == self._tensors.stage:
                 output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
@@ -310,9 +314,15 @@ class Forward:
             with self._between.off():
                 self._enter(self._run.count - 1)
                 self._collect()
+            self._is_done = True
             raise Ended
         self._begin_piece()
         return output
+
+    def _expect_more(self) -> None:
+        """End the forward again if the model has caught the exception that ended it, and continued."""
+        if self._is_done:
+            raise Ended
 
     def _begin_piece(self) -> None:
         """Begin what stands between two calls of blocks, which may draw from generators of Python and NumPy."""
@@ -394,6 +404,8 @@ class Forward:
         """Compute one of the model's own operations with the tensors of this stage."""
         if self._buffers is not None and self._run.model.training:
             changed((args, kwargs), self._keep)
+        if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
+            raise through_blocks(type(self._run.model).__name__)
         return self._tensors.compute(function, args, kwargs, self.here)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -406,8 +418,6 @@ class Forward:
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
         self.read(tensor)
-        if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
-            raise through_blocks(type(self._run.model).__name__)
         return self._tensors.here(tensor)
 
     def read(self, tensor: Tensor) -> None:
@@ -415,6 +425,16 @@ class Forward:
         if self.uses is not None:
             self.uses.note(tensor)
         self._run.left.expect_not(tensor, self._run.model, self.microbatch)
+
+
+def _expect_parameters(name: str, module: nn.Module) -> None:
+    """Raise RuntimeError if a block, which a later stage will compute, holds other tensors in place of parameters."""
+    if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
+        raise RuntimeError(
+            f"block {name!r} is called with other tensors in place of its parameters, as by "
+            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself compute "
+            "with them, for example by a parametrization"
+        )
 
 
 def _no_settings() -> Generator[None]:
@@ -427,14 +447,4 @@ def _nothing() -> Sequence[str]:
 
 
 def _size(value: Any) -> torch.Size | None:
-def _expect_parameters(name: str, module: nn.Module) -> None:
-    """Raise RuntimeError if a block, which a later stage will compute, holds other tensors in place of parameters."""
-    if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
-        raise RuntimeError(
-            f"block {name!r} is called with other tensors in place of its parameters, as by "
-            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself compute "
-            "with them, for example by a parametrization"
-        )
-
-
     return value.shape if isinstance(value, Tensor) else None
