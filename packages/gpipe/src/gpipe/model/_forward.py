@@ -28,6 +28,7 @@ from ._generators import Numbers
 from ._grad import differentiated, through_blocks
 from ._left import Left
 from ._pick import Pick
+from ._row_order import Entries
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
@@ -98,6 +99,7 @@ class Forward:
     Attributes:
         uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
         used: the outputs of blocks that the model itself uses, on the last stage; known at the end.
+        orders: in which order the rows of arguments of blocks were; known at the end.
     """
 
     def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
@@ -109,6 +111,7 @@ class Forward:
         self._buffers: dict[int, list[Kept]] | None = {} if run.replays and known is None else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
+        self.orders: dict[Entries, Tensor] = {}
         self._calls = 0
         self._until = 0  # the stage whose turn it is
         self._sizes = *map(_size, inputs.tensors), run.model.training
@@ -154,14 +157,14 @@ class Forward:
                 del error  # avoids a reference cycle: its traceback refers to this frame
         return self._tensors.turns[stage]
 
-    def take(self) -> tuple[Any, dict[Place, Tensor]]:
-        """Return the output, or None if the forward ended early, and the used outputs of blocks on the last stage.
+    def take(self) -> tuple[Any, dict[Place | Entries, Tensor]]:
+        """Return the output, or None if the forward ended early, and what a replay needs, on the last stage.
 
         The thread may keep this object alive a moment longer, but no graph.
         """
-        found = self._output, self.used
+        output, found = self._output, dict[Place | Entries, Tensor]([*self.used.items(), *self.orders.items()])
         self._forget()
-        return found
+        return output, found
 
     def abandon(self) -> None:
         """End the forward where it has stopped. Afterwards, nothing refers to its thread."""
@@ -175,7 +178,7 @@ class Forward:
         self._forget()
 
     def _forget(self) -> None:
-        self._output, self.used = None, {}
+        self._output, self.used, self.orders = None, {}, {}
         self.uses = None  # it refers to the tensors
         self._tensors.clear()
 
@@ -267,7 +270,7 @@ class Forward:
     def _collect(self) -> None:
         """Move the used outputs of blocks to the last stage, which returns them to the caller."""
         if self.uses is not None:
-            self.used = self.uses.collected()
+            self.used, self.orders = self.uses.collected(), self.uses.orders
         self._tensors.finish()
 
     # Blocks.
@@ -353,6 +356,8 @@ class Forward:
     ) -> Any:
         """Call a block of this stage, and note which of the ``given`` tensors of the model it modifies in place."""
         own = tensors_of((args, kwargs)) if given else ()
+        if self.uses is not None:
+            self.uses.called_with(own)
         before = [*map(version, own)]
         with answered_by(None):
             if self._run.is_own(self._tensors.stage):
@@ -432,8 +437,8 @@ def _expect_parameters(name: str, module: nn.Module) -> None:
     if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
         raise RuntimeError(
             f"block {name!r} is called with other tensors in place of its parameters, as by "
-            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself compute "
-            "with them, for example by a parametrization"
+            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself "
+            "compute with them, for example by a parametrization"
         )
 
 

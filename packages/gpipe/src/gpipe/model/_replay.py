@@ -30,6 +30,7 @@ from ._drawn import Draws
 from ._elsewhere import computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
 from ._grad import differentiated, through_blocks
+from ._row_order import Entries, are_in_other_order, dims_of, numbers_of
 from ._rows import Argument, dim_between, dim_by, joined
 from ._tree import changed
 
@@ -46,7 +47,8 @@ class Replay:
         blocks: its blocks.
         others: modules whose calls are handled like those of blocks, although they are none.
         facts: the facts from the forwards of micro-batches, without tensors.
-        used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
+        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and in which order
+            the rows of arguments were, by their entries.
         rows: the number of rows of each micro-batch.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
@@ -66,10 +68,11 @@ class Replay:
         self._owner_of = owner_of
         self._others = others
         self._model, self._answers, self._rows, self._devices = model, facts.answers, rows, devices
-        self._used: dict[Place, list[Tensor | None]] = {}
+        self._used: dict[Place | Entries, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
-            call, leaf = map(int, name.split())
-            self._used[Place(call, leaf)] = [each.get(name) for each in used]
+            numbers = [*map(int, name.split())]
+            key = Place(*numbers) if len(numbers) == len(Place._fields) else Entries(*numbers)
+            self._used[key] = [each.get(name) for each in used]
         self._calls = self._stage = 0
         self._number = 0  # of the next node of the graph, after the last call
         self._moves = len({*devices}) > 1
@@ -116,7 +119,8 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            given = zip(answer.arguments, tensors_of((args, kwargs)), strict=False)
+            given = [*zip(answer.arguments, tensors_of((args, kwargs)), strict=False)]
+            self._expect_order(given)
             arguments = [self._argument(size, tensor) for size, tensor in given]
             leaves = [
                 self._filled_at(Place(self._calls, k), leaf, arguments) if isinstance(leaf, Shape | Place) else leaf
@@ -181,10 +185,30 @@ class Replay:
     def _of_others(self) -> RuntimeError:
         return depends_on_others(self._model)
 
-    def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
+    def _expect_order(self, given: Sequence[tuple[torch.Size, Tensor]]) -> None:
+        """Raise RuntimeError if the block of this call gets rows in another order than for micro-batches."""
+        for k, (size, tensor) in enumerate(given):
+            dim = dim_between(size, tensor.shape)
+            parts = self._used.pop(Entries(self._calls, k, dim), None)
+            if parts is None or not dims_of(tensor) or self._is_placeholder(tensor) or tensor in self._draws:
+                continue
+            numbers = [part for part in parts if part is not None]
+            if are_in_other_order(numbers, numbers_of(tensor, dim), tensor.dtype):
+                block = self._answers[self._calls].block
+                raise RuntimeError(
+                    f"{type(self._model).__name__} calls block {block!r} with the rows of the full mini-batch in "
+                    "another order than with those of micro-batches, as if it had sorted them, or joined two inputs, "
+                    "so that the outputs of blocks cannot be joined; give out_spec=, or a loss_fn that returns "
+                    "gpipe.LossSum(total, count)"
+                )
+
+    def _is_placeholder(self, tensor: Tensor) -> bool:
         found = self._placeholders.get(id(tensor))
-        if found is not None and found[0] is tensor:
-            return found[1]
+        return found is not None and found[0] is tensor
+
+    def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
+        if self._is_placeholder(tensor):
+            return self._placeholders[id(tensor)][1]
         return Argument(size, dim_between(size, tensor.shape))
 
     def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument]) -> Tensor:
@@ -250,8 +274,7 @@ class Replay:
         )
 
     def read(self, tensor: Tensor) -> None:
-        found = self._placeholders.get(id(tensor))
-        if found is not None and found[0] is tensor:
+        if self._is_placeholder(tensor):
             raise RuntimeError(
                 f"{type(self._model).__name__} uses an output of a block for the full mini-batch that it did not use "
                 f"for a micro-batch; {_SAME}"

@@ -278,7 +278,7 @@ class ModelStageRun(StageRun):
     def _taken(self, forward: Forward) -> Activation:
         """Return the output of the model, and the outputs of blocks that a replay uses, from a complete forward."""
         output, found = forward.take()
-        used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(found.items())}
+        used = {" ".join(map(str, key)): found[key] for key in sorted(found)}
         return Activation((output, used) if self._run.replays else output)
 
     def recompute(self, i: int) -> None:
