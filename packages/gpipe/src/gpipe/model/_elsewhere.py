@@ -20,6 +20,7 @@ from ..values._constants import is_constant
 from ..values._leaves import AsNonleaf, version
 from ._collected import collector
 from ._generators import generators_restored
+from ._passed import Passed
 from ._tree import changed
 
 
@@ -169,7 +170,10 @@ def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, 
     try:
         with _with_state(module, make), undrawn():
             args, kwargs = unflatten(given, tree)
+            passed = Passed((args, kwargs), (args, kwargs))
             output = function(*args, **kwargs)
+            if passed.follow():
+                raise RuntimeError("it changes a list or dict that the model passes to it")
         collected = {kind: collector()[kind][size:] for kind, size in sizes.items()}
     finally:
         for kind, size in sizes.items():

@@ -27,6 +27,7 @@ from ._facts import Facts, Place
 from ._generators import Numbers
 from ._grad import differentiated, through_blocks
 from ._left import Left
+from ._passed import Passed
 from ._pick import Pick
 from ._row_order import Entries
 from ._tensors import Moves, Tensors, Turn
@@ -297,8 +298,11 @@ class Forward:
             if is_block:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
-            if stage == self._tensors.stage:
-                output = self._called(name, module, function, *self._tensors.arguments(args, kwargs), given)
+            is_here = stage == self._tensors.stage
+            own = self._tensors.arguments(args, kwargs) if is_here else (args, kwargs)
+            passed = Passed((args, kwargs), own)
+            if is_here:
+                output = self._called(name, module, function, *own, given)
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._tensors.expect_present(name, stage)
@@ -307,6 +311,8 @@ class Forward:
                 output = function(*args, **kwargs)
         if is_block:
             current.work.rng.at = 2 * number + 2
+        if passed.follow() and self.uses is not None:
+            raise RuntimeError(_ADDS.format(name))
         with self._between.off():
             look(output)
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
@@ -453,3 +459,10 @@ def _nothing() -> Sequence[str]:
 
 def _size(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
+
+
+_ADDS = (
+    "block {!r} changes a list or dict that the model passes to it; the output of the full mini-batch, computed "
+    "without calling blocks again, would miss the change; let the block return what it adds, or give out_spec= or a "
+    "loss_fn that returns gpipe.LossSum(total, count)"
+)

@@ -47,8 +47,8 @@ class Replay:
         blocks: its blocks.
         others: modules whose calls are handled like those of blocks, although they are none.
         facts: the facts from the forwards of micro-batches, without tensors.
-        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and in which order
-            the rows of arguments were, by their entries.
+        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and the order in
+            which the rows of arguments were, by their entries.
         rows: the number of rows of each micro-batch.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
