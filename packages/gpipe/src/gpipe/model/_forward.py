@@ -20,7 +20,7 @@ from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
-from ._buffers import Kept, kept, restore
+from ._buffers import AfterBlocks, Held
 from ._called import answered_by
 from ._collected import collector
 from ._facts import Facts, Place
@@ -48,6 +48,7 @@ class AnyRun(Moves, Protocol):
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
         numbers: the random numbers of Python and NumPy.
+        outside: the buffers of modules outside of blocks.
     """
 
     model: nn.Module
@@ -59,6 +60,9 @@ class AnyRun(Moves, Protocol):
     start: Callable[[Callable[[], None]], Any]
     left: Left
     numbers: Numbers
+
+    @property
+    def outside(self) -> Sequence[Held]: ...
 
     def is_own(self, stage: int) -> bool:
         """Return whether ``stage`` is in this process."""
@@ -108,8 +112,8 @@ class Forward:
         self.microbatch = microbatch
         self._tensors = run.tensors(microbatch)
         self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
-        # Buffers used after the last block so far: a replay will compute again what follows it.
-        self._buffers: dict[int, list[Kept]] | None = {} if run.replays and known is None else None
+        # Of a complete forward, a replay will compute again what follows the last block.
+        self._after = AfterBlocks(run.outside) if run.replays and known is None and run.model.training else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
         self.orders: dict[Entries, Tensor] = {}
@@ -224,8 +228,8 @@ class Forward:
                     self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
                     self._collect()
-                    for buffers in (self._buffers or {}).values():
-                        restore(buffers)
+                    if self._after is not None:
+                        self._after.restore()
         finally:
             self._leave_piece()
             self._turn.close()
@@ -286,8 +290,6 @@ class Forward:
         self._leave_piece()
         number = self._calls
         self._calls += is_block
-        if self._buffers:
-            self._buffers.clear()
         function = self._drawing(module, function, 2 * number + 1)
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
@@ -325,6 +327,8 @@ class Forward:
                 self._collect()
             self._is_done = True
             raise Ended
+        if self._after is not None:
+            self._after.begin()
         self._begin_piece()
         return output
 
@@ -413,17 +417,17 @@ class Forward:
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations with the tensors of this stage."""
-        if self._buffers is not None and self._run.model.training:
+        if self._after is not None:
             changed((args, kwargs), self._keep)
         if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
             raise through_blocks(type(self._run.model).__name__)
-        return self._tensors.compute(function, args, kwargs, self.here)
+        output = self._tensors.compute(function, args, kwargs, self.here)
+        return output if self._after is None else changed(output, self._after.made)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
-        assert self._buffers is not None
-        if not tensor.requires_grad and id(tensor) not in self._buffers and self._run.is_of_model(tensor):
-            self._buffers[id(tensor)] = kept([tensor])
+        if self._after is not None and not tensor.requires_grad and self._run.is_of_model(tensor):
+            self._after.keep(tensor)
         return tensor
 
     def here(self, tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ object of any class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
-from ._buffers import kept, restore
+from ._buffers import copies_of, give_back, kept, outside, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
@@ -79,7 +79,9 @@ class Replay:
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = kept(buffers_outside(model, blocks))
+        around = outside(model, blocks) if model.training else []
+        self._buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
+        self._held = copies_of(module._buffers for module in around)
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
@@ -140,6 +142,7 @@ class Replay:
         if source := self._draws.elsewhere():
             raise self._random(source)
         with self._between.off():
+            give_back(self._held)
             restore(self._buffers)
 
     @property
@@ -296,14 +299,6 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     return RuntimeError(
         f"{type(model).__name__} called {calls} blocks for the full mini-batch, but {known} for a micro-batch; {_SAME}"
     )
-
-
-def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the buffers of modules outside blocks. In training, the forwards of these modules may change them."""
-    inside = {module for block in blocks for module in block.modules()}
-    for module in model.modules() if model.training else ():
-        if module not in inside:
-            yield from module.buffers(recurse=False)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation
+from ._buffers import Held, outside
 from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
@@ -89,6 +90,12 @@ class ModelRun(StageRuns):
         self._own = {stage.index: stage for stage in divided.stages}
         self._blocks: dict[nn.Module, Block] = {}
         self._carriers: dict[tuple[int, int], tuple[Copy | None, Copy | None]] = {}
+
+    @cached_property
+    def outside(self) -> list[Held]:
+        """The buffers of modules outside of blocks."""
+        found = outside(self.model, self._divided.division.blocks.values())
+        return [module._buffers for module in found if module._buffers]
 
     @property
     def of(self) -> Callable[..., StageRun]:
