@@ -84,3 +84,25 @@ def expect_same(pipe: GPipe, model: nn.Module, steps: bool, x: Tensor, **flags: 
     else:
         found = pipe(x, **flags)
     torch.testing.assert_close(found, expected, check_stride=False)
+
+
+class Gated(nn.Module):
+    """Calls its blocks only if it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.is_open = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if self.is_open else ():
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def test_blocks_may_be_called_after_a_mini_batch_without() -> None:
+    model, x = Gated(), torch.randn(ROWS, WIDTH)
+    with closing(GPipe(model, devices=["cpu"] * 2, chunks=3)) as pipe:
+        for is_open in (False, True, False, True):
+            model.is_open = is_open
+            torch.testing.assert_close(pipe(x), model(x))

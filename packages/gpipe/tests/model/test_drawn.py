@@ -101,8 +101,18 @@ def test_a_loss_may_depend_on_no_draws_where_another_field_does() -> None:
     pipe.close()
 
 
-def test_statistics_before_blocks_count_once_for_each_microbatch() -> None:
-    model = Model(nn.BatchNorm1d(WIDTH), plain)
+class Anew(nn.BatchNorm1d):
+    """Has its statistics in other tensors each time."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self.running_mean = self.running_mean + 0.1 * (input.detach().mean(0) - self.running_mean)
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, Anew])
+def test_statistics_before_blocks_count_once_for_each_microbatch(kind: type[nn.Module]) -> None:
+    model = Model(kind(WIDTH), plain)
     single = deepcopy(model)
     pipe = piped(model)
     for steps in range(1, 4):

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import Arguments, GPipe
+from gpipe.model import _pipeline
 
 from ..layers import MODES, assert_same, counted, each_way, on_backward, rows, within
 from ..schedules import suited
@@ -211,6 +212,40 @@ def test_the_model_may_not_hold_on_to_a_forward_that_has_ended() -> None:
     pipe.close()
 
 
+class Forgiving(Residuals):
+    """Goes on after anything that ends it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            try:
+                x = x + layer(x).tanh()
+            except BaseException:
+                x = x * 100
+        self.end(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@each_how
+def test_a_model_that_catches_everything_is_ended_all_the_same(how: str, fails: bool) -> None:
+    model, x = Forgiving(*residuals().layers), rows(6)
+
+    def end(x: Tensor) -> None:
+        if fails and x.abs().max() > 50:
+            raise PlannedError
+
+    model.end = end
+    with closing(two_stages(model)) as pipe:
+        plain = plain_of(pipe)
+        plain(x).square().sum().backward()
+        for _ in range(3):
+            model.zero_grad()
+            done(pipe, x, how)
+    if how != "evaluate":
+        assert_same(model, plain)
+
+
 def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
 
     model, once = residuals(), [1]
@@ -231,6 +266,20 @@ def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
         plain.zero_grad()
         plain(rows(6)).square().sum().backward()
         assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize("how", ["call", "whole"])
+def test_of_arguments_that_change_in_each_step_not_all_kinds_are_kept(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pipeline, "_MOST", 4)
+    model = residuals()
+    model.forward = lambda x, scale: Residuals.forward(model, x) * scale
+    with closing(two_stages(model)) as pipe:
+        for k in range(20):
+            x = Arguments((rows(6), float(k)), {})
+            done(pipe, x, how) if how == "whole" else pipe(*x.args)
+            assert len(pipe._pipeline._known) <= 4
 
 
 @each_how

@@ -302,7 +302,26 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-@pytest.mark.parametrize(("loss", "head"), [(Remembers, None), (lambda: tokens, Counting)])
+class RemembersAnew(Remembers):
+    """In another tensor each time."""
+
+    def forward(self, *args: Any) -> Tensor:
+        loss = tokens(*args)
+        if self.training:
+            self.mean = self.mean.lerp(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+class CountingAnew(Counting):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self.calls = self.calls + self.training
+        return nn.Linear.forward(self, input)
+
+
+CHANGES = [(Remembers, None), (lambda: tokens, Counting), (RemembersAnew, None), (lambda: tokens, CountingAnew)]
+
+
+@pytest.mark.parametrize(("loss", "head"), CHANGES)
 def test_buffers_of_what_follows_the_blocks_change_as_in_the_model(loss: Callable[[], Loss], head: Any) -> None:
     """Also in the first mini-batch, where each micro-batch computes it too."""
     plain = Model(loss())

@@ -73,6 +73,35 @@ def test_the_order_is_that_of_the_calls_and_nothing_changes(told: Told) -> None:
     assert found.blocks == [*dict.fromkeys(seen)]
 
 
+class Lazy(Backwards):
+    """Keeps values of its parameters in attributes and in a block, and a mean of its embedding in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + self.embed(x).detach().mean(0)
+        if self.kept is None:
+            self.kept = self.table = self.first[0].table = self.scale.detach().exp()
+        return super().forward(x) * self.kept
+
+
+def test_what_the_forward_keeps_without_data_is_not_kept() -> None:
+    model, x = Lazy(), torch.arange(4)
+    before = {name: {**vars(module)} for name, module in model.named_modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    order_of(model, divide(model, 1).blocks, Inputs.of(x))
+    for name, module in model.named_modules():
+        after = {key: value for key, value in vars(module).items() if key in before[name] or value is not None}
+        assert after.keys() == before[name].keys()
+        assert all(value is before[name][key] for key, value in after.items())
+    torch.testing.assert_close(dict(model.named_buffers()), buffers)
+    pipe = GPipe(model, devices=["cpu"] * 2, sample=x)
+    assert pipe(x).isfinite().all()
+
+
 def test_a_forward_that_needs_values_of_its_blocks_keeps_the_order_of_registration(caplog: Any) -> None:
     class Reading(Backwards):
         def forward(self, x: Tensor) -> Tensor:

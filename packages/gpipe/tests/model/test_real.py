@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe import GPipe
 from microbatch import Split
 
-from ..layers import Layer, gradients
+from ..layers import MODES, Layer, gradients
 from .trunks import ROWS, WIDTH, Mix, Model, batch, models, pair
 
 
@@ -224,6 +224,27 @@ def test_a_checkpoint_of_the_model_s_own_is_of_a_block_alone_or_refused(mode: st
         pytest.raises(RuntimeError, match=r"leave checkpointing to GPipe\(checkpoint=\.\.\.\)"),
     ):
         pipe.step(x, **given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["save_on_cpu", "own hooks"])
+def test_what_the_model_saves_elsewhere_is_as_in_the_model(how: str, mode: str) -> None:
+    graph = torch.autograd.graph
+    hooks = {"save_on_cpu": graph.save_on_cpu, "own hooks": lambda: graph.saved_tensors_hooks(torch.clone, torch.clone)}
+
+    def forward(model: Told, x: Tensor) -> Tensor:
+        y = model.embed(x)
+        with hooks[how]():
+            for block in model.body.blocks:
+                y = y + block(y, None)[0].tanh()
+        return model.head(y)
+
+    model, x = Told(forward).double(), batch()["x"]
+    plain = copy.deepcopy(model)
+    with closing(GPipe(model, devices=["cpu"] * 2, chunks=2, checkpoint=mode)) as pipe:
+        pipe(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def test_a_hook_that_is_set_later_is_seen_by_every_part_that_uses_the_module():

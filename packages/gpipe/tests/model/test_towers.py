@@ -76,23 +76,30 @@ def test_a_loss_that_only_blocks_bring_to_pictures_is_that_of_the_plain_model(
         assert_same_gradients(pipe, plain)
 
 
-@given(numbers, st.integers(1, 4))
-def test_the_output_is_joined_where_inputs_have_as_many(numbers: list[int], chunks: int) -> None:
-    pipe, plain = new(chunks, padded=False)
-    inputs = batch(numbers, padded=False)
+@given(numbers, st.integers(1, 4), st.booleans())
+def test_the_output_is_joined_where_entries_are_in_order(numbers: list[int], chunks: int, padded: bool) -> None:
+    pipe, plain = new(chunks, padded=padded)
+    inputs = batch(numbers, padded=padded)
     with closing(pipe):
         for name, expected in plain(**inputs).items():
             torch.testing.assert_close(pipe(**inputs)[name], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_output_in_an_order_that_is_not_known_is_refused_unless_it_is_not_picked() -> None:
-    inputs = batch([1, 2, 0, 3, 1, 1], padded=True)
-    pipe, plain = new(3, padded=True)
-    with closing(pipe), pytest.raises(RuntimeError, match=r"block 'tower\.2' .* select by pick="):
-        pipe(**inputs)
-    pipe, plain = new(3, padded=True, pick="hidden")
-    with closing(pipe):
-        torch.testing.assert_close(pipe(**inputs), plain(**inputs)["hidden"])
+class Backwards(Seeing):
+    """Gets its pictures in the other order, which is another one for all texts than for those of micro-batches."""
+
+    def forward(self, texts: Tensor, numbers: Tensor, pictures: Tensor) -> dict[str, Tensor]:
+        return super().forward(texts, numbers, pictures[pictures.any(2)].flip(0))
+
+
+def test_an_output_in_another_order_is_refused_unless_it_is_not_picked() -> None:
+    inputs, plain = batch([1, 2, 1, 2, 1, 2], padded=True), Backwards()
+    for pick in (None, "seen"):
+        pipe = GPipe(plain, devices=["cpu"] * 3, chunks=3, pick=pick)
+        with closing(pipe), pytest.raises(RuntimeError, match="in another order"):
+            pipe(**inputs)
+    with closing(GPipe(plain, devices=["cpu"] * 3, chunks=1)) as pipe:
+        torch.testing.assert_close(pipe(**inputs)["seen"], plain(**inputs)["seen"])
 
 
 class Routing(Seeing):

@@ -345,3 +345,32 @@ def test_making_a_pipe_leaves_no_trace_in_the_model(told: Callable[..., Tensor])
     model = made(told)
     with unchanged(model):
         piped(model).close()
+
+
+class Halved(nn.Module):
+    """Calls its blocks with halves of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.func.functional_call(block, {"weight": block.weight * 0.5}, (x,)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_blocks_that_hold_other_tensors_for_a_call_are_those_of_the_model_or_refused(trains: bool) -> None:
+    model, x = Halved(), torch.randn(12, 4)
+    before, expected = [*model.parameters()], model(x).square().sum()
+    for stages in (1, 3):
+        with closing(GPipe(model, devices=["cpu"] * stages, chunks=6, checkpoint="never")) as pipe:
+            method = pipe.step if trains else pipe.evaluate
+            if stages == 1:
+                loss = method(x, loss_fn=lambda output: output.square().sum(), reduction="sum")
+                torch.testing.assert_close(loss, expected.detach())
+                continue
+            with pytest.raises(RuntimeError, match=r"block 'blocks\.\d' is called with other tensors in place"):
+                method(x, loss_fn=lambda output: output.square().sum(), reduction="sum")
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))

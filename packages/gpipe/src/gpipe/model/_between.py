@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import pop_function_mode, push_function_mode, saved_tensors_hooks, top_function_mode, with_lost_weight
+from ..module._transforms import not_compiled
 
 
 class Looks(Protocol):
@@ -45,6 +46,7 @@ class Between(TorchFunctionMode):
         self._outside = saved_tensors_hooks()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
+    @not_compiled
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -67,7 +69,8 @@ class Between(TorchFunctionMode):
         That computes both again in the backward, where blocks save other tensors than in the forward.
         """
         hooks: Any = saved_tensors_hooks()
-        if hooks is None or hooks == self._outside or not torch.is_grad_enabled():
+        is_checkpoint = hooks is not None and hooks != self._outside and hooks[0].__module__ == _CHECKPOINT
+        if not is_checkpoint or not torch.is_grad_enabled():
             return
         if hooks[0] is not self._region:
             self._region, self._has = hooks[0], set()
@@ -105,6 +108,9 @@ def _kind(function: Callable[..., Any]) -> bool | None:
         return None if name in _VALUES else name == "shape"
     return None
 
+
+_CHECKPOINT = "torch.utils.checkpoint"
+"""The module whose hooks compute saved tensors again, unlike those that move or compress them."""
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}
 """Functions that read shapes."""

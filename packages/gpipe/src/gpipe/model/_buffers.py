@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint._state import is_small
 
@@ -38,3 +40,72 @@ def restore(buffers: Iterable[Kept]) -> None:
             # Batch norm updates its statistics without a new version, so this must not create one either: the backward
             # would raise.
             buffer.data.copy_(before)
+
+
+Held = dict[str, Any]
+"""The buffers, or the attributes, of a module, by name."""
+
+
+def outside(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside ``blocks``."""
+    inside = {module for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def copies_of(held: Iterable[Held]) -> list[tuple[Held, Held]]:
+    return [(each, dict(each)) for each in held]
+
+
+def give_back(copies: Iterable[tuple[Held, Held]]) -> None:
+    """Give modules the objects that they held when ``copies`` were made, in place of others, and take away new ones."""
+    for held, before in copies:
+        for name in held.keys() - before.keys():
+            del held[name]
+        held.update(before)
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give ``modules`` the attributes and buffers back that they have now."""
+    copies = copies_of(held for module in modules for held in (vars(module), module._buffers))
+    try:
+        yield
+    finally:
+        give_back(copies)
+
+
+class AfterBlocks:
+    """The buffers that a forward changes after its last block, which a replay will change again.
+
+    Args:
+        held: the buffers of modules outside of blocks.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew: a block has been called, which may be the last one."""
+        self._kept: dict[int, list[Kept]] = {}
+        self._made: dict[int, ref[Tensor]] = {}
+        self._before = copies_of(self._held)
+
+    def keep(self, buffer: Tensor) -> None:
+        """Keep the values of ``buffer``, which an operation may change."""
+        if id(buffer) not in self._kept:
+            self._kept[id(buffer)] = kept([buffer])
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Note that an operation has made ``tensor``, which may take the place of a buffer."""
+        self._made[id(tensor)] = ref(tensor)
+        return tensor
+
+    def restore(self) -> None:
+        for buffers in self._kept.values():
+            restore(buffers)
+        for held, before in self._before:
+            for name, buffer in before.items():
+                found = self._made.get(id(held.get(name)))
+                if found is not None and found() is held[name]:
+                    held[name] = buffer

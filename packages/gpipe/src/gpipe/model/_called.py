@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..module._transforms import not_compiled
+
 
 class Answering(Protocol):
     """Handles calls of blocks on the thread of a forward."""
@@ -61,6 +63,7 @@ def answered(blocks: Mapping[str, nn.Module], stages: Mapping[nn.Module, int]) -
             vars(module)["_compiled_call_impl"] = own
 
 
+@not_compiled  # the caller may be compiled: a method around blocks, or a module
 def _call(stage: int, module: nn.Module, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     by = _thread.by
     if by is None:

@@ -21,6 +21,7 @@ from ..values._leaves import AsNonleaf, version
 from ._collected import collector
 from ._generators import generators_restored
 from ._tree import changed
+from ._written import Written
 
 
 class Argument(NamedTuple):
@@ -181,7 +182,10 @@ def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, 
     try:
         with _with_state(module, make), undrawn():
             args, kwargs = unflatten(given, tree)
+            written = Written((args, kwargs), (args, kwargs))
             output = function(*args, **kwargs)
+            if written.is_any:
+                raise RuntimeError("it changes a list or dict that the model passes to it")
         collected = {kind: collector()[kind][size:] for kind, size in sizes.items()}
     finally:
         for kind, size in sizes.items():

@@ -61,6 +61,10 @@ class Facts(NamedTuple):
     changed: frozenset[Place]
     changes_inputs: bool
 
+    def begins_with(self, answers: Sequence[Answer]) -> bool:
+        """Return whether the last of ``answers`` is like the one of the same call here."""
+        return len(answers) <= len(self.answers) and self.answers[len(answers) - 1].is_like(answers[-1])
+
 
 def joined_facts(found: Sequence[Facts], model: str) -> Facts:
     """Return the combined facts from the forwards of one run.

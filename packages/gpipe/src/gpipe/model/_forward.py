@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from threading import Semaphore
 from typing import Any, Protocol
 
@@ -20,14 +21,16 @@ from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..engine._spec import RunSpec
 from ..values._leaves import Activation, Arguments, as_arguments, tensors_of, version
 from ._between import Between
-from ._buffers import Kept, kept, restore
+from ._buffers import AfterBlocks, Held
 from ._called import answered_by
 from ._collected import collector
 from ._facts import Facts, Place
 from ._generators import Numbers
+from ._grad import differentiated, through_blocks
 from ._hooks import Hooks
 from ._left import Left
 from ._pick import Pick
+from ._row_order import Entries
 from ._tensors import Moves, Tensors, Turn
 from ._tree import changed, is_plain
 from ._used import Uses
@@ -48,6 +51,7 @@ class AnyRun(Moves, Protocol):
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
         numbers: the random numbers of Python and NumPy.
+        outside: the buffers of modules outside of blocks.
     """
 
     model: nn.Module
@@ -60,6 +64,9 @@ class AnyRun(Moves, Protocol):
     start: Callable[[Callable[[], None]], Any]
     left: Left
     numbers: Numbers
+
+    @property
+    def outside(self) -> Sequence[Held]: ...
 
     def is_own(self, stage: int) -> bool:
         """Return whether ``stage`` is in this process."""
@@ -101,6 +108,7 @@ class Forward:
     Attributes:
         uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
         used: the outputs of blocks that the model itself uses, on the last stage; known at the end.
+        orders: in which order the rows of arguments of blocks were; known at the end.
     """
 
     def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
@@ -108,10 +116,11 @@ class Forward:
         self.microbatch = microbatch
         self._tensors = run.tensors(microbatch)
         self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
-        # Buffers used after the last block so far: a replay will compute again what follows it.
-        self._buffers: dict[int, list[Kept]] | None = {} if run.replays and known is None else None
+        # Of a complete forward, a replay will compute again what follows the last block.
+        self._after = AfterBlocks(run.outside) if run.replays and known is None and run.model.training else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
+        self.orders: dict[Entries, Tensor] = {}
         self._calls = 0
         self._until = 0  # the stage whose turn it is
         self._sizes = *map(_size, inputs.tensors), run.model.training
@@ -120,6 +129,7 @@ class Forward:
         self._hooks = Hooks(run.model, run.blocks)
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
+        self._is_done = False  # nothing that the model does from here on matters
         self._error: BaseException | None = None
         self._work = current.work
         self._modes: list[Any] = []
@@ -157,14 +167,14 @@ class Forward:
                 del error  # avoids a reference cycle: its traceback refers to this frame
         return self._tensors.turns[stage]
 
-    def take(self) -> tuple[Any, dict[Place, Tensor]]:
-        """Return the output, or None if the forward ended early, and the used outputs of blocks on the last stage.
+    def take(self) -> tuple[Any, dict[Place | Entries, Tensor]]:
+        """Return the output, or None if the forward ended early, and what a replay needs, on the last stage.
 
         The thread may keep this object alive a moment longer, but no graph.
         """
-        found = self._output, self.used
+        output, found = self._output, dict[Place | Entries, Tensor]([*self.used.items(), *self.orders.items()])
         self._forget()
-        return found
+        return output, found
 
     def abandon(self) -> None:
         """End the forward where it has stopped. Afterwards, nothing refers to its thread."""
@@ -178,7 +188,7 @@ class Forward:
         self._forget()
 
     def _forget(self) -> None:
-        self._output, self.used = None, {}
+        self._output, self.used, self.orders = None, {}, {}
         self.uses = None  # it refers to the tensors
         self._tensors.clear()
 
@@ -197,7 +207,8 @@ class Forward:
         except Ended:
             pass
         except BaseException as error:
-            self._error = error
+            if not self._is_done:
+                self._error = error
         finally:
             set_intercepting(False)
             current.work = Work({})
@@ -217,13 +228,14 @@ class Forward:
                 self._begin_piece()
                 output = self._run.pick(self._run.model(*arguments.args, **arguments.kwargs))
                 self._hooks.expect_kept()
+                self._expect_more()
                 self._leave_piece()
                 with self._between.off():
                     self._enter(self._run.count - 1)
                     self._output = changed(output, self.here)
                     self._collect()
-                    for buffers in (self._buffers or {}).values():
-                        restore(buffers)
+                    if self._after is not None:
+                        self._after.restore()
         finally:
             self._leave_piece()
             self._turn.close()
@@ -269,13 +281,14 @@ class Forward:
     def _collect(self) -> None:
         """Move the used outputs of blocks to the last stage, which returns them to the caller."""
         if self.uses is not None:
-            self.used = self.uses.collected()
+            self.used, self.orders = self.uses.collected(), self.uses.orders
         self._tensors.finish()
 
     # Blocks.
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a block through ``function``, in the turn of its stage."""
+        self._expect_more()
         is_block = module not in self._run.others
         if not is_block and stage < self._tensors.stage:
             return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
@@ -283,22 +296,22 @@ class Forward:
         self._leave_piece()
         number = self._calls
         self._calls += is_block
-        if self._buffers:
-            self._buffers.clear()
         function = self._drawing(module, function, 2 * number + 1)
         before = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
         with self._between.off():
+            if stage > self._tensors.stage:
+                _expect_parameters(name, module)
             self._enter(stage, (args, kwargs))
             self._hooks.look(name, module)
             look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
             given = () if self.uses is None else tensors_of((args, kwargs))
-            if stage == self._tensors.stage:
-                arguments = self._tensors.arguments(args, kwargs)
-                written = Written((args, [*kwargs.values()]), (arguments[0], [*arguments[1].values()]))
-                output = self._called(name, module, function, *arguments, given)
-                written.end(lambda tensor: tensor if self.uses is None else self.uses.writes(name, tensor))
+            is_here = stage == self._tensors.stage
+            own = self._tensors.arguments(args, kwargs) if is_here else (args, kwargs)
+            written = Written((args, [*kwargs.values()]), (own[0], [*own[1].values()]))
+            if is_here:
+                output = self._called(name, module, function, *own, given)
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._tensors.expect_present(name, stage)
@@ -307,6 +320,7 @@ class Forward:
                 output = function(*args, **kwargs)
         if is_block:
             current.work.rng.at = 2 * number + 2
+        self._end_writing(name, written)
         with self._between.off():
             look(output)
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
@@ -317,9 +331,24 @@ class Forward:
             with self._between.off():
                 self._enter(self._run.count - 1)
                 self._collect()
+            self._is_done = True
             raise Ended
+        if self._after is not None:
+            self._after.begin()
         self._begin_piece()
         return output
+
+    def _expect_more(self) -> None:
+        """End the forward again if the model has caught the exception that ended it, and continued."""
+        if self._is_done:
+            raise Ended
+
+    def _end_writing(self, name: str, written: Written) -> None:
+        """Let the model's own lists and dicts have what the block has written into those that it was called with."""
+        if self.uses is None:
+            written.end(lambda tensor: tensor)
+        elif not written.end(partial(self.uses.writes, name)):
+            raise RuntimeError(_WRITES.format(name))
 
     def _begin_piece(self) -> None:
         """Begin what stands between two calls of blocks, which may draw from generators of Python and NumPy."""
@@ -350,6 +379,8 @@ class Forward:
     ) -> Any:
         """Call a block of this stage, and note which of the ``given`` tensors of the model it modifies in place."""
         own = tensors_of((args, kwargs)) if given else ()
+        if self.uses is not None:
+            self.uses.called_with(own)
         before = [*map(version, own)]
         with answered_by(None):
             if self._run.is_own(self._tensors.stage):
@@ -399,15 +430,17 @@ class Forward:
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations with the tensors of this stage."""
-        if self._buffers is not None and self._run.model.training:
+        if self._after is not None:
             changed((args, kwargs), self._keep)
-        return self._tensors.compute(function, args, kwargs, self.here)
+        if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
+            raise through_blocks(type(self._run.model).__name__)
+        output = self._tensors.compute(function, args, kwargs, self.here)
+        return output if self._after is None else changed(output, self._after.made)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
-        assert self._buffers is not None
-        if not tensor.requires_grad and id(tensor) not in self._buffers and self._run.is_of_model(tensor):
-            self._buffers[id(tensor)] = kept([tensor])
+        if self._after is not None and not tensor.requires_grad and self._run.is_of_model(tensor):
+            self._after.keep(tensor)
         return tensor
 
     def here(self, tensor: Tensor) -> Tensor:
@@ -422,6 +455,16 @@ class Forward:
         self._run.left.expect_not(tensor, self._run.model, self.microbatch)
 
 
+def _expect_parameters(name: str, module: nn.Module) -> None:
+    """Raise RuntimeError if a block, which a later stage will compute, holds other tensors in place of parameters."""
+    if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
+        raise RuntimeError(
+            f"block {name!r} is called with other tensors in place of its parameters, as by "
+            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself "
+            "compute with them, for example by a parametrization"
+        )
+
+
 def _no_settings() -> Generator[None]:
     return
     yield
@@ -433,3 +476,10 @@ def _nothing() -> Sequence[str]:
 
 def _size(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
+
+
+_WRITES = (
+    "block {!r} changes a list or dict that the model passes to it; the output of the full mini-batch, computed "
+    "without calling blocks again, would miss the change; let the block return what it adds, or give out_spec= or a "
+    "loss_fn that returns gpipe.LossSum(total, count)"
+)

@@ -17,12 +17,11 @@ from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
 from ._between import Between
 from ._blocks import Order
-from ._buffers import kept, restore
+from ._buffers import attributes_kept, kept, outside, restore
 from ._cache import without_cache
 from ._called import answered, answered_by
 from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors
-from ._replay import buffers_outside
 from ._tree import changed
 
 
@@ -41,12 +40,13 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) 
 
 @contextmanager
 def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    buffers = kept(buffers_outside(model, blocks.values()))
+    around = outside(model, blocks.values()) if model.training else []
+    buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
     before = is_intercepting()
     interception.prepare()
     set_intercepting(True)
     try:
-        with undrawn():
+        with undrawn(), attributes_kept(model.modules()):
             yield
     finally:
         set_intercepting(before)

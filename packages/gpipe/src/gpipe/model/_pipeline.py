@@ -90,6 +90,8 @@ class ModelPipeline(Pipeline):
     def shown(self) -> Facts:
         """Return the facts from the forwards of the last run, and keep them for later forwards of the same kind."""
         if self._run is not None:
+            if len(self._known) >= _MOST:  # inputs have ever other constants
+                self._known.clear()
             self._facts = self._known[self._run.kind] = self._run.facts
             self._run = None  # it holds the caller's arguments for the loss
         assert self._facts is not None
@@ -98,3 +100,7 @@ class ModelPipeline(Pipeline):
     def forget(self) -> None:
         """Make the next forwards complete, after a replay of the full mini-batch has failed."""
         self._known.clear()
+
+
+_MOST = 1 << 8
+"""The number of kinds of forwards whose facts are kept."""

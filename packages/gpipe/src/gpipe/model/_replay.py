@@ -7,7 +7,7 @@ object of any class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,22 @@ from torch import Tensor, nn
 from microbatch import unflatten
 from streams import current_stream, wait_stream
 
+from .._torch import next_sequence_number
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
 from ._between import Between
-from ._buffers import kept, restore
+from ._buffers import copies_of, give_back, kept, outside, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import Elsewhere, computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
-from ._rows import Argument, dim_between, dim_by, joined, size_of_whole
+from ._grad import differentiated, through_blocks
+from ._row_order import Entries, are_in_order, dims_of, numbers_of
+from ._rows import Argument, dim_between, dim_by, joined, order_of, size_of_whole
 from ._tree import changed
 
 
@@ -49,7 +52,8 @@ class Replay:
         blocks: its blocks.
         others: modules whose calls are handled like those of blocks, although they are none.
         facts: the facts from the forwards of micro-batches, without tensors.
-        used: the outputs of blocks that the model itself uses, by place; one mapping per micro-batch.
+        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and the order in
+            which the rows of arguments were, by their entries.
         counts: the number of rows of each micro-batch, and those of other inputs: texts and pictures, for example.
         elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
@@ -72,16 +76,20 @@ class Replay:
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
-        self._used: dict[Place, list[Tensor | None]] = {}
+        self._used: dict[Place | Entries, list[Tensor | None]] = {}
         for name in {name: None for each in used for name in each}:
-            call, leaf = map(int, name.split())
-            self._used[Place(call, leaf)] = [each.get(name) for each in used]
+            numbers = [*map(int, name.split())]
+            key = Place(*numbers) if len(numbers) == len(Place._fields) else Entries(*numbers)
+            self._used[key] = [each.get(name) for each in used]
         self._calls = self._stage = 0
+        self._number = 0  # of the next node of the graph, after the last call
         self._moves = len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
-        self._buffers = kept(buffers_outside(model, blocks))
+        around = outside(model, blocks) if model.training else []
+        self._buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
+        self._held = copies_of(module._buffers for module in around)
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
@@ -122,8 +130,8 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            given = zip(answer.arguments, tensors_of((args, kwargs)), strict=False)
-            arguments = [self._argument(size, tensor) for size, tensor in given]
+            given = enumerate(zip(answer.arguments, tensors_of((args, kwargs)), strict=False))
+            arguments = [self._argument(k, size, tensor) for k, (size, tensor) in given]
             of_call = partial(self._sizes, name, module, function, args, kwargs)
             leaves = [
                 self._filled_at(Place(self._calls, k), leaf, arguments, of_call)
@@ -135,6 +143,7 @@ class Replay:
             for kind, values in collected.items():
                 collector()[kind].extend(values)
         self._calls += 1
+        self._number = next_sequence_number()
         if self._calls == len(self._answers):
             self._end_blocks()
         return output
@@ -144,6 +153,7 @@ class Replay:
         if source := self._draws.elsewhere():
             raise self._random(source)
         with self._between.off():
+            give_back(self._held)
             restore(self._buffers)
 
     @property
@@ -154,6 +164,8 @@ class Replay:
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations on the device of the current stage."""
         count, tensors = self._draws.count, list[Tensor]()
+        if any(map(self._is_before_blocks, differentiated(function, args, kwargs))):
+            raise through_blocks(type(self._model).__name__)
 
         def looked(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
@@ -168,6 +180,12 @@ class Replay:
             changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
 
+    def _is_before_blocks(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which is no parameter, was there before the last call of a block."""
+        if tensor.grad_fn is None:
+            return bool(self._calls) and not isinstance(tensor, nn.Parameter)
+        return tensor.grad_fn._sequence_nr() < self._number
+
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation with parameters of another process, whose result only blocks may use."""
         try:
@@ -181,11 +199,27 @@ class Replay:
     def _of_others(self) -> RuntimeError:
         return self._unjoined or depends_on_others(self._model)
 
-    def _argument(self, size: torch.Size, tensor: Tensor) -> Argument:
+    def _order_of(self, number: int, dim: int, tensor: Tensor) -> bool | None:
+        """Return whether an argument of this call has its entries in the order in which micro-batches have them."""
+        for each in [dim] if dim >= 0 else dims_of(tensor):  # the first micro-batch may have all entries
+            parts = self._used.pop(Entries(self._calls, number, each), None)
+            if parts is None or not dims_of(tensor) or tensor in self._draws:
+                continue
+            numbers = [part for part in parts if part is not None]
+            found = are_in_order(numbers, numbers_of(tensor, each), tensor.dtype)
+            if found is not None:
+                return found
+        return None
+
+    def _is_placeholder(self, tensor: Tensor) -> bool:
         found = self._placeholders.get(id(tensor))
-        if found is not None and found[0] is tensor:
-            return found[1]
-        return Argument(size, dim_between(size, tensor.shape))
+        return found is not None and found[0] is tensor
+
+    def _argument(self, number: int, size: torch.Size, tensor: Tensor) -> Argument:
+        if self._is_placeholder(tensor):
+            return self._placeholders[id(tensor)][1]
+        dim = dim_between(size, tensor.shape)
+        return Argument(size, dim, self._order_of(number, dim, tensor))
 
     def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument], of_call: Sizes) -> Tensor:
         """Return the tensor for the full mini-batch, or a placeholder if the model does not use it."""
@@ -195,7 +229,10 @@ class Replay:
             found = self._joined(self._used.pop(place), place, arguments, of_call)
         else:
             found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
-            self._placeholders[id(found)] = found, Argument(leaf.size, dim_by(arguments, leaf.size))
+            self._placeholders[id(found)] = (
+                found,
+                Argument(leaf.size, dim_by(arguments, leaf.size), order_of(arguments)),
+            )
         self._filled[place] = found
         return found
 
@@ -216,9 +253,11 @@ class Replay:
             return found
         size = size_of_whole([tensor.shape for tensor in tensors], arguments) or of_call().get(place.leaf)
         self._unjoined = RuntimeError(
-            f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._counts[0][0]} rows, "
-            "which the model uses itself, and it is not known where its rows are; select by pick= what does not depend "
-            "on it, or give out_spec=, or a loss_fn that returns gpipe.LossSum(total, count)"
+            f"{type(self._model).__name__} calls block {block!r} with the rows of the full mini-batch in another order "
+            f"than with those of micro-batches, as if it had sorted them, or joined two inputs; {_WITHOUT}"
+            if order_of(arguments) is False
+            else f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._counts[0][0]} rows, "
+            f"which the model uses itself, and it is not known where its rows are; {_WITHOUT}"
         )
         if size is None:
             raise self._unjoined
@@ -265,8 +304,7 @@ class Replay:
         )
 
     def read(self, tensor: Tensor) -> None:
-        found = self._placeholders.get(id(tensor))
-        if found is not None and found[0] is tensor:
+        if self._is_placeholder(tensor):
             raise RuntimeError(
                 f"{type(self._model).__name__} uses an output of a block for the full mini-batch that it did not use "
                 f"for a micro-batch; {_SAME}"
@@ -281,6 +319,10 @@ def depends_on_others(model: nn.Module) -> RuntimeError:
     )
 
 
+_WITHOUT = (
+    "select by pick= what does not depend on it, or give out_spec=, or a loss_fn that returns "
+    "gpipe.LossSum(total, count)"
+)
 _SAME = "its forward must call the same blocks, in the same order, whatever the rows are"
 
 
@@ -288,14 +330,6 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     return RuntimeError(
         f"{type(model).__name__} called {calls} blocks for the full mini-batch, but {known} for a micro-batch; {_SAME}"
     )
-
-
-def buffers_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the buffers of modules outside blocks. In training, the forwards of these modules may change them."""
-    inside = {module for block in blocks for module in block.modules()}
-    for module in model.modules() if model.training else ():
-        if module not in inside:
-            yield from module.buffers(recurse=False)
 
 
 def ordered(output: Any, devices: Collection[torch.device]) -> Any:

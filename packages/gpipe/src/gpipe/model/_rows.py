@@ -29,10 +29,19 @@ class Argument(NamedTuple):
     Attributes:
         size: its size for a micro-batch.
         dim: the dimension of its rows; NOWHERE if its size does not depend on the number of rows.
+        in_order: whether its entries for the full mini-batch are those for micro-batches, one after the other; None if
+            that is not known.
     """
 
     size: torch.Size
     dim: int
+    in_order: bool | None = None
+
+
+def order_of(arguments: Sequence[Argument]) -> bool | None:
+    """Return whether the outputs of a block with these ``arguments`` are in order; None if that is not known."""
+    known = {argument.in_order for argument in arguments} - {None}
+    return None if not known else False not in known
 
 
 def dim_between(size: torch.Size, whole: torch.Size) -> int:
@@ -44,14 +53,14 @@ def dim_between(size: torch.Size, whole: torch.Size) -> int:
 
 def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
     """Return the dimension of the rows in an output with this ``size``, of a block with these ``arguments``."""
-    same = {dim for own, dim in arguments if own == size} - {UNKNOWN, NOWHERE}
+    same = {dim for own, dim, _ in arguments if own == size} - {UNKNOWN, NOWHERE}
     if len(same) == 1:
         return same.pop()
-    found = _one([*{dim for _, dim in arguments} - {NOWHERE}])
+    found = _one([*{argument.dim for argument in arguments} - {NOWHERE}])
     if found < 0:
         return found
     # Rows may be divided further, as into tokens. Other numbers are those of something else, such as experts.
-    known = {count for own, dim in arguments if dim == found for count in accumulate(own[found:], mul)}
+    known = {count for own, dim, _ in arguments if dim == found for count in accumulate(own[found:], mul)}
     return found if found < len(size) and size[found] in known else UNKNOWN
 
 
@@ -61,7 +70,7 @@ def counts_of(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]]:
     wholes, *columns = tensors_of(inputs), *[tensors_of(batch.value) for batch in batches]
     if all(len(column) == len(wholes) for column in columns):  # no list is cut by its entries
         for whole, *parts in zip(wholes, *columns, strict=True):
-            dim = dim_between(parts[0].shape, whole.shape)
+            dim = max(dim_between(part.shape, whole.shape) for part in parts)  # the first may have all rows
             if dim >= 0:
                 found[tuple(part.shape[dim] for part in parts)] = None
     return [*found]
@@ -77,11 +86,13 @@ def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: 
         The tensor, or None if the dimension of its rows is not known.
     """
     sizes = [part.shape for part in parts]
-    dim = _dim_of(sizes, arguments)
+    dim, in_order = _dim_of(sizes, arguments), order_of(arguments)
     if dim == NOWHERE:
         return parts[0].clone()  # because it does not depend on rows
+    if dim == UNKNOWN or in_order is False:
+        return None
     # If a part has more or fewer entries than its rows imply, their order may be different, as in outputs of experts.
-    is_known = dim != UNKNOWN and any(_are_multiples([size[dim] for size in sizes], rows) for rows in counts)
+    is_known = in_order or any(_are_multiples([size[dim] for size in sizes], rows) for rows in counts)
     return torch.cat([*parts], dim) if is_known else None
 
 

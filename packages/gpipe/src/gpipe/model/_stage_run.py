@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation
+from ._buffers import Held, outside
 from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
@@ -91,6 +92,12 @@ class ModelRun(StageRuns):
         self._own = {stage.index: stage for stage in divided.stages}
         self._blocks: dict[nn.Module, Block] = {}
         self._carriers: dict[tuple[int, int], tuple[Copy | None, Copy | None]] = {}
+
+    @cached_property
+    def outside(self) -> list[Held]:
+        """The buffers of modules outside of blocks."""
+        found = outside(self.model, self._divided.division.blocks.values())
+        return [module._buffers for module in found if module._buffers]
 
     @property
     def of(self) -> Callable[..., StageRun]:
@@ -280,7 +287,7 @@ class ModelStageRun(StageRun):
     def _taken(self, forward: Forward) -> Activation:
         """Return the output of the model, and the outputs of blocks that a replay uses, from a complete forward."""
         output, found = forward.take()
-        used = {f"{call} {leaf}": tensor for (call, leaf), tensor in sorted(found.items())}
+        used = {" ".join(map(str, key)): found[key] for key in sorted(found)}
         return Activation((output, used) if self._run.replays else output)
 
     def recompute(self, i: int) -> None:

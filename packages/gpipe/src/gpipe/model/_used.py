@@ -17,6 +17,7 @@ from microbatch import flatten
 
 from ..values._leaves import version
 from ._facts import Answer, Facts, Place, Shape
+from ._row_order import Entries, dims_of, numbers_of
 from ._tensors import Tensors
 
 
@@ -44,12 +45,15 @@ class Uses:
         answers: the outputs of blocks, without their tensors.
         changed: the used tensors that the model has modified in place.
         changes_inputs: whether the model has modified its inputs in place.
+        orders: the numbers of the entries of arguments of blocks, by which their order is known.
     """
 
     def __init__(self, model: str, known: Facts | None, tensors: Tensors) -> None:
         self.answers: list[Answer] = []
         self.changed: set[Place] = set()
         self.changes_inputs = False
+        self.orders: dict[Entries, Tensor] = {}
+        self._sizes: set[tuple[torch.Size, ...]] = set()
         self._model, self._known, self._tensors = model, known, tensors
         self._returned: dict[int, _Returned] = {}
         self._uses: dict[Place, _Use] = {}
@@ -66,6 +70,19 @@ class Uses:
         self._inputs = [(each, version(each)) for each in found]
         return found
 
+    def called_with(self, tensors: Sequence[Tensor]) -> None:
+        """Note in which order the rows of the arguments of the next call are.
+
+        Once a forward is known, this is done for arguments whose sizes no call before had, such as the first ones.
+        """
+        sizes = tuple([tensor.shape for tensor in tensors if dims_of(tensor)])
+        if self._known is not None and sizes in self._sizes:
+            return
+        self._sizes.add(sizes)
+        for k, tensor in enumerate(tensors):
+            for dim in dims_of(tensor):
+                self.orders[Entries(len(self.answers), k, dim)] = numbers_of(tensor, dim)
+
     def record(self, block: str, output: Any, collected: Any, arguments: Sequence[torch.Size]) -> None:
         """Record the output of ``block``, and the values that hooks inside it have collected."""
         leaves, tree = flatten((output, collected))
@@ -74,8 +91,7 @@ class Uses:
             for k, leaf in enumerate(leaves)
         ]
         self.answers.append(Answer(block, kinds, tree, arguments))
-        number = len(self.answers) - 1
-        if self._known is not None and not self._known.answers[number].is_like(self.answers[number]):
+        if self._known is not None and not self._known.begins_with(self.answers):
             self._known = None  # it differs from earlier forwards, so it runs to its end
 
     @property
@@ -155,6 +171,7 @@ class Uses:
                     "did not in the first mini-batch; let it work on a clone"
                 )
             found[place] = self._tensors.here(tensor if kept is None or not is_changed else kept)
+        self.orders = {entries: self._tensors.here(numbers) for entries, numbers in self.orders.items()}
         self._returned.clear()
         self._uses.clear()
         self._inputs.clear()

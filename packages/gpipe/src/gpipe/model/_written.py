@@ -14,6 +14,7 @@ from ..values._leaves import tensors_of
 from ._tree import changed
 
 _Container = list[Any] | MutableMapping[Any, Any]
+_Entries = list[tuple[Any, Any]]
 
 
 class Written:
@@ -31,28 +32,47 @@ class Written:
             inside = dict(_entries(mine))
             self._own.update((id(value), inside[key]) for key, value in before if mine is not its)
 
-    def end(self, put: Callable[[Tensor], Tensor]) -> None:
-        """Write what the block has written into the model's own containers, each tensor as ``put`` returns it."""
-        for mine, its, before in self._places:
-            now = _entries(its)
-            if len(now) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True)):
-                continue
+    @property
+    def is_any(self) -> bool:
+        """Whether the block has written anything."""
+        return any(True for _ in self._changes())
+
+    def end(self, put: Callable[[Tensor], Tensor]) -> bool:
+        """Write what the block has written into the model's own containers, each tensor as ``put`` returns it.
+
+        Returns:
+            Whether the model can only see it in the tensors that are written: new or other values in a dict.
+        """
+        is_in_tensors = True
+        for mine, its, before, now in [*self._changes()]:
             known = {id(value) for _, value in before}
             found = [
                 (key, self._own.get(id(value), value) if id(value) in known else _put(value, put)) for key, value in now
             ]
+            fresh = [value for _, value in now if id(value) not in known]
+            is_dict = not isinstance(its, list) and {key for key, _ in before} <= {key for key, _ in now}
+            is_in_tensors = is_in_tensors and is_dict and all(map(tensors_of, fresh))
             if isinstance(mine, list):
                 mine[:] = [value for _, value in found]
             else:
                 mine.clear()
                 mine.update(found)
+        return is_in_tensors
+
+    def _changes(self) -> Iterator[tuple[_Container, _Container, _Entries, _Entries]]:
+        for mine, its, before in self._places:
+            now = _entries(its)
+            if len(now) != len(before) or any(
+                a[0] != b[0] or a[1] is not b[1] for a, b in zip(now, before, strict=True)
+            ):
+                yield mine, its, before, now
 
 
 def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
     return changed(value, put) if tensors_of(value) else value
 
 
-def _entries(container: _Container) -> list[tuple[Any, Any]]:
+def _entries(container: _Container) -> _Entries:
     return [*(enumerate(container) if isinstance(container, list) else container.items())]
 
 

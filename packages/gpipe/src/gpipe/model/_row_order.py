@@ -1,0 +1,67 @@
+"""Detect that blocks get the rows of the full mini-batch in another order than the rows of its micro-batches, joined.
+
+A model may sort its rows by length before its blocks, or join two inputs to one with twice as many rows::
+
+    micro-batches      cat([a0, b0]), cat([a1, b1])    joined: a0 b0 a1 b1
+    full mini-batch    cat([a0, a1, b0, b1])
+
+So each entry of an argument has a number that tells it from others. If the numbers for the full mini-batch are those of
+micro-batches in another order, so are the rows. Other numbers say nothing: batch norm, for example, computes something
+over the rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+DIMS: Final = 2
+"""The dimensions in which the rows may be, for which there are numbers."""
+
+SAMPLE: Final = 32
+"""The number of elements in each other dimension from which the number of an entry is made, or a little more."""
+
+
+class Entries(NamedTuple):
+    """The entries of an argument of a block: the index of the call, of the tensor, and the dimension."""
+
+    call: int
+    argument: int
+    dim: int
+
+
+def dims_of(tensor: Tensor) -> range:
+    """Return the dimensions of ``tensor`` for whose entries there are numbers."""
+    has_elements = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+    return range(min(tensor.dim(), DIMS) if has_elements else 0)
+
+
+@torch.no_grad()
+def numbers_of(tensor: Tensor, dim: int) -> Tensor:
+    """Return a number for each entry of ``tensor`` in dimension ``dim``, made of a sample of its elements."""
+    found = tensor.detach().movedim(dim, 0)
+    found = found[(slice(None), *[slice(None, None, max(1, size // SAMPLE)) for size in found.shape[1:]])]
+    entries = torch.view_as_real(found) if found.is_complex() else found
+    entries = entries.reshape(len(found), -1).to(torch.float64 if entries.dtype is torch.float64 else torch.float32)
+    # Not a plain sum, which is the same for all entries after a layer norm.
+    return entries @ torch.arange(entries.shape[1], device=entries.device).cos().to(entries.dtype)
+
+
+def are_in_order(parts: Sequence[Tensor], whole: Tensor, dtype: torch.dtype) -> bool | None:
+    """Return whether the numbers of micro-batches, ``parts``, are in the order of ``whole``; None if they are others.
+
+    Args:
+        dtype: the type of the tensor of which they are the numbers.
+    """
+    joined = torch.cat([part.to(whole.device) for part in parts])
+    if joined.shape != whole.shape or not whole.numel():
+        return None
+    spread = whole.max() - whole.min()
+    rounding = spread * (1e-4 if not dtype.is_floating_point or torch.finfo(dtype).bits > 16 else 2e-2)
+    off = (joined - whole).abs().max()
+    are_same = (joined.sort().values - whole.sort().values).abs().max() <= rounding
+    stays, moves = torch.stack([off <= rounding, are_same & (off > 10 * rounding)]).tolist()  # waits once
+    return True if stays else False if moves else None

@@ -1,0 +1,46 @@
+"""A gradient that a forward computes itself is that of the plain model, or is refused."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe import GPipe
+
+from ..layers import MODES, gradients, rows
+from .residuals import Residuals, plain_of, residuals
+from .test_forward import done
+
+
+class Force(Residuals):
+    """Returns the gradient of an energy with respect to its input, to the sum after a block, or to that after all."""
+
+    at: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x, self.embed(x)]
+        for layer in self.layers:
+            found.append(found[-1] + layer(found[-1]).tanh())
+        energy = self.head(sum(found, found[0])).square().sum() + self.head(found[-1] * 1).exp().sum()
+        gradient: Tensor = torch.autograd.grad(energy, found[self.at], create_graph=True)[0]
+        return gradient * 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["call", "whole", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("at", [0, 1, 3, -1])
+def test_it_is_that_of_the_plain_model_or_refused(at: int, stages: int, how: str, mode: str) -> None:
+    model = Force(*residuals().layers)
+    model.at = at
+    x = rows(6).requires_grad_()
+    with closing(GPipe(model, devices=["cpu"] * stages, chunks=3, checkpoint=mode)) as pipe:
+        plain = plain_of(pipe)
+        if at != -1 and (stages > 1 or how != "1f1b"):
+            with pytest.raises(RuntimeError, match=r"Force calls torch\.autograd\.grad"):
+                done(pipe, x, how)
+            return
+        done(pipe, x, how)
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
