@@ -15,6 +15,7 @@ from microbatch import map_tensors
 from . import labelled
 from .families import FAMILIES, transformers
 from .labelled import CASES, batch_of
+from .pipelined import pipelined
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 from safetensors.torch import load_file
@@ -92,8 +93,9 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
         trainer(name, pipe, tmp_path / "pipe", save_strategy="no", **options),
         trainer(name, plain, tmp_path / "plain", save_strategy="no", **options),
     )
-    for each in (found, expected):
-        each.train()
+    with pipelined(pipe, 2):
+        found.train()
+    expected.train()
     for key in ("loss", "eval_loss", "grad_norm"):
         assert len(logged(found, key)) > 1
         assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-3), key
@@ -105,9 +107,11 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
 @pytest.mark.parametrize("stages", [1, 3])
 def test_it_resumes_from_a_checkpoint_with_another_balance(stages: int, tmp_path: Path) -> None:
     finished = pipe_of(made("Llama"))
-    trainer("Llama", finished, tmp_path).train()
+    with pipelined(finished, 2):
+        trainer("Llama", finished, tmp_path).train()
     fresh = pipe_of(made("Llama"), stages)
-    trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pipelined(fresh, 2):
+        trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     torch.testing.assert_close(fresh.state_dict(), finished.state_dict(), rtol=1e-4, atol=1e-5)
 
 
@@ -139,9 +143,9 @@ def test_tied_weights(before: str, tmp_path: Path) -> None:
     first.train()
     resumed = tied()
     pipe = pipe_of(resumed, 3)
-    trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no").train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
-    )
+    again = trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no")
+    with pipelined(pipe, 2):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-5)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
@@ -158,10 +162,12 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     kind = WholeModel if name == "GPT-2" else Trainer
     options = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
     options |= {"max_steps": 2, "eval_steps": 1, "save_steps": 1}
-    found = trainer(name, pipe_of(model), tmp_path, kind=kind, **options)
+    pipe = pipe_of(model)
+    found = trainer(name, pipe, tmp_path, kind=kind, **options)
     found.whole = model  # type: ignore[attr-defined]
     found.compute_metrics = lambda _: {"age": found.state.global_step}  # so that the best is not the last
-    found.train()
+    with pipelined(pipe, 2):
+        found.train()
     losses = logged(found, "eval_loss")
     assert losses[0] != losses[1]
     saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
@@ -180,10 +186,9 @@ def test_two_names_for_one_tensor_are_refused_by_what_writes_files(tmp_path: Pat
 def test_mixed_precision(tmp_path: Path) -> None:
     model = made("Llama")
     plain = copy.deepcopy(model)
-    found, expected = (
-        trainer("Llama", each, tmp_path, bf16=True, save_strategy="no")
-        for each in (pipe_of(model, checkpoint="always"), plain)
-    )
-    for each in (found, expected):
-        each.train()
+    pipe = pipe_of(model, checkpoint="always")
+    found, expected = (trainer("Llama", each, tmp_path, bf16=True, save_strategy="no") for each in (pipe, plain))
+    with pipelined(pipe, 2):
+        found.train()
+    expected.train()
     assert logged(found, "loss") == pytest.approx(logged(expected, "loss"), rel=2e-2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .families import transformers
+from .pipelined import pipelined
 
 trl = pytest.importorskip("trl", reason="TRL is not installed; see nox -s frameworks")
 datasets, tokenizers = pytest.importorskip("datasets"), pytest.importorskip("tokenizers")
@@ -76,7 +77,9 @@ def expect_the_same(kind: str, make: Any, inputs: dict[str, Tensor], *arguments:
     model = copy.deepcopy(plain)
     pipe = GPipe(model.train(), devices=["cpu", "cpu"], chunks=3)
     expected = trained(kind, plain, *arguments, **copy.deepcopy(options))
-    assert trained(kind, pipe, *arguments, **copy.deepcopy(options)) == pytest.approx(expected, rel=1e-5)
+    with pipelined(pipe, 2):
+        losses = trained(kind, pipe, *arguments, **copy.deepcopy(options))
+    assert losses == pytest.approx(expected, rel=1e-5)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
