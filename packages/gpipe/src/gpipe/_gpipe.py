@@ -381,7 +381,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums", "_past", "_pipelines")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 
