@@ -290,7 +290,7 @@ class GPipe(Stepping):
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
 
     @property
-    def hf_device_map(self) -> dict[str, str]:
+    def hf_device_map(self) -> dict[str, str | torch.device]:
         """The device of each layer and parameter, so that accelerate and transformers do not move the model."""
         held = zip(self._partitions, self._devices, strict=True)
         layers = {name: device for partition, device in held for name in partition._modules if name in self._modules}

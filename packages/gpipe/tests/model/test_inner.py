@@ -289,3 +289,19 @@ def test_pipe_is_freed(no_collector: None) -> None:
     del pipe
     assert freed() is None
     gc.collect()
+
+
+def test_pipe_is_instance_of_class_of_model() -> None:
+    _model, pipe, plain = made()
+    with closing(pipe):
+        assert isinstance(pipe, Model)
+        assert isinstance(pipe, GPipe)
+        assert type(pipe).__name__ == "ModelPipeOfModel"
+        assert not isinstance(GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]), Model)
+        for twin in (copy.deepcopy(pipe), copy.copy(copy.deepcopy(pipe))):
+            assert isinstance(twin, GPipe)
+            assert isinstance(twin, Model)
+            x = rows()
+            torch.testing.assert_close(twin(x), plain(x))
+            torch.testing.assert_close(twin.first(x), plain.first(x))
+            twin.close()

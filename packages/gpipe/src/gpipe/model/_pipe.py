@@ -31,6 +31,7 @@ from ._blocks import Blocks, Costs, Division
 from ._division import division_of, seconds_on
 from ._generate import generate
 from ._inner import through
+from ._instance import InstanceOfModel
 from ._parts import parts_of
 from ._past import Past
 from ._pick import Pick, picker
@@ -39,7 +40,7 @@ from ._stage import Divided, ModelStage
 from ._stepping import ModelStepping, expect_own_forward
 
 
-class ModelPipe(ModelStepping, GPipe, of_models=True):
+class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
     """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``.
 
     Attributes:
