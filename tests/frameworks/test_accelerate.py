@@ -1,6 +1,7 @@
 """``accelerate.prepare(pipe)`` leaves a pipe where it is, and trains it as it trains the plain model."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .pipelined import pipelined
 from .processes import X, Y, expect_equal_in_two, network, piped
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; see nox -s frameworks")
@@ -59,7 +61,8 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def test_it_trains_as_the_plain_model(balance: list[int], steps: int, checkpoint: str) -> None:
     model = network()
     pipe = piped(balance, checkpoint=checkpoint)
-    losses, unwrapped = trained(pipe, gradient_accumulation_steps=steps)
+    with pipelined(pipe, 2):
+        losses, unwrapped = trained(pipe, gradient_accumulation_steps=steps)
     _fresh_state()
     expected, _ = trained(model, gradient_accumulation_steps=steps)
     assert unwrapped is pipe
@@ -77,7 +80,8 @@ def test_mixed_precision() -> None:
 
     pipe = piped([2, 3], checkpoint="always")
     pipe[2].register_forward_pre_hook(see)
-    losses, _ = trained(pipe, mixed_precision="bf16")
+    with pipelined(pipe, 2):
+        losses, _ = trained(pipe, mixed_precision="bf16")
     _fresh_state()
     expected, _ = trained(model, mixed_precision="bf16")
     assert seen == {torch.bfloat16}
@@ -95,10 +99,11 @@ def parallel() -> None:
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         prepared, optimizer = accelerator.prepare(each, optimizer)
         assert isinstance(prepared, nn.parallel.DistributedDataParallel)
-        for _ in range(2):
-            accelerator.backward(F.cross_entropy(prepared(X[own]), Y[own]))
-            optimizer.step()
-            optimizer.zero_grad()
+        with pipelined(pipe, 4) if each is pipe else nullcontext():
+            for _ in range(2):
+                accelerator.backward(F.cross_entropy(prepared(X[own]), Y[own]))
+                optimizer.step()
+                optimizer.zero_grad()
     torch.testing.assert_close(state(pipe), state(model))
     print("equal", flush=True)
 

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .families import EVERY, transformers
+from .pipelined import pipelined
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 
@@ -72,10 +74,12 @@ def test_a_trainer_predicts_with_generated_tokens(tmp_path: Path) -> None:
         save_strategy="no",
     )  # fmt: skip
     results = []
-    for each in (GPipe(model, devices=["cpu"] * 2, chunks=2), plain):
+    pipe = piped(model)
+    for each in (pipe, plain):
         trainer = transformers.Seq2SeqTrainer(model=each, args=arguments, train_dataset=data)
-        trainer.train()
-        results.append(trainer.predict(data))
+        with pipelined(pipe, 2) if each is pipe else nullcontext():
+            trainer.train()
+            results.append(trainer.predict(data))
     assert (results[0].predictions == results[1].predictions).all()
     assert results[0].metrics["test_loss"] == pytest.approx(results[1].metrics["test_loss"], rel=1e-5)
 

@@ -1,6 +1,7 @@
 """Lightning trains a module with a pipe in it as it trains one with the plain model."""
 
 import logging
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
+from .pipelined import pipelined
 from .processes import X, Y, expect_equal_in_two, network, piped
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
@@ -62,7 +64,8 @@ def fitted(module: Automatic, *, ckpt_path: Path | None = None, **options: Any) 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet}
     trainer = lightning.Trainer(**{**settings, **options})
-    trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
+    with pipelined(module.net, 2) if isinstance(module.net, GPipe) else nullcontext():
+        trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
     return module.losses
 
 

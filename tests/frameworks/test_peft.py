@@ -1,6 +1,7 @@
 """LoRA adapters of ``peft``, put in before a pipe is made or afterwards."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .families import FAMILIES
+from .pipelined import pipelined
 
 peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
 
@@ -34,10 +36,11 @@ def pipe_of(model: nn.Module, checkpoint: str = "always") -> GPipe:
 
 def train(called: nn.Module, tuned: nn.Module, steps: int = 2) -> None:
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], 0.05)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        called(**batch())["loss"].backward()
-        optimizer.step()
+    with pipelined(called, 2) if isinstance(called, GPipe) else nullcontext():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            called(**batch())["loss"].backward()
+            optimizer.step()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from microbatch import map_tensors
 from . import labelled
 from .families import FAMILIES, transformers
 from .labelled import CASES, batch_of
+from .pipelined import pipelined
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 from safetensors.torch import load_file
@@ -52,7 +53,7 @@ def pipe_of(model: nn.Module, stages: int = 2, **options: Any) -> GPipe:
     return GPipe(model, devices=["cpu"] * stages, chunks=4, **options)
 
 
-def trainer(name: str, model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
+def trainer(name: str, model: nn.Module, folder: Path, **options: Any) -> Trainer:
     settings = {
         "per_device_train_batch_size": 6,
         "per_device_eval_batch_size": 6,
@@ -69,7 +70,7 @@ def trainer(name: str, model: nn.Module, folder: Path, kind: type[Trainer] = Tra
     }
     arguments = TrainingArguments(output_dir=str(folder), **(settings | options))
     sets = {"train_dataset": data(name), "eval_dataset": data(name, 9)}
-    return kind(model=model, args=arguments, data_collator=collator(name), **sets)
+    return Trainer(model=model, args=arguments, data_collator=collator(name), **sets)
 
 
 def logged(found: Trainer, key: str) -> list[float]:
@@ -92,8 +93,9 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
         trainer(name, pipe, tmp_path / "pipe", save_strategy="no", **options),
         trainer(name, plain, tmp_path / "plain", save_strategy="no", **options),
     )
-    for each in (found, expected):
-        each.train()
+    with pipelined(pipe, 2):
+        found.train()
+    expected.train()
     for key in ("loss", "eval_loss", "grad_norm"):
         assert len(logged(found, key)) > 1
         assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-3), key
@@ -105,9 +107,11 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
 @pytest.mark.parametrize("stages", [1, 3])
 def test_it_resumes_from_a_checkpoint_with_another_balance(stages: int, tmp_path: Path) -> None:
     finished = pipe_of(made("Llama"))
-    trainer("Llama", finished, tmp_path).train()
+    with pipelined(finished, 2):
+        trainer("Llama", finished, tmp_path).train()
     fresh = pipe_of(made("Llama"), stages)
-    trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    with pipelined(fresh, 2):
+        trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     torch.testing.assert_close(fresh.state_dict(), finished.state_dict(), rtol=1e-4, atol=1e-5)
 
 
@@ -115,33 +119,16 @@ def tied() -> nn.Module:
     return FAMILIES["GPT-2"].make(tie_word_embeddings=True).float()
 
 
-class WholeModel(Trainer):
-    """Saves the model that the pipe was made of, by its own means."""
-
-    whole: nn.Module
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        pipe, self.model = self.model, self.whole
-        try:
-            super()._save(output_dir)
-        finally:
-            self.model = pipe
-
-
 @pytest.mark.parametrize("before", ["plain", "pipe"])
 def test_tied_weights(before: str, tmp_path: Path) -> None:
-    """Their files have one of both names. So do those of the plain model, which a pipe resumes from."""
+    """Checkpoints of a pipe are those of the plain model, and either resumes from both."""
     model = tied()
-    called = model if before == "plain" else pipe_of(model)
-    kind = Trainer if before == "plain" else WholeModel
-    first = trainer("GPT-2", called, tmp_path, kind=kind)
-    first.whole = model  # type: ignore[attr-defined]
-    first.train()
+    trainer("GPT-2", model if before == "plain" else pipe_of(model), tmp_path).train()
     resumed = tied()
     pipe = pipe_of(resumed, 3)
-    trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no").train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
-    )
+    again = trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no")
+    with pipelined(pipe, 2):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-5)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
@@ -153,15 +140,14 @@ def test_tied_weights(before: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
-    """With tied weights too, whose files have one of both names."""
     model = tied() if name == "GPT-2" else made(name)
-    kind = WholeModel if name == "GPT-2" else Trainer
     options = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
     options |= {"max_steps": 2, "eval_steps": 1, "save_steps": 1}
-    found = trainer(name, pipe_of(model), tmp_path, kind=kind, **options)
-    found.whole = model  # type: ignore[attr-defined]
+    pipe = pipe_of(model)
+    found = trainer(name, pipe, tmp_path, **options)
     found.compute_metrics = lambda _: {"age": found.state.global_step}  # so that the best is not the last
-    found.train()
+    with pipelined(pipe, 2):
+        found.train()
     losses = logged(found, "eval_loss")
     assert losses[0] != losses[1]
     saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
@@ -172,18 +158,73 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     assert found.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_two_names_for_one_tensor_are_refused_by_what_writes_files(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="share memory"):
-        trainer("GPT-2", pipe_of(tied()), tmp_path).save_model()
+def test_saved_pipe_is_saved_model(tmp_path: Path) -> None:
+    """With its configuration, and tied weights once."""
+    model = tied()
+    trainer("GPT-2", pipe_of(model), tmp_path / "pipe").save_model()
+    trainer("GPT-2", model, tmp_path / "plain").save_model()
+    names = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("pipe", "plain")]
+    assert names[0] == names[1]
+    assert "config.json" in names[0]
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("pipe", "plain")]
+    torch.testing.assert_close(files[0], files[1])
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
     model = made("Llama")
     plain = copy.deepcopy(model)
-    found, expected = (
-        trainer("Llama", each, tmp_path, bf16=True, save_strategy="no")
-        for each in (pipe_of(model, checkpoint="always"), plain)
-    )
-    for each in (found, expected):
-        each.train()
+    pipe = pipe_of(model, checkpoint="always")
+    found, expected = (trainer("Llama", each, tmp_path, bf16=True, save_strategy="no") for each in (pipe, plain))
+    with pipelined(pipe, 2):
+        found.train()
+    expected.train()
     assert logged(found, "loss") == pytest.approx(logged(expected, "loss"), rel=2e-2)
+
+
+def adapted(seed: int = 0) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
+    model = made("Llama")
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def adapters_around(seed: int = 0, stages: int = 2) -> Any:
+    """Adapters that were put into a pipe."""
+    peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
+    pipe = pipe_of(made("Llama"), stages)
+    torch.manual_seed(seed)
+    return peft.get_peft_model(pipe, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_adapters(inside: bool, tmp_path: Path) -> None:
+    """A pipe of a model with adapters, and adapters of a pipe: saved alone, resumed, and the best ones loaded."""
+
+    def piped(stages: int) -> tuple[Any, Any]:
+        found = pipe_of(adapted(), stages) if inside else adapters_around(stages=stages)
+        return found, found if inside else found.get_base_model()
+
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
+    found, states = [], []
+    plain = adapted()
+    first, pipe = piped(3)
+    for model, folder in ((first, "pipe"), (plain, "plain")):
+        found.append(trainer("Llama", model, tmp_path / folder, **options))
+        found[-1].compute_metrics = lambda _, each=found[-1]: {"age": each.state.global_step}
+    with pipelined(pipe, 2):
+        found[0].train()
+    found[1].train()
+    assert logged(found[0], "loss") == pytest.approx(logged(found[1], "loss"), rel=1e-3)
+    assert found[0].evaluate()["eval_loss"] == pytest.approx(logged(found[0], "eval_loss")[0], rel=1e-5)
+    for folder in ("pipe", "plain"):
+        saved = tmp_path / folder / "checkpoint-3"
+        assert not (saved / "model.safetensors").exists()
+        states.append(load_file(saved / "adapter_model.safetensors"))
+    torch.testing.assert_close(states[0], states[1], rtol=1e-2, atol=1e-3)
+    resumed, pipe = piped(1)
+    again = trainer("Llama", resumed, tmp_path / "again")
+    with pipelined(pipe, 2):
+        again.train(resume_from_checkpoint=str(tmp_path / "pipe" / "checkpoint-3"))
+    again.save_model()
+    last = load_file(tmp_path / "pipe" / "checkpoint-6" / "adapter_model.safetensors")
+    torch.testing.assert_close(load_file(tmp_path / "again" / "adapter_model.safetensors"), last, rtol=1e-3, atol=1e-4)

@@ -290,7 +290,7 @@ class GPipe(Stepping):
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
 
     @property
-    def hf_device_map(self) -> dict[str, str]:
+    def hf_device_map(self) -> dict[str, str | torch.device]:
         """The device of each layer and parameter, so that accelerate and transformers do not move the model."""
         held = zip(self._partitions, self._devices, strict=True)
         layers = {name: device for partition, device in held for name in partition._modules if name in self._modules}
@@ -381,7 +381,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums", "_past", "_pipelines")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

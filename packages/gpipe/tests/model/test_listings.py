@@ -190,4 +190,4 @@ def test_the_map_of_devices_has_the_names_of_the_model():
     model = Model(others=2).double()
     pipe = GPipe(model, devices=["cpu"] * 2)
     assert {name for name, _ in model.named_parameters()} <= pipe.hf_device_map.keys()
-    assert {*pipe.hf_device_map.values()} == {"cpu"}
+    assert {*pipe.hf_device_map.values()} == {torch.device("cpu")}

@@ -1,7 +1,6 @@
 """Snapshot the state of layers before a checkpointed forward, and restore it for the recomputation.
 
 State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
-State is in parameters, buffers and attributes of modules. Small buffers are copied before each checkpointed forward,
 and its recomputation uses the copies. If a forward changes any other state, it cannot be repeated, and its graph is
 kept. Changes are detected by identity, by data pointer (``.data = ...`` changes it) and by torch's version counters; in
 a list or dict, by its last tensor. In-place changes through ``.data`` or ``.numpy()`` are detected by comparing sums of
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import is_
 from typing import Any, Final
 
@@ -254,4 +254,21 @@ def _copied(value: Any) -> Any:
 
 def _are_alike(a: tuple[Any, int, int], b: tuple[Any, int, int]) -> bool:
     """Return whether two values, versions and pointers are the same unchanged object, or equal constants."""
-    return (a[0] is b[0] and a[1:] == b[1:]) or (type(a[0]) is type(b[0]) and type(a[0]) in _CONSTANTS and a[0] == b[0])
+    return (a[0] is b[0] and a[1:] == b[1:]) or _are_equal(a[0], b[0])
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether both are equal constants, or lists or partial functions of these.
+
+    A setting that is changed and changed back is often a new object: checkpointing of Hugging Face's models that is
+    switched off and on, or an adapter that is chosen again.
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, partial):
+        return a.func is b.func and _are_equal([*a.args], [*b.args]) and _are_equal(a.keywords, b.keywords)
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    return type(a) in _CONSTANTS and bool(a == b)

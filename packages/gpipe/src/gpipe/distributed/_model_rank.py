@@ -29,6 +29,7 @@ from ..module._transforms import refuse_transforms
 from ..schedule import Schedule
 from ..skip import inspect_skip_layout
 from ..values._leaves import as_value
+from ..values._sharing import gathered
 from ._far_loss import FarLoss
 from ._groups import Groups
 from ._own import Share
@@ -72,7 +73,11 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
             self._keep_facts(found.whole)
-            return self._output_of(outputs, batches, inputs.bare) if self._pipeline.ends else None
+            if not self._pipeline.ends:
+                return None
+            if self.out_spec is not None:
+                return gathered(outputs, batches, self.out_spec)
+            return self._output_of(self._shown(), outputs, batches, inputs.bare)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
         expect_same_device(fn, (*self.parameters(), *self.buffers()))

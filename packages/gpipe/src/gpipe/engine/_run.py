@@ -77,7 +77,7 @@ class Run:
         self._transport = self._new_transport(places)
         self._stage_runs = pipeline.stage_runs(spec, self._transport, self._tied, self.deferred)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
-        self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
+        self._recomputed = [each.stage for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []
 
     def _new_transport(self, places: Mapping[int, StagePlace]) -> Transport:
@@ -121,7 +121,7 @@ class Run:
         self._walk(self._spec.walk)
         if self._recomputed:
             with self._tied.applied():  # no stage is computing now
-                self._then = [*map(LayersThen, self._recomputed)]
+                self._then = [LayersThen(stage.recomputed) for stage in self._recomputed]
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()

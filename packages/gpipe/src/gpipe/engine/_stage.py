@@ -101,6 +101,11 @@ class Stage:
         ends = names if len(names) < 2 else (names[0], names[-1])
         return " to ".join(f"'{name}'" for name in ends) or "none"
 
+    @property
+    def recomputed(self) -> nn.Module:
+        """Contains all modules that a recomputation of this stage may call."""
+        return self.module
+
     def elsewhere(self) -> str:
         """Describe a parameter or buffer that is not on the device of its stage; empty if there is none."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,18 +45,30 @@ def answered_by(answering: Answering | None) -> Iterator[None]:
         _thread.by = before
 
 
+def is_answered_by(answering: Answering) -> bool:
+    """Return whether ``answering`` handles calls of blocks on this thread."""
+    return _thread.by is answering
+
+
+def answered(blocks: Mapping[str, nn.Module], stages: Mapping[nn.Module, int]) -> AbstractContextManager[None]:
+    """Intercept each call of a block on threads of forwards. On other threads, blocks compute normally."""
+    return intercepted({module: partial(_call, stages[module], module, name) for name, module in blocks.items()})
+
+
 @contextmanager
-def answered(blocks: Mapping[str, nn.Module], stages: Mapping[nn.Module, int]) -> Iterator[None]:
-    """Intercept each call of a block on threads of forwards. On other threads, blocks compute normally.
+def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the calls of modules, on all threads.
 
     Torch looks for a compiled call before it runs the hooks of a module. ``nn.Module.compile`` sets the same attribute.
+
+    Args:
+        calls: the function to call in place of each module, with the module's own call and its arguments.
     """
     # The attribute stays afterwards, as None, because a new attribute of a module counts as a change of its state.
-    before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in blocks.values()}
+    before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in calls}
     try:
-        for name, module in blocks.items():
-            function = before[module] or module._call_impl
-            vars(module)["_compiled_call_impl"] = partial(_call, stages[module], module, name, function)
+        for module, call in calls.items():
+            vars(module)["_compiled_call_impl"] = partial(call, before[module] or module._call_impl)
         yield
     finally:
         for module, own in before.items():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ._called import answered_by
+
 
 def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
     """What ``model.generate(*args, **kwargs)`` returns; stages take turns, with all rows.
@@ -21,7 +23,7 @@ def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: An
     first = next(model.parameters(), None)
     if first is not None:
         args, kwargs = _moved(args, first.device), _moved(kwargs, first.device)
-    with _across_devices(model, blocks):
+    with answered_by(None), _across_devices(model, blocks):
         return model.generate(*args, **kwargs)
 
 

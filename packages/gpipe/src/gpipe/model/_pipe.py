@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
 from .._gpipe import GPipe
-from ..engine._mini_batch import compute_outputs
+from ..engine._exclusive import Section
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
 from ..module._devices import untouched_on_failure
@@ -29,14 +30,17 @@ from ..values._leaves import as_value
 from ._blocks import Blocks, Costs, Division
 from ._division import division_of, seconds_on
 from ._generate import generate
+from ._inner import through
+from ._instance import InstanceOfModel
 from ._parts import parts_of
+from ._past import Past
 from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
 from ._stage import Divided, ModelStage
 from ._stepping import ModelStepping, expect_own_forward
 
 
-class ModelPipe(ModelStepping, GPipe, of_models=True):
+class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
     """The pipe that :class:`gpipe.GPipe` creates from a model other than an ``nn.Sequential``.
 
     Attributes:
@@ -117,12 +121,29 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
             The output of the model for the full mini-batch, on the last device.
         """
         refuse_transforms()
-        inputs = self._checked(as_value(args, kwargs))
-        batches, versions = self._cut(inputs)
-        with self._pipeline.section.entered():
-            spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
-            outputs = compute_outputs(self._pipeline, spec._replace(replays=self.out_spec is None), batches, versions)
-            return self._output_of(outputs, batches, inputs.bare)
+        return self._computed(self._shown(), as_value(args, kwargs), self.out_spec)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._past.entered(self._compute) if "forward" in vars(self) else nullcontext():
+            return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model. Modules around blocks compute in the pipeline when they are called."""
+        found = super().__getattr__(name)
+        return through(self, found) if "_past" in vars(self) else found
+
+    @not_compiled
+    def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the output of ``module``, a part of the model around blocks, computed in the pipeline."""
+        refuse_transforms()
+        pipelines = self._pipelines
+        if module not in pipelines:
+            pipelines[module] = self._shown().of(module)
+        return self._computed(pipelines[module], as_value(args, kwargs), None)
+
+    @property
+    def _section(self) -> Section:
+        return self._workers.section
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch."""
@@ -161,7 +182,8 @@ class ModelPipe(ModelStepping, GPipe, of_models=True):
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
-        self.__dict__["_laid_out"] = []
+        past = Past(self._whole_model, self._blocks, workers.section)
+        self.__dict__.update(_laid_out=[], _pipelines={}, _past=past)
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
         object.__setattr__(
             self, "__class__", class_for(type(self), ModelPipe.forward, self._whole_model, is_model=True)

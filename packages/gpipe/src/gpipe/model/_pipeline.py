@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from torch import nn
+
 from ..engine._accumulate import DeferredGradients
 from ..engine._pipeline import Pipeline
 from ..engine._processes import ALONE, Processes
@@ -22,6 +24,7 @@ from ._elsewhere import Elsewhere
 from ._facts import Facts
 from ._far_run import FarRun
 from ._generators import Drawing
+from ._pick import picker
 from ._stage import Divided
 from ._stage_run import ModelRun
 
@@ -75,6 +78,13 @@ class ModelPipeline(Pipeline):
         self._drawing: Drawing = {}
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
+
+    def of(self, module: nn.Module) -> ModelPipeline:
+        """Return a pipeline of the same stages and threads for the forward of ``module``, a part of the model."""
+        divided = self.divided._replace(model=module, pick=picker(None))
+        found = ModelPipeline(divided, self.layout, self.copy_streams, self.workers, self.processes)
+        found.threads = self.threads
+        return found
 
     @property
     def takes_inputs(self) -> bool:

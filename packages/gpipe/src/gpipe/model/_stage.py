@@ -37,6 +37,13 @@ class ModelStage(Stage):
         names = [name for name, module in self.module.named_children() if not isinstance(module, Own)]
         return " to ".join(f"'{name}'" for name in dict.fromkeys([*names[:1], *names[-1:]])) or "none"
 
+    @property
+    def recomputed(self) -> nn.Module:
+        """The blocks that are recomputed. What stands between blocks is not."""
+        found = nn.Module()
+        found._modules.update({n: each for n, each in self.module._modules.items() if each in self._recomputations})
+        return found
+
     def recomputation_of(self, block: nn.Module) -> Recomputation:
         if block not in self._recomputations:
             self._recomputations[block] = Recomputation(block)

@@ -56,10 +56,14 @@ class ModelStepping(Stepping):
     def _layers(self) -> dict[str, nn.Module]:
         return dict(self._blocks)
 
-    def _follow_model(self, inputs: Any) -> None:
-        """Check before a run that the blocks are still in the model, and adopt its mode."""
+    def _follow_model(self, inputs: Any, part: nn.Module | None = None) -> None:
+        """Check before a run that the blocks are still in the model, and adopt its mode.
+
+        Args:
+            inputs: the arguments of ``part``, by default of the whole model.
+        """
         self._expect_blocks()
-        expect_documents_apart(self._whole_model, Inputs.of(inputs))
+        expect_documents_apart(self._whole_model if part is None else part, Inputs.of(inputs))
 
     def _expect_blocks(self) -> None:
         model = self._whole_model
@@ -80,13 +84,24 @@ class ModelStepping(Stepping):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _output_of(self, outputs: Sequence[Activation], batches: Sequence[Batch], inputs: Any) -> Any:
-        """Return the output of the model for the full mini-batch, from the outputs of a run."""
-        if self.out_spec is not None:
-            return gathered(outputs, batches, self.out_spec)
+    def _computed(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
+        """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
+        given = self._checked(inputs)
+        batches, versions = self._cut(given, pipeline.divided.model)
+        with pipeline.section.entered():
+            spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
+            outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
+            if out_spec is not None:
+                return gathered(outputs, batches, out_spec)
+            return self._output_of(pipeline, outputs, batches, given.bare)
+
+    def _output_of(
+        self, pipeline: ModelPipeline, outputs: Sequence[Activation], batches: Sequence[Batch], inputs: Any
+    ) -> Any:
+        """Return the output of a module for the full mini-batch, from the outputs of a run."""
         used = used_of(outputs).value
-        with self._shown().divided.answering(), without_cache(self._whole_model):
-            return ordered(self._replayed(used, batches, inputs), {*self._devices})
+        with pipeline.divided.answering(), without_cache(self._whole_model):
+            return ordered(self._replayed(pipeline, used, batches, inputs), {*self._devices})
 
     @property
     def _places(self) -> list[torch.device]:
@@ -95,17 +110,17 @@ class ModelStepping(Stepping):
 
     def _replayed(
         self,
+        pipeline: ModelPipeline,
         used: Any,
         batches: Sequence[Batch],
         inputs: Any,
         owner_of: Callable[[Tensor], Tensor] = returned_itself,
         pick: Callable[[Any], Any] = returned_itself,
     ) -> Any:
-        """Return the output of the model for the full mini-batch, computed from the outputs of blocks that it uses."""
-        pipeline = self._shown()
+        """Return the output of a module for the full mini-batch, computed from the outputs of blocks that it uses."""
         try:
             facts, counts = pipeline.shown(), counts_of(batches, inputs)
-            model, others = self._whole_model, pipeline.divided.stages_of_others
+            model, others = pipeline.divided.model, pipeline.divided.stages_of_others
             replay = Replay(
                 model, self._blocks.values(), others, facts, used, counts, pipeline.elsewhere, self._places, owner_of
             )
@@ -165,7 +180,7 @@ class ModelStepping(Stepping):
         kept: dict[int, Activation] = {}
 
         def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
-            output = self._replayed(used, batches, inputs, owner_of, pick)
+            output = self._replayed(self._shown(), used, batches, inputs, owner_of, pick)
             if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             try:

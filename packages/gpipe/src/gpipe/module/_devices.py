@@ -91,11 +91,13 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
             raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")
 
 
-def device_map(layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def device_map(
+    layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]
+) -> dict[str, str | torch.device]:
     """The device of each layer and parameter, by name. accelerate moves a model whose map has less than two entries."""
     places = layers | {name: parameter.device for name, parameter in parameters}
-    # Torch knows no numbers of CPUs.
-    return {name: "cpu" if place.type == "cpu" else str(place) for name, place in places.items()}
+    # Torch knows no numbers of CPUs. The string "cpu" would be for offloaded weights, which peft moves.
+    return {name: torch.device("cpu") if place.type == "cpu" else str(place) for name, place in places.items()}
 
 
 def replicating_denied() -> RuntimeError:

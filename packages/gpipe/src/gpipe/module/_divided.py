@@ -98,7 +98,7 @@ class Divided(nn.Module):
     def training(self, mode: bool) -> None:
         vars(self if self._model is None else self._model)["training"] = mode
 
-    def _follow_model(self, inputs: Any) -> None:
+    def _follow_model(self, inputs: Any, part: nn.Module | None = None) -> None:
         """Before a run: expect the layers that the stages were made of. RuntimeError if one was replaced."""
         self._expect_layers()
 

@@ -252,8 +252,8 @@ class Stepping(Divided):
     def _gathered(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
         return gathered(outputs, batches, self.out_spec)
 
-    def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
-        self._follow_model(inputs.bare)
+    def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
+        self._follow_model(inputs.bare, part)
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks, self._least_rows)
         expect_proportional(batches)
         return batches, versions

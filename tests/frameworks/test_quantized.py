@@ -1,0 +1,88 @@
+"""Adapters of a model in 4 bits, in a pipe: trained by Trainer and TRL, saved alone, resumed, loaded without a pipe."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe import GPipe
+
+from .families import transformers
+from .pipelined import pipelined
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS = torch.randint(2, 64, (24, 12), generator=torch.Generator().manual_seed(0))
+ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    config = transformers.LlamaConfig(num_hidden_layers=4, num_attention_heads=4, **sizes)
+    saved = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(saved)
+    return saved
+
+
+def loaded(folder: Path) -> Any:
+    bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits)
+
+
+def made(kind: str, folder: Path) -> tuple[Any, nn.Module]:
+    """A model with adapters, and its pipe, which is around the adapters or inside of them."""
+    torch.manual_seed(1)
+    base = peft.prepare_model_for_kbit_training(loaded(folder), use_gradient_checkpointing=False)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    if kind == "inside":
+        pipe = GPipe(base, devices=["cpu"] * 2, chunks=3)
+        return peft.get_peft_model(pipe, lora), pipe
+    tuned = peft.get_peft_model(base, lora)
+    found = tuned if kind == "plain" else GPipe(tuned, devices=["cpu"] * 2, chunks=3)
+    return found, found
+
+
+def trainer(model: nn.Module, out: Path, **options: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(out), max_steps=4, per_device_train_batch_size=6, learning_rate=1e-2, logging_steps=1, save_steps=2,
+        eval_strategy="steps", eval_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    return transformers.Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:6])
+
+
+def losses(found: Any) -> list[float]:
+    return [entry["loss"] for entry in found.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["around", "inside"])
+def test_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
+    found = {}
+    for each in ("plain", kind):
+        model, pipe = made(each, folder)
+        found[each] = trainer(model, tmp_path / each, load_best_model_at_end=True)
+        with nullcontext() if each == "plain" else pipelined(pipe, 2):
+            found[each].train()
+    assert losses(found[kind]) == pytest.approx(losses(found["plain"]), rel=1e-4)
+    checkpoint = tmp_path / kind / "checkpoint-2"
+    assert not (checkpoint / "model.safetensors").exists()
+    model, pipe = made(kind, folder)
+    resumed = trainer(model, tmp_path / "again")
+    with pipelined(pipe, 2):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert losses(resumed) == pytest.approx(losses(found[kind]), rel=1e-4)
+    resumed.save_model(str(tmp_path / "adapters"))
+    again = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        loss = float(again(input_ids=TOKENS[:6], labels=TOKENS[:6]).loss)
+    assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    merged = again.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
