@@ -26,7 +26,7 @@ def test_later_steps_have_1f1b_if_losses_add_up(name: str, kind: str) -> None:
     bound = max(family.tolerance, 1e-6)
     batch: dict[str, Any] = batch_of(name, ROWS + 1, kind)
     case = Case(model, Arguments((), batch))
-    with closing(GPipe(model, devices=["cpu:0"] * STAGES, chunks=CHUNKS)) as pipe:
+    with closing(GPipe(model, devices=["cpu"] * STAGES, chunks=CHUNKS)) as pipe:
         pipe.checkpoint = "never"
         expected = plain(**batch).loss
         expected.backward()
