@@ -94,7 +94,8 @@ operation_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 def has_tag(name: str, tag: torch.Tag) -> bool:
     """Whether the operation of that name has the tag. ``torch.ops`` would make an object of each of thousands."""
     packet, _, overload = name.partition(".")
-    return tag in torch._C._get_operation_overload(packet, overload)[2]
+    found = torch._C._get_operation_overload(packet, overload)
+    return found is not None and tag in found[2]  # libraries may implement operations that nobody has defined
 
 
 def is_composite(operation: OpOverload) -> bool:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -117,4 +117,14 @@ def test_an_operation_of_another_library_draws_by_its_generator_or_is_refused(ta
             torch.manual_seed(1)
             outputs.append(pipe(torch.ones(4, 4)))
     assert not takes or torch.equal(*outputs)
+    library._destroy()
+
+
+def test_an_operation_that_a_library_implements_and_nobody_has_defined_is_left_alone():
+    """As some of optimum-quanto."""
+    library = Library("gpipe_test_undefined", "IMPL")
+    library.impl("op", torch.sin, "CPU")
+    assert "gpipe_test_undefined::op" in torch._C._dispatch_get_all_op_names()
+    with closing(GPipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"])) as pipe:
+        pipe(torch.ones(2))
     library._destroy()

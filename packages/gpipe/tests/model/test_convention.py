@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, LossSum
-from microbatch import Split
+from microbatch import Replicate, Split
 
 from .losses import CLASSES, IGNORED, Loss, assert_same, both, labelled
 
@@ -438,3 +438,12 @@ def test_other_ways_to_say_how_losses_add_up_are_followed() -> None:
             torch.testing.assert_close(output["loss"], expected)
             whole = pipe.step(**inputs, loss_fn=own)
             assert whole.isfinite()
+
+
+@pytest.mark.parametrize("items", [11, 2.5, torch.tensor(11)])
+def test_the_number_of_items_may_be_marked_as_the_same_for_all(items: Any) -> None:
+    pipe, _ = new(by_items)
+    with closing(pipe):
+        for method in (pipe.step, pipe.evaluate):
+            expected = method(**batch(4, 5), num_items_in_batch=items)
+            torch.testing.assert_close(method(**batch(4, 5), num_items_in_batch=Replicate(items)), expected)

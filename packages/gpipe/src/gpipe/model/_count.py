@@ -33,6 +33,7 @@ def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
         count = convention.count(labels)
     if count is None:
         return others
+    count = count.value if isinstance(count, Replicate) else count
     # A tensor, because each new constant would be kept as another kind of inputs.
     whole = {COUNT: Replicate(torch.as_tensor(count))}
     if isinstance(others, Arguments):
