@@ -439,7 +439,8 @@ class Forward:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
-        if self._after is not None and not tensor.requires_grad and self._run.is_of_model(tensor):
+        is_buffer = not isinstance(tensor, nn.Parameter) and self._run.is_of_model(tensor)
+        if self._after is not None and is_buffer and not tensor.requires_grad:
             self._after.keep(tensor)
         return tensor
 
