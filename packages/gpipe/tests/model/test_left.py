@@ -1,9 +1,13 @@
 """A tensor that a block has left in an attribute is known from the moment at which it is set."""
 
+import copy
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe import GPipe
 from gpipe.model._left import Left
 
 
@@ -27,3 +31,35 @@ def test_a_read_during_the_call_for_another_micro_batch_is_refused() -> None:
         for other in range(microbatch):
             with pytest.raises(RuntimeError, match=r"reads blocks\.0\.kept"):
                 left.expect_not(output, model, other)
+
+
+class Remembering(nn.Module):
+    """Keeps a tensor that requires grad in an attribute of its own, and reads it after its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.first
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+def test_an_attribute_that_the_forward_sets_to_a_tensor_with_grad_is_its_own_or_refused(schedule: str) -> None:
+    torch.manual_seed(0)
+    model, x = Remembering(), torch.randn(8, 3)
+    plain = copy.deepcopy(model)
+    expected = plain(x).square().sum()
+    expected.backward()
+    with closing(GPipe(model, devices=["cpu"] * 3, chunks=4)) as pipe:
+        try:
+            loss = pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction="sum", schedule=schedule)
+        except RuntimeError as error:
+            assert "micro-batch" in str(error)  # noqa: PT017
+            return
+    torch.testing.assert_close(loss, expected.detach())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
