@@ -215,7 +215,7 @@ def write(found: dict[str, str]) -> None:
         head = re.sub(pattern, figures, head)
     families = [f"| {family} | {', '.join(names)} |" for family, names in equal.items()]
     lines = ["## Equal\n\n| family | classes |\n|---|---|", *families]
-    lines += ["\n## Refused\n\n| class | why |\n|---|---|", *refused]
+    lines += ["\n## Refused\n", *(["| class | why |\n|---|---|", *refused] if refused else ["None."])]
     PAGE.write_text("\n".join([head, *lines, f"\n## Not tried\n\n{', '.join(others)}.\n"]))
 
 
