@@ -1,4 +1,4 @@
-"""The losses as a rank sees them that does not compute them."""
+"""The losses of a mini-batch, on a rank that does not compute them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..engine._scale import DeviceScale, Scale
 
 
 class Verdict(NamedTuple):
-    """What all ranks know of the losses of a mini-batch: its loss, metrics, and the scale of its gradients.
+    """The results of a mini-batch that all ranks have: the loss, the metrics, and the scale of the gradients.
 
     Attributes:
-        is_sum: whether the loss of the whole mini-batch was a ``LossSum``.
-        finding: what was found out about losses of this kind, for later runs.
+        is_sum: whether the loss of the full mini-batch was a ``LossSum``.
+        finding: the convention of losses of this kind, if any, for later runs.
     """
 
     loss: Any
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(losses: Losses) -> Verdict:
-    """What the rank of the last stage tells the others: numbers, and copies of other tensors on the host."""
+    """Return the values that the rank of the last stage sends to the other ranks: numbers, and tensors on the CPU."""
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
@@ -38,7 +38,7 @@ def verdict_of(losses: Losses) -> Verdict:
 
 
 class FarLoss(Losses):
-    """Takes the place of the losses on a rank without the last stage; ``verdict`` is set when all ranks have met.
+    """Replaces the losses on a rank without the last stage. ``verdict`` is set when the ranks synchronize.
 
     Args:
         kind: the kind of the loss that a model computes.

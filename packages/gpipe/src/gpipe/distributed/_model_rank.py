@@ -1,4 +1,4 @@
-"""One process's part of a pipe of a model whose own forward runs, in each process."""
+"""The part of a pipe that one process has, for a model whose own forward runs in each process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ._rank import Rank
 class ModelRank(ModelStepping, Rank, of_models=True):
     """The :class:`Rank` of a model other than an ``nn.Sequential``.
 
-    The forward of the model runs on each rank, once per micro-batch. Blocks of other ranks return tensors without data.
+    The forward of the model runs on each rank, once per micro-batch. Blocks of other ranks return tensors on ``meta``.
     """
 
     _common: dict[str, nn.Module]
@@ -56,10 +56,10 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             args, kwargs: the inputs of the model, the same on all ranks.
 
         Returns:
-            The output of the model on the rank of the last stage, None on the others.
+            The output of the model on the rank of the last stage, and None on the other ranks.
 
         Raises:
-            TypeError, ValueError: the inputs are missing, differ between ranks, or cannot be cut into micro-batches.
+            TypeError, ValueError: the inputs are missing, differ between ranks, or cannot be split into micro-batches.
         """
         refuse_transforms()
         with self._opening("forward") as found:
@@ -102,7 +102,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         return [*parts_of(module, self._division)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
-        # Tables such as those of rotary embeddings, from which masks and positions are computed on each rank.
+        # For example the tables of rotary embeddings. Each rank computes masks and positions from them.
         self._common = common_of(every, self._blocks)
         for stage in {rank: self._ranks.index(rank) for rank in self._ranks}.values():
             every[stage]._modules.update({**self._common, **every[stage]._modules})
@@ -148,7 +148,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         return asked
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
-        """Try nothing out before the first step, as this takes a run on all ranks."""
+        """Test nothing before the first step, because this would take a run on all ranks."""
 
     def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
         return FarLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
@@ -163,13 +163,13 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         return super()._returned(prepared, call)
 
     def _keep_facts(self, replays: Any) -> None:
-        """Keep the facts from the forwards of a run, on all ranks alike."""
+        """Keep the facts from the forwards of a run, as all ranks do."""
         if replays:
             self._shown().shown()
 
 
 def fingerprints(inputs: Any) -> dict[str, Any]:
-    """Return what ranks compare of their inputs: sizes, and of tensors on the CPU their first bytes."""
+    """Return the values that ranks compare: structure, sizes and dtypes of inputs, and checksums of CPU tensors."""
     leaves, tree = flatten(inputs)
     found: dict[str, Any] = {"the structure of the inputs": repr(tree)}
     for k, leaf in enumerate(leaves):
@@ -182,7 +182,7 @@ def fingerprints(inputs: Any) -> dict[str, Any]:
 
 
 _SEEN = 1024
-"""The elements of a tensor that ranks compare."""
+"""The number of elements per CPU tensor that the checksums cover."""
 
 _NEEDS_INPUTS = (
     "every rank needs the inputs, because the forward of the model runs on each of them; give the same mini-batch on "

@@ -1,4 +1,4 @@
-"""Copy a model without its blocks, to try something out without a trace in the model."""
+"""Copy a model without its blocks, so that trials leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ._generators import every_generator_restored
 def apart(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[nn.Module, Blocks]:
     """Return a copy of ``model`` on the CPU, and its blocks.
 
-    The blocks have no values: floating-point parameters and buffers of blocks are nan, so that whatever is computed
-    from them is nan too. Other parameters are larger by one: a parameter of 0 may hide that a loss depends on it.
+    The blocks have no values. Their floating-point parameters and buffers are NaN, so any result computed from them
+    is NaN as well. All other parameters are increased by one, because a parameter of 0 may hide that a loss depends on
+    it.
     """
     own = {each: None for block in blocks.values() for each in block.modules()}
     memo: dict[int, Any] = {}

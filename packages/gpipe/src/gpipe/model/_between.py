@@ -66,7 +66,7 @@ class Between(TorchFunctionMode):
     def expect_no_checkpoint(self, *, is_block: bool) -> None:
         """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
 
-        That computes both again in the backward, where blocks save other tensors than in the forward.
+        The backward would recompute both, and there blocks save different tensors than in the forward.
         """
         hooks: Any = saved_tensors_hooks()
         is_checkpoint = hooks is not None and hooks != self._outside and hooks[0].__module__ == _CHECKPOINT
@@ -110,7 +110,7 @@ def _kind(function: Callable[..., Any]) -> bool | None:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
-"""The module whose hooks compute saved tensors again, unlike those that move or compress them."""
+"""The module whose hooks recompute saved tensors. Hooks of other modules may move or compress them instead."""
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}
 """Functions that read shapes."""

@@ -63,11 +63,11 @@ def ordered_by(
 
     Args:
         costs: the costs of blocks; by default the bytes of parameters.
-        moves: whether blocks may be in another order than in ``division``, and the balance another one.
+        moves: whether to reorder the blocks by their first call, and balance them again.
     """
     if not moves:
         return division._replace(after=order.after)
-    names = dict.fromkeys([*order.blocks, *division.blocks])  # last those that are not called
+    names = dict.fromkeys([*order.blocks, *division.blocks])  # uncalled blocks at the end
     blocks = {name: division.blocks[name] for name in names}
     sizes = bytes_of(model, blocks, order.after) if costs is None else costs(blocks)
     return Division(blocks, _balance(sizes, len(division.balance)), order.after)
@@ -77,7 +77,7 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None, co
     """Return the blocks of ``model`` for ``stages``, balanced by their costs.
 
     Args:
-        names: the names of modules or lists of modules to use as blocks; found automatically by default.
+        names: the names of modules, or of lists of modules, to use as blocks; chosen automatically by default.
         costs: the costs of blocks; the bytes of parameters by default.
 
     Returns:
@@ -186,7 +186,7 @@ def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 costs[max(owner, 0)] += parameter.numel() * parameter.element_size()
-    return [cost + 1 for cost in costs]  # a module without parameters takes time too
+    return [cost + 1 for cost in costs]  # even a module without parameters takes time
 
 
 def _divided(costs: Sequence[float], blocks: Blocks, division: Division | None) -> Blocks | None:
@@ -209,7 +209,7 @@ def _divided(costs: Sequence[float], blocks: Blocks, division: Division | None) 
 
 def _inner(name: str, block: nn.Module) -> Blocks:
     """Return the parts that may replace a block; none if it is not divisible."""
-    # Elements of a plain dict are mostly alternatives, such as adapters, and not called one after the other.
+    # The elements of a plain dict are usually alternatives, such as adapters. They are not called in sequence.
     choices = [f"{name}.{path}." for path, part in block.named_modules() if type(part) is nn.ModuleDict]
     found = {path: part for path, part in _outermost(block, f"{name}.").items() if not path.startswith((*choices,))}
     return found if len(found) > 1 else {}

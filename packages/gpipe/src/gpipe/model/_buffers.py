@@ -1,4 +1,4 @@
-"""Restore the buffers that a model itself has changed, because each micro-batch or a replay runs an operation again."""
+"""Restore buffers that a model's own operations have modified, because micro-batches or a replay repeat these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
 
 def kept(buffers: Iterable[Tensor]) -> list[Kept]:
-    """Copy small ``buffers`` with data. Larger ones are tables, which forwards do not change."""
+    """Copy small ``buffers``, except on ``meta`` or fake ones. Large ones are tables, which forwards do not modify."""
     return [Kept(each, each._version, each.detach().clone()) for each in buffers if is_small(each) and has_data(each)]
 
 
@@ -32,7 +32,7 @@ def has_data(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def restore(buffers: Iterable[Kept]) -> None:
-    """Give changed buffers the values that they had."""
+    """Restore the values of modified buffers."""
     for buffer, version, before in buffers:
         if buffer._version != version:
             buffer.copy_(before)
@@ -43,7 +43,7 @@ def restore(buffers: Iterable[Kept]) -> None:
 
 
 Held = dict[str, Any]
-"""The buffers, or the attributes, of a module, by name."""
+"""The buffers or attributes of a module. The keys are their names."""
 
 
 def outside(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
@@ -57,7 +57,7 @@ def copies_of(held: Iterable[Held]) -> list[tuple[Held, Held]]:
 
 
 def give_back(copies: Iterable[tuple[Held, Held]]) -> None:
-    """Give modules the objects that they held when ``copies`` were made, in place of others, and take away new ones."""
+    """Restore the objects that modules held when ``copies`` were created, and remove new ones."""
     for held, before in copies:
         for name in held.keys() - before.keys():
             del held[name]
@@ -66,7 +66,7 @@ def give_back(copies: Iterable[tuple[Held, Held]]) -> None:
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give ``modules`` the attributes and buffers back that they have now."""
+    """Restore the attributes and buffers of ``modules`` afterwards."""
     copies = copies_of(held for module in modules for held in (vars(module), module._buffers))
     try:
         yield
@@ -75,10 +75,10 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class AfterBlocks:
-    """The buffers that a forward changes after its last block, which a replay will change again.
+    """The buffers that a forward modifies after its last block. A replay will modify them again.
 
     Args:
-        held: the buffers of modules outside of blocks.
+        held: the buffers of modules outside blocks.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
@@ -86,18 +86,18 @@ class AfterBlocks:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew: a block has been called, which may be the last one."""
+        """Start over, because a block has been called, and it may be the last one."""
         self._kept: dict[int, list[Kept]] = {}
         self._made: dict[int, ref[Tensor]] = {}
         self._before = copies_of(self._held)
 
     def keep(self, buffer: Tensor) -> None:
-        """Keep the values of ``buffer``, which an operation may change."""
+        """Save the values of ``buffer``, which an operation may modify."""
         if id(buffer) not in self._kept:
             self._kept[id(buffer)] = kept([buffer])
 
     def made(self, tensor: Tensor) -> Tensor:
-        """Note that an operation has made ``tensor``, which may take the place of a buffer."""
+        """Note that an operation has returned ``tensor``, because the model may assign it to a buffer."""
         self._made[id(tensor)] = ref(tensor)
         return tensor
 

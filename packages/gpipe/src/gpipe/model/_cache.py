@@ -1,4 +1,4 @@
-"""Models of Hugging Face make caches besides their output, and do not in a pipe."""
+"""Turn off the caches that Hugging Face models create in addition to their output. A pipe does not support them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def expect_documents_apart(model: nn.Module, inputs: Inputs) -> None:
-    """Raise ValueError if a cache, which ``model`` does not make in a pipe, changes what it computes."""
+    """Raise ValueError if ``model`` would compute something different with its cache, which is off in a pipe."""
     given, config = inputs.named(model.forward), vars(model).get("config")
-    # Without a cache, models take what follows positions that begin again for another document, and with one not.
+    # Without a cache, models start a new document when the positions in a row begin again. With one, they do not.
     positions = given.get("position_ids")
     if not _caches(config) or not isinstance(positions, Tensor) or positions.dim() != 2:
         return

@@ -62,7 +62,7 @@ def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
     Torch looks for a compiled call before it runs the hooks of a module. ``nn.Module.compile`` sets the same attribute.
 
     Args:
-        calls: the function to call in place of each module, with the module's own call and its arguments.
+        calls: for each module, the function to call instead. It receives the module's original call and the arguments.
     """
     # The attribute stays afterwards, as None, because a new attribute of a module counts as a change of its state.
     before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in calls}

@@ -1,4 +1,4 @@
-"""Values that hooks inside of blocks collect for a model of Hugging Face: hidden states, attentions, router logits."""
+"""Values that hooks inside blocks collect for a Hugging Face model: hidden states, attentions, router logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 Collected = dict[str, Any]
-"""By kind, the values so far. A kind may have another entry that says which of them count."""
+"""The values collected so far, by kind. An additional entry may list which values of a kind count."""
 
 
 def collector() -> Collected:

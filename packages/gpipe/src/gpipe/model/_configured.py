@@ -1,4 +1,4 @@
-"""What decides how a model computes its loss, besides the arguments: modes, attributes, buffers and configurations."""
+"""Compare the settings that determine a model's loss: its modes, attributes, buffers and configurations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..values._constants import is_constant
 from ..values._leaves import version
 
 DEPTH = 2
-"""How deep objects are searched for numbers. Configurations may be in each other."""
+"""The maximum depth of the search for numbers in objects. Configurations may be nested."""
 
 LONG = 64
-"""The length of a list from which only its identity and length count."""
+"""Containers of at least this length are compared by identity and length only."""
 
 
 class Settings(NamedTuple):
-    """The settings of a model at a time.
+    """The settings of a model at one point in time.
 
     Attributes:
-        key: a number that is likely to change with any attribute of a module outside blocks, with a hook on it, and
-            with a buffer that gets other values.
-        held: the objects whose identity is in ``key``. No other object can have it as long as these are kept.
+        key: a hash that is likely to change if a module outside blocks gets a different attribute or hook, or if the
+            values of a buffer change.
+        held: the objects whose ids are part of ``key``. While they are alive, no new object can have the same id.
     """
 
     key: int

@@ -1,12 +1,12 @@
-"""Try out whether a model computes its loss by the convention of ``num_items_in_batch``.
+"""Test whether a model's loss follows the convention of ``num_items_in_batch``.
 
-By this convention the loss is a sum over labels, divided by the argument ``num_items_in_batch``, or without it by the
-number of labels that are not -100. If each micro-batch is given the number of the full mini-batch, the losses of
-micro-batches add up.
+By this convention, the loss is a sum over labels, divided by the argument ``num_items_in_batch``. If that is omitted,
+it is divided by the number of labels that are not -100. If each micro-batch receives the number of items of the full
+mini-batch, the losses of micro-batches add up.
 
-Nothing is inferred from the numbers of a mini-batch. A copy of the model computes the losses of made-up rows, with
-random numbers in place of the outputs of its blocks: of all rows and of parts of them, with and without the argument,
-and with labels and inputs of many kinds.
+Nothing is inferred from the losses of a mini-batch. Instead, a copy of the model computes losses of made-up rows, for
+which random numbers replace the outputs of its blocks. It does so for the full set of rows and for parts of it, with
+and without the argument, and for many kinds of labels and inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IGNORED = -100
 ROWS = 3
 ITEMS = 7.0
 SHORT = 16
-"""Longer sequences of labels are cut to this length, if the model computes a loss of them."""
+"""Longer sequences of labels are cut to this length if the model can compute a loss from the shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Convention:
     skipped: int
 
     def count(self, labels: Tensor) -> Tensor:
-        """Return the number of ``labels`` that count. The host does not wait for it."""
+        """Return the number of ``labels`` that count, without synchronizing with their device."""
         counted = labels if labels.dim() < 2 else labels[..., self.skipped :]
         return (counted != IGNORED).sum()
 
@@ -70,7 +70,7 @@ def may_follow(model: nn.Module, inputs: Arguments) -> bool:
 def convention_of(
     model: nn.Module, blocks: Mapping[str, nn.Module], facts: Facts, inputs: Arguments, rows: int
 ) -> Convention | None:
-    """Return the convention of a model in its current mode; None if it has a different one, or cannot be tried.
+    """Return the convention of a model in its current mode; None if it follows a different one, or cannot be tested.
 
     Args:
         facts: the facts from the forwards of the ``inputs``.
@@ -143,7 +143,8 @@ def _holds(convention: Convention, loss: Loss, values: Values) -> bool:
 def _is_of_labels(loss: Loss, values: Values) -> bool:
     """Return whether the loss depends on nothing but the rows whose labels count.
 
-    A balancing loss of experts is a product of means, and may be so small that those of parts seem to add up.
+    The balancing loss of a mixture of experts is a product of means. It may be so small that the losses of parts seem
+    to add up.
     """
     labels = values.kwargs["labels"]
     nothing = loss(values.with_arguments(labels=torch.full_like(labels, IGNORED)).with_items(1.0))
@@ -163,7 +164,7 @@ def _with_another_row(tensor: Tensor) -> Tensor:
 
 
 def _others(values: Values, outside: Sequence[nn.Module]) -> Iterator[Values]:
-    """Yield values in which a half of the first row of an argument is a special number, or with labels of any class."""
+    """Yield values with a special number in half of the first row of an argument, or with labels of any class."""
     leaves, tree = flatten((values.args, values.kwargs))
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.dim():
@@ -185,7 +186,7 @@ def _half_a_row(tensor: Tensor) -> Any:
 
 
 def _special(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the tokens with a meaning of their own, such as padding, according to configurations."""
+    """Return the special tokens that configurations define, such as padding."""
     found = set[int]()
     for module in modules:
         config = vars(module).get("config")
@@ -208,7 +209,7 @@ def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _values(facts: Facts, inputs: Arguments, rows: int) -> Iterator[Values]:
-    """Yield values for :data:`ROWS` rows: with short rows, if these may be cut, and with rows as they are."""
+    """Yield values for :data:`ROWS` rows: first with short rows, if these may be cut, then with rows of full length."""
     kwargs = {name: value for name, value in inputs.kwargs.items() if name != COUNT}
     labels = kwargs["labels"]
     length = labels.shape[-1] if labels.dim() > 1 else 0
@@ -223,7 +224,7 @@ def _values(facts: Facts, inputs: Arguments, rows: int) -> Iterator[Values]:
 
 
 class _Made:
-    """Makes tensors of :data:`ROWS` rows, and of the length ``short``, of those of ``rows`` rows and ``length``."""
+    """Creates tensors with :data:`ROWS` rows of length ``short`` from tensors with ``rows`` rows of ``length``."""
 
     def __init__(self, rows: int, length: int, short: int, generator: torch.Generator) -> None:
         self._rows, self._length, self._short, self._generator = rows, length, short, generator
@@ -232,7 +233,7 @@ class _Made:
         return self._short if self._length and size == self._length else size
 
     def argument(self, tensor: Tensor) -> Tensor:
-        """Return rows like those of ``tensor``; the tensor itself if it has other rows."""
+        """Return rows similar to the rows of ``tensor``. If its first dimension is not divided into rows, keep that."""
         tensor = moved(tensor)
         for dim in range(1, tensor.dim()):
             if self._length and tensor.shape[dim] == self._length:
@@ -248,9 +249,9 @@ class _Made:
         return found.flatten(0, 1)
 
     def output(self, shape: Shape) -> Tensor:
-        """Return random numbers in place of an output of a block, larger in each row, so that losses differ.
+        """Return random numbers as an output of a block. They grow from row to row, so that the losses of rows differ.
 
-        Anything but rows of numbers gets no values: a loss that depends on it cannot be tried.
+        An output that does not consist of rows of numbers has no values, so a loss that depends on it cannot be tested.
         """
         size = shape.size
         if not shape.dtype.is_floating_point or not size or not size[0] or size[0] % self._rows:
@@ -267,7 +268,7 @@ class _Made:
 def _calls_caught(
     copied: nn.Module, copies: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
 ) -> Iterator[None]:
-    """Catch calls of the copies of blocks, and of the blocks, which the copy may refer to by what cannot be copied."""
+    """Catch calls of the copied blocks, and of the originals, which uncopyable objects may refer to."""
     caught = {**copies, **{f"{name} itself": block for name, block in blocks.items()}}
     with ExitStack() as scope:
         scope.enter_context(answered(caught, dict.fromkeys(caught.values(), 0)))

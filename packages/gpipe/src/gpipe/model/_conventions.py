@@ -1,4 +1,4 @@
-"""Remember by which convention a model computes its losses, for mini-batches of each kind."""
+"""Remember the convention that a model's losses follow, for each kind of mini-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIALS = 4
 
 
 class Conventions:
-    """The conventions by kind. None is a kind of losses that do not add up."""
+    """The conventions of a model, by kind. The kind None stands for losses that do not add up."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._model, self._blocks = model, blocks
@@ -41,16 +41,16 @@ class Conventions:
         return kind is None or self._key(kind) in self._found
 
     def __getitem__(self, kind: Any) -> Convention | None:
-        """Return the convention of a kind; None if there is none, or it was not tried out yet."""
+        """Return the convention of a kind; None if the kind follows none, or was not tested yet."""
         return None if kind is None else self._found.get(self._key(kind))
 
     def learn(self, kind: Any, facts: Facts, batch: Batch) -> None:
-        """Try out the convention of a kind, with the ``facts`` from the forward of a micro-batch."""
+        """Test the convention for a kind, using the ``facts`` from the forward of a micro-batch."""
         inputs = as_arguments(batch.value)
         self.keep(kind, convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0]))
 
     def keep(self, kind: Any, found: Convention | None) -> None:
-        """Keep the convention of a kind, which this process or another one has tried out."""
+        """Store the convention of a kind, which was tested in this process or in a different one."""
         self._trials[kind] += 1
         settings = configured(self._model, self._blocks.values())
         self._held.append(settings.held)

@@ -1,4 +1,4 @@
-"""Give each micro-batch the number of items of the full mini-batch, by which models scale their loss."""
+"""Pass the number of items of the full mini-batch to each micro-batch, so that models scale their loss by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microbatch import Arguments, Replicate, unwrap
 from ..module._inputs import Inputs
 
 COUNT = "num_items_in_batch"
-"""The argument by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
+"""The argument that Hugging Face's ``Trainer`` passes to models, so that they scale their loss by it."""
 
 
 class Counting(Protocol):
@@ -23,9 +23,9 @@ class Counting(Protocol):
 
 
 def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
-    """Return ``inputs`` with the number of items of the mini-batch, which every micro-batch gets as a whole.
+    """Return ``inputs`` with the number of items of the mini-batch, which every micro-batch receives unsplit.
 
-    By the ``convention``, it is counted where it is not given.
+    If it is not given, it is counted by the ``convention``, if any.
     """
     count, others = _split(inputs)
     labels = Inputs.of(unwrap(others)[0]).kwargs.get("labels") if count is None and convention is not None else None
@@ -34,7 +34,7 @@ def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
     if count is None:
         return others
     count = count.value if isinstance(count, Replicate) else count
-    # A tensor, because each new constant would be kept as another kind of inputs.
+    # A tensor, because each new value of a constant would count as a new kind of inputs.
     whole = {COUNT: Replicate(torch.as_tensor(count))}
     if isinstance(others, Arguments):
         return Arguments(others.args, {**others.kwargs, **whole})
@@ -42,7 +42,7 @@ def with_whole_count(inputs: Any, convention: Counting | None = None) -> Any:
 
 
 def _split(inputs: Any) -> tuple[Any, Any]:
-    """Return the number of items, or None, and the other arguments."""
+    """Return the number of items, or None, and the remaining arguments."""
     if isinstance(inputs, Arguments):
         count, kwargs = _split(inputs.kwargs)
         return count, inputs if kwargs is inputs.kwargs else Arguments(inputs.args, kwargs)

@@ -1,4 +1,4 @@
-"""Choose the blocks of a model, their order and their balance: as given, by bytes, or by what a sample shows."""
+"""Choose the blocks of a model, their order and their balance: as given, by bytes, or by a run of a sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def division_of(
         balance: the number of blocks of each stage, if it is given.
         names: the names of the blocks, or of lists of them, if they are given.
         stages: returns the number of stages for a balance that is not given.
-        sample: an input of the model, which shows in which order it uses its modules.
+        sample: an input of the model, used to find the order in which it uses its modules.
         seconds: measures the costs of modules that may be blocks, with the sample.
     """
     given, costs = [names] if isinstance(names, str) else names, None

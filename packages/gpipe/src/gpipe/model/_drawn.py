@@ -1,7 +1,7 @@
-"""Detect random numbers that a replay draws, because micro-batches drew different ones in the same place.
+"""Detect random numbers that a replay uses, because micro-batches used different ones at the same point.
 
 A dropout after the embedding is harmless: only the first block uses its result, and the block's output is known. But
-if a result reaches the model's output, its random numbers would not match the ones that the blocks used.
+if the model's output depends on a result, its random numbers would not match the ones that the blocks used.
 """
 
 from __future__ import annotations

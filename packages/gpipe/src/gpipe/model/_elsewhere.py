@@ -1,7 +1,7 @@
-"""Answer calls of blocks of other processes: with tensors of the right shapes, but without data.
+"""Answer calls of blocks of other processes with tensors that have the right shapes, but are on ``meta``.
 
-The shapes come from the block's own code, which runs once for arguments of a kind: on ``meta``, or on zeros if it asks
-for values there, as the experts of a mixture do.
+The block's own code computes the shapes. It runs once per kind of arguments: on ``meta``, or on zeros if it needs
+values, as a mixture of experts does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Like(NamedTuple):
     requires_grad: bool
 
     def bare(self) -> Tensor:
-        """Return a tensor without data."""
+        """Return such a tensor on ``meta``."""
         return bare(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"), self.requires_grad)
 
 
@@ -47,7 +47,7 @@ class Output(NamedTuple):
     """The output of a block for arguments of a kind, without its tensors.
 
     Attributes:
-        leaves: constants, and for each tensor its :class:`Argument`, its :class:`Like`, or the number of an equal leaf.
+        leaves: constants, and an :class:`Argument`, a :class:`Like` or a :class:`Same` for each tensor.
         tree: the structure of the output and of the values that hooks inside the block have collected.
         altered: the arguments that the block modifies in place.
     """
@@ -58,7 +58,7 @@ class Output(NamedTuple):
 
 
 class Same(NamedTuple):
-    """Stands for a tensor that is also an earlier leaf."""
+    """Stands for a tensor that has occurred as an earlier leaf."""
 
     leaf: int
 
@@ -73,7 +73,7 @@ class Elsewhere:
         self._known: dict[Any, Output] = {}
 
     def call(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return the output of the block ``name`` of another process, without data.
+        """Return the output of the block ``name`` of another process. Its new tensors are on ``meta``.
 
         Raises:
             RuntimeError: its code fails both on ``meta`` and on zeros.
@@ -103,7 +103,7 @@ class Elsewhere:
     def _learned(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         try:
             return _output(module, function, leaves, tree, bare)
-        except Exception:  # its code asks for values
+        except Exception:  # its code needs values
             try:
                 return _output(module, function, leaves, tree, _zeros)
             except Exception as error:
@@ -115,18 +115,18 @@ class Elsewhere:
 
 
 def first_line(error: Exception) -> str:
-    """Return the beginning of a message, as those about operations that do not run on ``meta`` have many lines."""
+    """Return the beginning of a message. Errors of operations that do not run on ``meta`` have many lines."""
     return str(error).strip().split("\n")[0][:200]
 
 
 def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
-    """Return a tensor like ``tensor`` without data. If it requires grad, it is no leaf."""
+    """Return a tensor like ``tensor`` on ``meta``. If it requires grad, it is not a leaf."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as_given(found, tensor.requires_grad if requires_grad is None else requires_grad)
 
 
 def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-    """Return the output of ``function`` without data, and the tensors with data that it would change in place."""
+    """Return the output of ``function`` on ``meta``, and the tensors with values that it would modify in place."""
     if function in _WITHOUT_KERNELS:
         args, kwargs = (changed(part, lambda each: _zeros(each) if each.is_meta else each) for part in (args, kwargs))
         return changed(function(*args, **kwargs), bare), []
@@ -152,7 +152,7 @@ _WITHOUT_KERNELS = {torch.ctc_loss, nn.functional.ctc_loss}
 
 
 def _on_meta(value: Any) -> Any:
-    """Replace a device."""
+    """Replace a device by ``meta``."""
     return (
         torch.device("meta") if isinstance(value, torch.device | str | int) and not isinstance(value, bool) else value
     )
@@ -175,7 +175,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, make: Make) -> Output:
-    """Call a block on tensors that ``make`` makes of its arguments, and describe its output."""
+    """Call a block with its tensor arguments replaced by ``make``, and describe its output."""
     given = [make(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     before = [version(each) if isinstance(each, Tensor) else 0 for each in given]
     sizes = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
@@ -216,7 +216,7 @@ def _filled(output: Output, leaves: Sequence[Any]) -> Any:
                 "alone, of which each rank has its own; let it change a clone"
             )
         with torch.no_grad():
-            leaves[k].zero_()  # a new version, as the block makes one
+            leaves[k].zero_()  # increments the version, as the block does
     found: list[Any] = []
     for leaf in output.leaves:
         if isinstance(leaf, Argument):
@@ -233,7 +233,7 @@ def _filled(output: Output, leaves: Sequence[Any]) -> Any:
 
 @contextmanager
 def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
-    """Let ``module`` hold what ``make`` makes of its parameters and buffers; its own are on ``meta``, or tied ones."""
+    """Replace the parameters and buffers of ``module`` by the results of ``make`` in this context."""
     entries = [own for each in module.modules() for own in (each._parameters, each._buffers)]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, dict(own)) for own in entries]
     made: dict[int, Any] = {}
@@ -251,7 +251,7 @@ def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
 
 
 class Unnumbered:
-    """Random numbers that no other code draws. Has the interface of ``CellRNG``."""
+    """Random numbers from a private generator, with the interface of ``CellRNG``."""
 
     at = draws = 0
     module = None
@@ -269,6 +269,6 @@ class Unnumbered:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave all generators, and the statistics of batch norms, as they are."""
+    """Leave all generators, and the statistics of batch norms, unchanged."""
     with generators_restored(), doing(rng=Unnumbered(), statistics=None):
         yield

@@ -1,4 +1,4 @@
-"""Find lists with an entry for each row among the arguments of a model, such as the labels of detectors."""
+"""Find lists with one entry per row among the arguments of a model, such as the labels of detectors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from microbatch import Arguments, Entries, flatten
 
 
 def with_entries(inputs: Any, named: Collection[str] = ()) -> Any:
-    """Return ``inputs`` with ``Entries()`` around each list that has an entry for each row.
+    """Return ``inputs`` with ``Entries()`` around each list that has one entry per row.
 
     Args:
         named: keywords that have a rule already.
 
     Raises:
-        ValueError: a list may have an entry for each row, or consist of tensors with all rows.
+        ValueError: a list may have one entry per row, or consist of tensors for the full mini-batch.
     """
     if not isinstance(inputs, Arguments):
         return inputs

@@ -1,9 +1,10 @@
 """Tensors of a forward whose stages are in several processes. Each process runs the whole forward.
 
 A tensor is either known to every process, because it is computed from the model's inputs alone, or belongs to the
-stage that computes it. In other processes, a tensor of a stage has a shape, but no data: it is on ``meta``. So each
-process sees which tensors of other stages its own ones use, and which of its tensors others use. A stage sends another
-one a single message per micro-batch, with all of its tensors that the other one uses, in the order of their use::
+stage that computes it. In other processes, such a tensor has a shape but no values: it is on ``meta``. So each process
+can track which tensors of other stages its own stages use, and which of its tensors the other stages use. Per
+micro-batch, a stage sends a single message to each later stage in another process. It contains all tensors that the
+later stage uses, in the order of their use::
 
     process 0     stage 0 computes | stage 1 on meta: it uses x and mask of stage 0 --> send (x, mask)
     process 1     stage 0 on meta  | stage 1 uses x, mask: <-- receive; computes
@@ -30,7 +31,7 @@ class FarMoves(Moves, Protocol):
 
     Attributes:
         model: the model.
-        into: for each stage, the channels from earlier stages, by these, if one of the two is in this process.
+        into: the channel between each stage and each earlier stage, if exactly one of the two is in this process.
     """
 
     model: nn.Module
@@ -44,7 +45,7 @@ class FarMoves(Moves, Protocol):
 
 
 class FarTensors(Tensors):
-    """Gives each operation the tensors of the current stage: received ones, or tensors without data.
+    """Gives each operation the tensors of the current stage: received ones, or tensors on ``meta``.
 
     Args:
         microbatch: the micro-batch of the forward.
@@ -78,7 +79,7 @@ class FarTensors(Tensors):
         self._changed.clear()
 
     def given(self, leaf: Tensor) -> Tensor:
-        # The gradient of an input goes to the process of the first stage.
+        # An input that requires grad belongs to the first stage, because that stage's process receives its gradient.
         if not leaf.requires_grad:
             return super().given(leaf)
         return self._belongs(super().given(leaf) if self._far.is_own(0) else bare(leaf), 0)
@@ -166,7 +167,7 @@ class FarTensors(Tensors):
         return self._arrived[home]
 
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Compute an operation of another process without data."""
+        """Compute an operation of another process on ``meta``."""
         try:
             output, changes = computed_on_meta(function, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -181,7 +182,7 @@ class FarTensors(Tensors):
         return output
 
     def _takes_over(self, tensor: Tensor) -> None:
-        """Note that a tensor of all processes was changed with values of the current stage, to which it now belongs."""
+        """Note that a common tensor now belongs to the current stage, which has modified it with its own values."""
         self._changed[storage_id(tensor)] = tensor, self.stage
 
     def _too_early(self, tensor: Tensor, home: int) -> RuntimeError:

@@ -19,7 +19,7 @@ from ._stage_run import ModelRun, ModelStageRun
 from ._tensors import Tensors
 
 Channels = Mapping[int, Mapping[int, AnyChannel]]
-"""For each stage of this process or another one, the channels to stages on the other side, by these."""
+"""The channels between a stage in this process and a stage in another one, by one stage and then by the other."""
 
 
 class FarRun(ModelRun):
@@ -30,8 +30,8 @@ class FarRun(ModelRun):
         args: as for :class:`ModelRun`.
 
     Attributes:
-        into: for each stage, the channels from earlier stages on the other side, in another process or this one.
-        out_of: the same channels by the earlier stage.
+        into: the channel between each stage and each earlier stage, if exactly one of the two is in this process.
+        out_of: the same channels, by the earlier stage first.
     """
 
     def __init__(self, elsewhere: Elsewhere, *args: Any) -> None:
@@ -77,7 +77,7 @@ class FarRun(ModelRun):
 
 
 def numbered_pairs(count: int) -> dict[int, tuple[int, int]]:
-    """Return each two of ``count`` stages by the number of the channel between them: first all neighbors."""
+    """Return all pairs of ``count`` stages, by the number of their channel. Neighbors have the lowest numbers."""
     neighbors = [(b - 1, b) for b in range(1, count)]
     others = [(a, b) for a in range(count) for b in range(a + 2, count)]
     return dict(enumerate([*neighbors, *others], start=1))
@@ -122,7 +122,7 @@ class FarStageRun(ModelStageRun):
 
     def _prepared(self, i: int) -> list[Tensor | None]:
         turns, j = self._turns[i], self.stage.index
-        # The gradients of later stages first, as these send them in one process.
+        # Add the gradients of the latest stage first, as in a single process.
         for later in sorted(self._run.out_of[j], reverse=True):
             used = [key for key, leaf in turns[later].leaves.items() if leaf.home == j]
             for key, gradient in zip(used, self._run.out_of[j][later].get_gradients(i), strict=True):
@@ -140,7 +140,7 @@ class FarStageRun(ModelStageRun):
             found = [each for each in found if self._run.is_own(each[0][1].home)]
             turns[j].leaves, gradients = dict(pair for pair, _ in found), [gradient for _, gradient in found]
         super()._deliver(i, gradients)
-        if j and self._begins:  # the gradients of inputs are where the first stage is
+        if j and self._begins:  # the first stage has the gradients of inputs
             self._arrival.put_gradients(i, [None] * self._inputs)
 
 

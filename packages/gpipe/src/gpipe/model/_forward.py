@@ -42,16 +42,16 @@ class AnyRun(Moves, Protocol):
 
     Attributes:
         model: the model.
-        pick: selects what is returned of its output.
+        pick: selects the part of its output that is returned.
         blocks: its blocks.
-        others: modules whose calls are handled like those of blocks, although they are none.
+        others: modules that are not blocks, but whose calls are handled in the same way.
         count: the number of its stages, in all processes.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
         numbers: the random numbers of Python and NumPy.
-        outside: the buffers of modules outside of blocks.
+        outside: the buffers of modules outside blocks.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class AnyRun(Moves, Protocol):
         """Return the object that gives operations the tensors of the current stage."""
 
     def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return the output of a block of another process, without data."""
+        """Return the output of a block of another process, on ``meta``."""
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
@@ -108,7 +108,7 @@ class Forward:
     Attributes:
         uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
         used: the outputs of blocks that the model itself uses, on the last stage; known at the end.
-        orders: in which order the rows of arguments of blocks were; known at the end.
+        orders: numbers that show the order of the rows in arguments of blocks; known at the end.
     """
 
     def __init__(self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None) -> None:
@@ -116,7 +116,7 @@ class Forward:
         self.microbatch = microbatch
         self._tensors = run.tensors(microbatch)
         self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
-        # Of a complete forward, a replay will compute again what follows the last block.
+        # If the forward is complete, a replay will repeat the operations after its last block.
         self._after = AfterBlocks(run.outside) if run.replays and known is None and run.model.training else None
         self._output: Any = None
         self.used: dict[Place, Tensor] = {}
@@ -168,9 +168,9 @@ class Forward:
         return self._tensors.turns[stage]
 
     def take(self) -> tuple[Any, dict[Place | Entries, Tensor]]:
-        """Return the output, or None if the forward ended early, and what a replay needs, on the last stage.
+        """Return the output, or None if the forward ended early, and the tensors on the last stage that a replay needs.
 
-        The thread may keep this object alive a moment longer, but no graph.
+        The thread may keep this object alive a little longer, but no graph.
         """
         output, found = self._output, dict[Place | Entries, Tensor]([*self.used.items(), *self.orders.items()])
         self._forget()
@@ -344,14 +344,14 @@ class Forward:
             raise Ended
 
     def _end_writing(self, name: str, written: Written) -> None:
-        """Let the model's own lists and dicts have what the block has written into those that it was called with."""
+        """Copy the changes that a block has made to its list and dict arguments to the model's own lists and dicts."""
         if self.uses is None:
             written.end(lambda tensor: tensor)
         elif not written.end(partial(self.uses.writes, name)):
             raise RuntimeError(_WRITES.format(name))
 
     def _begin_piece(self) -> None:
-        """Begin what stands between two calls of blocks, which may draw from generators of Python and NumPy."""
+        """Begin the part between two calls of blocks, which may use the generators of Python and NumPy."""
         at = current.work.rng.at
         self._end_piece = self._run.numbers.begin((at, self._sizes), (self.microbatch, at))
 
@@ -361,7 +361,7 @@ class Forward:
             self._run.expect_drawing(drew)
 
     def _drawing(self, module: nn.Module, function: Any, at: int) -> Callable[..., Any]:
-        """Return ``function``, which calls a block, with random numbers of Python and NumPy of its own."""
+        """Return ``function``, which calls a block, with separate random numbers of Python and NumPy."""
         numbers, place = self._run.numbers, (self.microbatch, at)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -425,7 +425,7 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """The device of the current stage; for stages of other processes, of the one of this process."""
+        """The device of the stage in this process whose turn it is."""
         return self._run.places[self._until][0]
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -457,7 +457,7 @@ class Forward:
 
 
 def _expect_parameters(name: str, module: nn.Module) -> None:
-    """Raise RuntimeError if a block, which a later stage will compute, holds other tensors in place of parameters."""
+    """Raise RuntimeError if a block of a later stage holds plain tensors instead of its parameters."""
     if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
         raise RuntimeError(
             f"block {name!r} is called with other tensors in place of its parameters, as by "

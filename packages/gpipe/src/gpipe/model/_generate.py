@@ -15,10 +15,10 @@ from ._called import answered_by
 
 
 def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """What ``model.generate(*args, **kwargs)`` returns; stages take turns, with all rows.
+    """Return the result of ``model.generate(*args, **kwargs)``. The stages take turns on the full batch.
 
-    Groups of rows in threads would let stages overlap, but read every weight, and start every kernel, once for each
-    group.
+    If threads computed groups of rows, stages would overlap. But each group would read every weight and launch every
+    kernel again.
     """
     first = next(model.parameters(), None)
     if first is not None:
@@ -29,10 +29,10 @@ def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: An
 
 @contextmanager
 def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
-    """A context in which modules of ``model`` take inputs from any device.
+    """Let modules of ``model`` accept inputs on any device in this context.
 
-    Modules beside ``blocks`` return their output to the device of their input, so that what the model computes with
-    outputs of two of them is on one device.
+    Modules other than ``blocks`` move their output to the device of their input, so that the outputs of two modules are
+    on the same device when the model combines them.
     """
     with ExitStack() as scope:
         for module, device in _placed(model):
@@ -43,7 +43,7 @@ def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
 
 
 def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The outermost modules inside ``module`` that are on one device each, with it."""
+    """Yield the outermost modules inside ``module`` that are on a single device, and that device."""
     for child in module.children():
         devices = {tensor.device for tensor in chain(child.parameters(), child.buffers())}
         if len(devices) == 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these are not called
@@ -53,7 +53,7 @@ def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
 
 
 class _Move:
-    """Hooks of a module on ``device``: its inputs are moved there, and, if it ``returns``, its output back."""
+    """Hooks that move the inputs of a module to ``device``, and its output back if it ``returns``."""
 
     def __init__(self, device: torch.device, *, returns: bool) -> None:
         self._device = device
@@ -70,6 +70,6 @@ class _Move:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``. A cache is left as it is: it has each layer's part on its device."""
+    """Return ``value`` with its tensors on ``device``. A cache stays, because it spans the devices of all layers."""
     move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
     return _pytree.tree_map(move, value, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))

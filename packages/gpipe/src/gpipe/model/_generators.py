@@ -26,7 +26,7 @@ def generator_states() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state = numpy.random.get_state(legacy=False)
-        if state["bit_generator"] == "MT19937":  # unless somebody has set a generator of another kind
+        if state["bit_generator"] == "MT19937":  # user code may have set a different kind of generator
             states[_NUMPY] = state
     return states
 
@@ -55,7 +55,7 @@ def generators_restored() -> Iterator[None]:
 
 @contextmanager
 def every_generator_restored(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the states of these, of torch on the CPU and of ``devices`` afterwards."""
+    """Restore the states of the interpreter's generators, of torch's on the CPU, and of ``devices`` afterwards."""
     with generators_restored(), ExitStack() as scope:
         scope.enter_context(torch.random.fork_rng(devices=[]))
         for device in {device for device in devices if has_streams(device)}:
@@ -68,31 +68,31 @@ _lock = fork_lock()
 
 
 class _Thread(threading.local):
-    """Whether this thread holds the lock."""
+    """Records whether this thread holds the lock."""
 
     is_inside = False
 
 
 _thread = _Thread()
 Drawing = dict[Any, bool]
-"""Whether a piece of a forward draws, by its key."""
+"""Maps the key of a piece of a forward to whether the piece uses random numbers."""
 
 
 class Numbers:
-    """The random numbers that pieces of forwards draw from generators of the interpreter, in one run.
+    """The random numbers that pieces of forwards take from generators of the interpreter, in one run.
 
-    A piece is a call of a block, or what stands between two calls. Stages run at the same time, and would draw in an
-    order that depends on timing. So the generators have a state of its own for each piece that draws, and no other such
-    piece runs meanwhile. The states follow from those that the generators had before the run, which then advance by one
-    number.
+    A piece is a call of a block, or the part between two calls. Stages run at the same time, so the order in which they
+    take random numbers would depend on timing. Therefore the generators have a separate state for each piece that uses
+    them, and no two such pieces run at the same time. These states are derived from the states before the run, which
+    then advance by one number.
 
     Args:
-        drawing: the pieces that are known to draw, or not to; a piece that is not known yet may draw.
+        drawing: whether known pieces use random numbers. A piece that is not known yet may use them.
     """
 
     def __init__(self, drawing: Drawing) -> None:
         self._drawing = drawing
-        # The threads of a run inside a piece of another pipe would wait for the thread that waits for them.
+        # If a run is inside a piece of another pipe, its threads would deadlock with the thread that waits for them.
         self._is_nested = _thread.is_inside
         self._seeds: dict[str, int] = {}
         self._advanced: set[str] = set()
@@ -100,10 +100,10 @@ class Numbers:
     def begin(self, key: Any, place: Sequence[int]) -> Callable[[], Sequence[str]]:
         """Begin a piece. Return a function that ends it, to be called on the same thread.
 
-        That function returns the names of the generators from which the piece has drawn.
+        That function returns the names of the generators that the piece has used.
 
         Args:
-            key: what decides whether the piece draws.
+            key: the properties that determine whether the piece uses random numbers.
             place: numbers that are unique to the piece in this run.
         """
         if self._is_nested or not self._drawing.get(key, True):
@@ -125,7 +125,7 @@ class Numbers:
         for name in {*drew} - self._advanced:
             self._advanced.add(name)
             _advance(name)
-        if len(self._drawing) >= _MOST:  # inputs have ever other sizes
+        if len(self._drawing) >= _MOST:  # the sizes of inputs keep changing
             self._drawing.clear()
         self._drawing[key] = bool(drew) or self._drawing.get(key, False)
         held.close()
@@ -140,7 +140,7 @@ def _nothing() -> Sequence[str]:
 
 
 def _next_seed(name: str, state: Any) -> int:
-    """Return the number by which :func:`_advance` advances a generator in this ``state``."""
+    """Return the random number that a generator in this ``state`` returns next, in :func:`_advance`."""
     if name == _PYTHON:
         generator = random.Random()
         generator.setstate(state)

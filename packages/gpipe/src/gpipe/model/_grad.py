@@ -1,6 +1,6 @@
-"""Gradients that the forward of a model computes itself, as forces are of an energy.
+"""Gradients that the forward of a model computes itself, for example forces from an energy.
 
-A stage or a replay has only its own part of the graph, so ``torch.autograd.grad`` works inside of that.
+A stage or a replay has only its own part of the graph, so ``torch.autograd.grad`` works only within that part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..values._leaves import tensors_of
 
 
 def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Return the tensors with respect to which the operation ``function`` computes gradients, if it does."""
+    """Return the ``inputs`` of the call if ``function`` is ``torch.autograd.grad``, and nothing otherwise."""
     if function is not torch.autograd.grad:
         return ()
     return tensors_of(args[1] if len(args) > 1 else kwargs["inputs"])

@@ -1,7 +1,7 @@
 """Detect hooks that a forward registers on modules and removes before it returns.
 
-Forwards of several micro-batches run at a time. So a module would call the hooks of all of them, and in a recomputation
-none.
+Forwards of several micro-batches are in flight at the same time. A module would call the hooks of all of them, and none
+of them in a recomputation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _Found = dict[int, tuple[str, dict[int, Any]]]
-"""The name of the module, and its hooks, by the number that torch gives a hook."""
+"""Maps torch's number of a hook to the name of its module, and to the module's dict that contains the hook."""
 
 
 class Hooks:
-    """The hooks that are registered after this object is created, and that a forward has seen at calls of blocks.
+    """The hooks that were registered after this object was created, as found at calls of blocks.
 
-    Torch numbers all hooks. So it takes no time to look at a model whose forward registers none.
+    Torch numbers all hooks. So if the forward registers none, the model is not searched.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module]) -> None:
@@ -32,8 +32,8 @@ class Hooks:
     def look(self, name: str, block: nn.Module) -> None:
         """Note the hooks in ``block``, which is about to be called.
 
-        Outside of blocks, another forward may use a module at this moment. Note the hooks that stay until the next
-        call of a block.
+        Another forward may be using a module outside blocks at this moment. So a hook there is noted only if it remains
+        until the next call of a block.
         """
         if RemovableHandle.next_id == self._first:
             return

@@ -1,6 +1,6 @@
 """Modules of a model that contain blocks, as attributes of its pipe: when called, they compute in the pipeline.
 
-Some trainers replace ``pipe.forward``, or call parts of the model: ``pipe.base_model(...)``, then a loss of their own.
+Some trainers replace ``pipe.forward``, or call parts of the model: ``pipe.base_model(...)``, then their own loss.
 Such a part calls the same blocks as the model, so its forward can run as the model's does, once per micro-batch.
 """
 
@@ -42,7 +42,7 @@ class Computing(Protocol):
 def through(pipe: Computing, value: Any) -> Any:
     """Return ``value``, an attribute of the model, as an attribute of its ``pipe``.
 
-    A module around blocks becomes an :class:`Inner`, also if a method of the model returns it. Any other value stays.
+    A module around blocks becomes an :class:`Inner`, even if a method of the model returns it.
     """
     model = pipe._whole_model
     if isinstance(value, nn.Module) and not isinstance(value, Inner):
@@ -71,8 +71,8 @@ def _watched(pipe: Computing, method: Callable[..., Any]) -> Callable[..., Any]:
 class _Forward:
     """The forward of an :class:`Inner`, which also computes in the pipeline.
 
-    In contrast to a method, it comes before a forward that was set on the module. Code that sets one often calls the
-    previous one in it, and then that is meant, not the pipeline.
+    In contrast to a method, it takes precedence over a forward that was set on the module. Code that sets one often
+    calls the previous forward in it. Such a call runs the previous forward, not the pipeline.
     """
 
     def __init__(self, own: Callable[..., Any]) -> None:

@@ -1,8 +1,8 @@
-"""Let ``isinstance(pipe, type(model))`` be true. Hugging Face's libraries decide by it how a model is saved and loaded.
+"""Let ``isinstance(pipe, type(model))`` be true. Hugging Face's libraries use it to save and load a model correctly.
 
-Python asks the type of an object first, then its ``__class__``, as ``unittest.mock`` and ``weakref.proxy`` use it. So a
-pipe is an instance of :class:`gpipe.GPipe` and of the class of its model. Methods of the model that the pipe does not
-have itself are called on the model, as before.
+Python checks the type of an object first, then its ``__class__``. ``unittest.mock`` and ``weakref.proxy`` rely on this.
+So a pipe is an instance of :class:`gpipe.GPipe` and of the class of its model. Methods of the model that the pipe does
+not have itself are called on the model, as before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _of_any_object: Any = vars(object)["__class__"]
 
 
 class InstanceOfModel:
-    """An object with a model, whose class it says it has."""
+    """An object that reports the class of its model as its own."""
 
     @property
     def __class__(self) -> Any:

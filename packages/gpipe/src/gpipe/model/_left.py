@@ -1,6 +1,6 @@
-"""Detect tensors in attributes of blocks by which a block and the model pass values beside the call.
+"""Detect tensors that a block and the model pass to each other in attributes of blocks, instead of in a call.
 
-They belong to the micro-batch whose forward set them last.
+Such a tensor belongs to the micro-batch whose forward set it last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Entry(NamedTuple):
 
     Attributes:
         name: the name of the attribute.
-        owner: the micro-batch for which the block has also returned the tensor; None if it has not.
+        owner: the micro-batch whose call of the block has also returned the tensor, if any.
     """
 
     tensor: ref[Tensor]
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 
 _Found = dict[int, _Entry]
-"""By the identity of the tensor."""
+"""Maps the id of a tensor to its entry."""
 
 
 class Left:
@@ -65,7 +65,7 @@ class Left:
 
         def look(output: Any) -> None:
             returned = {*map(id, tensors_of(output))}
-            for key in returned & before.keys():  # this call too has returned what an earlier one has left
+            for key in returned & before.keys():  # this call has returned a tensor that an earlier one left
                 self._found.pop(key, None)
             left = {
                 key: each._replace(owner=microbatch if key in returned else None)
@@ -87,7 +87,7 @@ class Left:
             )
 
     def _set_in_call(self, tensor: Tensor, microbatch: int) -> _Entry | None:
-        """Return the attribute where a block that now computes another micro-batch has left ``tensor``."""
+        """Return the attribute in which a block that now computes a different micro-batch has left ``tensor``."""
         for set_since, owner in list(self._in_call.values()):
             if owner != microbatch and (found := set_since().get(id(tensor))) is not None:
                 return found

@@ -1,9 +1,9 @@
 """Measure the seconds of a model's forward and backward, divided where it calls modules that may be blocks.
 
-A clock is read whenever the forward of a copy calls a module that may be a block, also inside other blocks. Autograd
-numbers the nodes of a forward in order, so the backward is divided at the same calls. The cost of a block is the sum of
-what lies between its call and that of the next block. So one measurement has the costs of coarse and fine blocks, with
-the operations between them.
+A clock is read whenever the forward of a copy calls a module that may be a block, even inside other blocks. Autograd
+numbers the nodes of a forward in order, so the backward is divided at the same calls. The cost of a block is the time
+from its call to the call of the next block, in the forward and in the backward. So a single measurement returns the
+costs of coarse and fine blocks, including the operations between them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ._pick import Pick
 
 
 class Span(NamedTuple):
-    """The part of a forward from the call of a module to that of the next one.
+    """The part of a forward from the call of one module to the call of the next one.
 
     Attributes:
         block: the name of the module; None before the first call.
@@ -58,7 +58,7 @@ def measured(
     One round warms up, and at least one follows.
 
     Args:
-        blocks: the modules at whose calls a round is divided; they may contain each other.
+        blocks: the modules whose calls divide a round. They may contain each other.
     """
     with every_generator_restored([device]), torch.inference_mode(False), torch.enable_grad(), use_device(device):
         copy = copied(model).to(device).train()
@@ -76,7 +76,7 @@ def measured(
 def seconds_of(rounds: Sequence[Round], blocks: Blocks) -> list[float]:
     """Return the seconds of each block: the median of its times in all ``rounds``.
 
-    What runs before the first block counts for it, and what runs between blocks for the one before.
+    Operations before the first block count for the first block, and operations between blocks for the previous one.
     """
     return [median(each) for each in zip(*(_seconds(spans, [*blocks]) for spans in rounds), strict=True)]
 
@@ -85,13 +85,13 @@ def _seconds(spans: Round, names: Sequence[str]) -> list[float]:
     index, at = {name: k for k, name in enumerate(names)}, 0
     found = [0.0] * len(names)
     for span in spans:
-        at = max(at, index.get(span.block or "", 0))  # as stages do, which do not go back
+        at = max(at, index.get(span.block or "", 0))  # never an earlier block, as in stages
         found[at] += span.seconds
     return found
 
 
 class _Calls:
-    """Notes when a forward calls its blocks, and the numbers that the next nodes have then."""
+    """Records when a forward calls its blocks, and the sequence number of the next autograd node at each call."""
 
     def __init__(self, now: Callable[[], Any]) -> None:
         self._now = now

@@ -1,4 +1,4 @@
-"""Find the order in which a model uses its blocks, and what is outside of them, by one forward without data."""
+"""Find the order in which a model uses its blocks, and the modules outside them, by one forward on ``meta``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
 
 
 class Rehearsal:
-    """A forward in which all blocks are elsewhere, and all tensors of the model are without data.
+    """A dry run of the forward, in which blocks and operations on parameters are computed on ``meta``.
 
     Attributes:
         called: the names of the called blocks, by first call.
@@ -76,7 +76,7 @@ class Rehearsal:
         self._outside = {module for module in model.modules() if module not in inside}
         self._holders: dict[int, list[nn.Module]] = {}
         for module in self._outside:
-            # A module is where its parameters are used; its buffers may only count calls.
+            # A module is used where its parameters are used. Its buffers may only count calls.
             for tensor in (module._parameters or module._buffers).values():
                 self._holders.setdefault(id(tensor), []).append(module)
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -86,7 +86,7 @@ class Rehearsal:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Handle the calls of blocks, and the operations between them, of a forward in this context."""
-        # The call of a module around blocks says nothing about its own parameters.
+        # The call of a module around blocks does not show when its own parameters are used.
         around = {module for module in self._outside if not {*module.modules()} <= self._outside}
         hook = register_module_forward_pre_hook(lambda module, _: None if module in around else self._uses([module]))
         stages = dict.fromkeys(self._blocks.values(), 0)

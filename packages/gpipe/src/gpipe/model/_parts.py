@@ -30,8 +30,8 @@ class Part(nn.Module):
 def parts_of(model: nn.Module, division: Division) -> list[Part]:
     """Return the part of each stage.
 
-    Everything outside the blocks belongs to the stage of the block that is used before it, if that is known, else of
-    the block that the model registers before it; or to the first stage.
+    Everything outside the blocks belongs to the stage of the block that is used before it. If that is not known, it
+    belongs to the stage of the block that the model registers before it, or to the first stage.
     """
     parts = [Part() for _ in division.balance]
     for path, module, stage in _entries(model, "", division, stages_of(division), 0, set()):
@@ -47,7 +47,7 @@ Entry = tuple[str, nn.Module, int]
 def _entries(
     module: nn.Module, path: str, division: Division, stages: Mapping[nn.Module, int], at: int, seen: set[nn.Module]
 ) -> Generator[Entry, None, int]:
-    """Yield what stages hold of ``module``, with names and stages. Return the stage of its last block, or ``at``."""
+    """Yield the modules that stages hold, with names and stages. Return the stage of the last block, or ``at``."""
     if module in seen:
         return at
     seen.add(module)
@@ -79,7 +79,7 @@ def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
 
 
 def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module]:
-    """Return what stages share: modules with buffers and no parameters, and buffers of modules around blocks."""
+    """Return the modules that stages share: those with buffers only, and the buffers of modules around blocks."""
     inside = {*blocks.values()}
     found: dict[str, nn.Module] = {}
     for path, module in ((path, module) for part in parts for path, module in part.named_children()):
@@ -92,7 +92,7 @@ def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module
 
 
 def others_of(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list[dict[str, nn.Module]]:
-    """Return the modules in each part that have parameters and are no blocks."""
+    """Return the modules in each part that have parameters and are not blocks."""
     return [
         {
             path: module
@@ -124,7 +124,7 @@ def _tree(module: nn.Module, held: Collection[nn.Module | None], owned: Mapping[
 
 
 def emptied(parts: Sequence[nn.Module], kept: nn.Module) -> None:
-    """Move ``parts`` of a model to ``meta``, except for what ``kept`` shares with them."""
+    """Move ``parts`` of a model to ``meta``, except for tensors that ``kept`` shares with them."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in (*kept.parameters(), *kept.buffers())}
     for module in (module for part in parts for module in part.modules()):
         for tensors in (module._parameters, module._buffers):

@@ -1,7 +1,7 @@
-"""Watch code that was entered through a pipe and calls modules of its model: a forward that was set on the pipe.
+"""Intercept calls of a model's modules from code that a pipe runs, such as a forward that was set on the pipe.
 
-Modules around blocks then compute in the pipeline. A block by itself cannot: it would compute with all rows on the
-caller's thread, while every other stage waits.
+Modules around blocks then compute in the pipeline. A single block cannot, because it would compute the full mini-batch
+on the caller's thread, while every other stage waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def around_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Modu
 
 
 def _contains(module: nn.Module, blocks: Collection[nn.Module], found: dict[nn.Module, bool]) -> bool:
-    """Find out for ``module``, and for all modules in it outside of ``blocks``, whether it contains one."""
+    """Return whether ``module`` is or contains one of the ``blocks``. Record it for all its modules outside blocks."""
     if module in blocks:
         return True
     if module not in found:
@@ -39,7 +39,7 @@ def _contains(module: nn.Module, blocks: Collection[nn.Module], found: dict[nn.M
 
 
 class Past:
-    """The calls of modules on the caller's thread, past the forward of the pipe.
+    """The calls of modules on the caller's thread that bypass the forward of the pipe.
 
     Args:
         section: held while the interception of calls begins and ends, so that no run is in progress then.
@@ -52,7 +52,7 @@ class Past:
 
     @contextmanager
     def entered(self, compute: Compute) -> Iterator[None]:
-        """A context in which modules around blocks, called on this thread, are computed by ``compute``."""
+        """Let ``compute`` handle calls of modules around blocks on this thread in this context."""
         if is_answered_by(self) or self._section in sections_of_thread():
             yield
             return

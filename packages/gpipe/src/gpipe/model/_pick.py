@@ -1,4 +1,4 @@
-"""Select what a pipe returns of the output of its model."""
+"""Select the part of the model's output that a pipe returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def picker(pick: str | Pick | None) -> Pick:
     """Return the function for ``pick``: the name of a field, a function, or None for the output itself.
 
     Raises:
-        TypeError: ``pick`` is none of these.
+        TypeError: ``pick`` has a different type.
     """
     if pick is None:
         return _all

@@ -57,7 +57,7 @@ class ModelPipeline(Pipeline):
     Attributes:
         divided: the model, its blocks and stages.
         threads: the threads of its forwards.
-        conventions: how the model computes losses, as far as that was tried out.
+        conventions: how the model computes losses, as far as it was tested.
         elsewhere: the sizes of outputs of blocks that this process does not compute.
     """
 
@@ -100,7 +100,7 @@ class ModelPipeline(Pipeline):
     def shown(self) -> Facts:
         """Return the facts from the forwards of the last run, and keep them for later forwards of the same kind."""
         if self._run is not None:
-            if len(self._known) >= _MOST:  # inputs have ever other constants
+            if len(self._known) >= _MOST:  # the constants in inputs keep changing
                 self._known.clear()
             self._facts = self._known[self._run.kind] = self._run.facts
             self._run = None  # it holds the caller's arguments for the loss

@@ -1,8 +1,8 @@
-"""Run the forward of a model once more, for the full mini-batch, with known outputs of its blocks.
+"""Run the forward of a model once more, for the full mini-batch, with the known outputs of its blocks.
 
-A call of a block computes nothing, but returns its joined outputs for micro-batches. So the result is exactly the
-model's output for the full mini-batch, whether it is a loss of any kind, similarities between any two rows, or an
-object of any class.
+A call of a block computes nothing, but returns the joined outputs of the block for micro-batches. So the result is
+exactly the model's output for the full mini-batch, whether it is a loss of any kind, similarities between any two rows,
+or an object of any class.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Replay:
     Args:
         model: the model.
         blocks: its blocks.
-        others: modules whose calls are handled like those of blocks, although they are none.
+        others: modules that are not blocks, but whose calls are handled in the same way.
         facts: the facts from the forwards of micro-batches, without tensors.
-        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and the order in
-            which the rows of arguments were, by their entries.
-        counts: the number of rows of each micro-batch, and those of other inputs: texts and pictures, for example.
+        used: one mapping per micro-batch: the outputs of blocks that the model itself uses, by place, and numbers
+            that show the order of the rows in arguments, by their entries.
+        counts: the number of rows per micro-batch, then the numbers for inputs with different rows, such as pictures.
         elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
@@ -94,9 +94,9 @@ class Replay:
         self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
-        """Return the output of the model for ``inputs``, or what ``pick`` returns of it.
+        """Return the output of the model for ``inputs``, or the part of it that ``pick`` returns.
 
-        Only that must not depend on random numbers drawn between blocks.
+        This result must not depend on random numbers drawn between blocks. Any other part of the output may.
         """
         arguments = as_arguments(inputs)
         begin = self._devices[0]
@@ -181,7 +181,7 @@ class Replay:
         return output
 
     def _is_before_blocks(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which is no parameter, was there before the last call of a block."""
+        """Return whether ``tensor`` existed before the last call of a block, and is not a parameter."""
         if tensor.grad_fn is None:
             return bool(self._calls) and not isinstance(tensor, nn.Parameter)
         return tensor.grad_fn._sequence_nr() < self._number
@@ -261,7 +261,7 @@ class Replay:
         )
         if size is None:
             raise self._unjoined
-        # Perhaps only blocks use it, or what they are given: their outputs are known.
+        # It may be that only blocks use it, or tensors computed from it. Their outputs are known.
         return torch.empty(size, dtype=tensors[0].dtype, device="meta")
 
     def here(self, tensor: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class Replay:
         return copy
 
     def made(self, output: Any) -> Any:
-        """Return the output of an operation on the current stage's device; the operation may have named another."""
+        """Move the output of an operation to the current stage's device. The operation may have set a different one."""
         return changed(output, self._on_device) if self._moves else output
 
     def _on_device(self, tensor: Tensor) -> Tensor:
@@ -359,8 +359,7 @@ class ReplayedLoss(WholeLoss):
         loss_fn: is called with the used outputs of blocks, the arguments of the model, a function that returns the
             owner of a tied parameter, and ``arguments``.
         inputs: the arguments of the model for the full mini-batch.
-
-        learn: returns what is found out about losses of this kind.
+        learn: returns the convention of losses of this kind, if they follow one.
 
     Attributes:
         outputs: the output for the full mini-batch, as the only entry, if it is kept.

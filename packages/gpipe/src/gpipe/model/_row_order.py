@@ -1,13 +1,13 @@
-"""Detect that blocks get the rows of the full mini-batch in another order than the rows of its micro-batches, joined.
+"""Detect blocks whose rows for the full mini-batch are in a different order than the joined rows of micro-batches.
 
-A model may sort its rows by length before its blocks, or join two inputs to one with twice as many rows::
+A model may sort its rows by length before its blocks, or join two inputs into one with twice as many rows::
 
     micro-batches      cat([a0, b0]), cat([a1, b1])    joined: a0 b0 a1 b1
     full mini-batch    cat([a0, a1, b0, b1])
 
-So each entry of an argument has a number that tells it from others. If the numbers for the full mini-batch are those of
-micro-batches in another order, so are the rows. Other numbers say nothing: batch norm, for example, computes something
-over the rows of a micro-batch.
+So each entry of an argument has a number that identifies it. If the full mini-batch has the same numbers as the
+micro-batches, but in a different order, the order of the rows is different as well. If the numbers themselves differ,
+nothing follows from them. Batch norm, for example, computes statistics of the rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 DIMS: Final = 2
-"""The dimensions in which the rows may be, for which there are numbers."""
+"""The number of leading dimensions whose entries have numbers. The rows may be in any of them."""
 
 SAMPLE: Final = 32
-"""The number of elements in each other dimension from which the number of an entry is made, or a little more."""
+"""The number of an entry is computed from about this many elements in each of the remaining dimensions."""
 
 
 class Entries(NamedTuple):
@@ -34,14 +34,14 @@ class Entries(NamedTuple):
 
 
 def dims_of(tensor: Tensor) -> range:
-    """Return the dimensions of ``tensor`` for whose entries there are numbers."""
+    """Return the dimensions of ``tensor`` whose entries have numbers."""
     has_elements = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
     return range(min(tensor.dim(), DIMS) if has_elements else 0)
 
 
 @torch.no_grad()
 def numbers_of(tensor: Tensor, dim: int) -> Tensor:
-    """Return a number for each entry of ``tensor`` in dimension ``dim``, made of a sample of its elements."""
+    """Return one number per entry of ``tensor`` in dimension ``dim``, computed from a sample of its elements."""
     found = tensor.detach().movedim(dim, 0)
     found = found[(slice(None), *[slice(None, None, max(1, size // SAMPLE)) for size in found.shape[1:]])]
     entries = torch.view_as_real(found) if found.is_complex() else found
@@ -51,10 +51,10 @@ def numbers_of(tensor: Tensor, dim: int) -> Tensor:
 
 
 def are_in_order(parts: Sequence[Tensor], whole: Tensor, dtype: torch.dtype) -> bool | None:
-    """Return whether the numbers of micro-batches, ``parts``, are in the order of ``whole``; None if they are others.
+    """Return whether the numbers of micro-batches, ``parts``, are in the order of ``whole``; None if they do not match.
 
     Args:
-        dtype: the type of the tensor of which they are the numbers.
+        dtype: the dtype of the tensor whose entries have these numbers.
     """
     joined = torch.cat([part.to(whole.device) for part in parts])
     if joined.shape != whole.shape or not whole.numel():

@@ -29,8 +29,8 @@ class Argument(NamedTuple):
     Attributes:
         size: its size for a micro-batch.
         dim: the dimension of its rows; NOWHERE if its size does not depend on the number of rows.
-        in_order: whether its entries for the full mini-batch are those for micro-batches, one after the other; None if
-            that is not known.
+        in_order: whether its entries for the full mini-batch have the same order as the joined entries for
+            micro-batches; None if it is not known.
     """
 
     size: torch.Size
@@ -59,18 +59,18 @@ def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
     found = _one([*{argument.dim for argument in arguments} - {NOWHERE}])
     if found < 0:
         return found
-    # Rows may be divided further, as into tokens. Other numbers are those of something else, such as experts.
+    # Rows may be divided further, for example into tokens. Any different size may be a number of experts.
     known = {count for own, dim, _ in arguments if dim == found for count in accumulate(own[found:], mul)}
     return found if found < len(size) and size[found] in known else UNKNOWN
 
 
 def counts_of(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]]:
-    """Return the numbers of rows of micro-batches, then those of each of the ``inputs`` that has others."""
+    """Return the number of rows per micro-batch, then the numbers for each of the ``inputs`` with different rows."""
     found = dict.fromkeys(zip(*[batch.rows for batch in batches], strict=True))
     wholes, *columns = tensors_of(inputs), *[tensors_of(batch.value) for batch in batches]
     if all(len(column) == len(wholes) for column in columns):  # no list is cut by its entries
         for whole, *parts in zip(wholes, *columns, strict=True):
-            dim = max(dim_between(part.shape, whole.shape) for part in parts)  # the first may have all rows
+            dim = max(dim_between(part.shape, whole.shape) for part in parts)  # the first may be the whole
             if dim >= 0:
                 found[tuple(part.shape[dim] for part in parts)] = None
     return [*found]
@@ -80,7 +80,7 @@ def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: 
     """Join an output of a block for micro-batches.
 
     Args:
-        counts: the numbers of rows of the micro-batches, and those of other inputs: texts and pictures, for example.
+        counts: the number of rows per micro-batch, then the numbers for inputs with different rows, such as pictures.
 
     Returns:
         The tensor, or None if the dimension of its rows is not known.

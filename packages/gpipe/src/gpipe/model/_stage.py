@@ -39,7 +39,7 @@ class ModelStage(Stage):
 
     @property
     def recomputed(self) -> nn.Module:
-        """The blocks that are recomputed. What stands between blocks is not."""
+        """The blocks that are recomputed. Operations between blocks are not."""
         found = nn.Module()
         found._modules.update({n: each for n, each in self.module._modules.items() if each in self._recomputations})
         return found
@@ -54,12 +54,13 @@ class Divided(NamedTuple):
     """A model, its division, and its stages.
 
     Attributes:
-        pick: selects what is returned of its output.
+        pick: selects the part of its output that is returned.
         parts: the part of each stage.
         stages: the stages of this process.
-        common: modules outside of blocks that each process has, because they have buffers and no parameters.
-        others: modules outside of blocks with parameters that not each process has, by name; and their stages. A replay
-            in one process needs their outputs.
+        common: modules outside blocks that each process has, because they have buffers and no parameters.
+        others: modules outside blocks whose parameters only some processes have, with their names as keys. A replay in
+            one process needs their outputs.
+        stages_of_others: the stages of these modules.
     """
 
     model: nn.Module

@@ -44,13 +44,13 @@ class ModelRun(StageRuns):
     Args:
         start: calls a function on a thread for forwards.
         known: the facts from forwards of earlier runs, by kind.
-        drawing: the pieces of forwards that are known to draw from generators of Python and NumPy, or not to.
+        drawing: whether known pieces of forwards use the generators of Python and NumPy.
 
     Attributes:
         count: the number of stages, in all processes.
         pick: returns the part of the model's output that the pipe returns.
         blocks: the blocks of the model.
-        others: modules whose calls are handled like those of blocks, although they are none.
+        others: modules that are not blocks, but whose calls are handled in the same way.
         transport: the channels between stages.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         places: the device, stream and copy streams of each stage.
@@ -95,7 +95,7 @@ class ModelRun(StageRuns):
 
     @cached_property
     def outside(self) -> list[Held]:
-        """The buffers of modules outside of blocks."""
+        """The buffers of modules outside blocks."""
         found = outside(self.model, self._divided.division.blocks.values())
         return [module._buffers for module in found if module._buffers]
 
@@ -281,7 +281,7 @@ class ModelStageRun(StageRun):
         self._send(i, sent)
 
     def _arrived(self, i: int) -> Activation:
-        """Return the inputs of the model in the turn of the first stage, or wait for the stage before."""
+        """Return the inputs of the model in the turn of the first stage, or wait for the previous stage."""
         return self._arrival.get_values(i)
 
     def _taken(self, forward: Forward) -> Activation:

@@ -155,7 +155,7 @@ class ModelStepping(Stepping):
         return self._shown().conventions.kind_of(bare)
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
-        """Find out how the model computes a loss before the first step, from a forward of the first micro-batch."""
+        """Test before the first step how the model computes a loss, using a forward of the first micro-batch."""
         pipeline = self._shown()
         with torch.no_grad(), unchanged(self._whole_model, self._devices):
             batches, versions = self._cut(self._checked(inputs))
@@ -209,7 +209,7 @@ class ModelStepping(Stepping):
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
     def _learned(self, asked: Asked) -> Convention | None:
-        """Find out after the first step of a kind how the model computes its loss, for later steps."""
+        """Test after the first step of a kind how the model computes its loss, for later steps."""
         pipeline = self._shown()
         if asked.kind not in pipeline.conventions:
             pipeline.conventions.learn(asked.kind, pipeline.shown(), asked.batches[0])
@@ -219,7 +219,7 @@ class ModelStepping(Stepping):
 
 
 def _lacks_data(value: Any) -> bool:
-    """Return whether a tensor in ``value`` would come from parameters of another process."""
+    """Return whether a tensor in ``value`` is on ``meta``, because it depends on parameters of another process."""
     return any(tensor.is_meta for tensor in tensors_of(value))
 
 

@@ -170,7 +170,7 @@ class Tensors:
         """Expect that this stage can compute the block ``name`` of an earlier ``stage``."""
 
     def made(self, output: Any, given: Any = ()) -> Any:
-        """Return an output on this stage's device, made from ``given``. An operation may have named a different one.
+        """Return an output, computed from ``given``, on this stage's device. An operation may have set a different one.
 
         The output is moved right away, because in-place changes would be lost in a copy for a single operation.
         """

@@ -45,7 +45,7 @@ class Uses:
         answers: the outputs of blocks, without their tensors.
         changed: the used tensors that the model has modified in place.
         changes_inputs: whether the model has modified its inputs in place.
-        orders: the numbers of the entries of arguments of blocks, by which their order is known.
+        orders: the numbers of the entries in arguments of blocks, which show the order of the rows.
     """
 
     def __init__(self, model: str, known: Facts | None, tensors: Tensors) -> None:
@@ -71,9 +71,9 @@ class Uses:
         return found
 
     def called_with(self, tensors: Sequence[Tensor]) -> None:
-        """Note in which order the rows of the arguments of the next call are.
+        """Record numbers that show the order of the rows in the arguments of the next call.
 
-        Once a forward is known, this is done for arguments whose sizes no call before had, such as the first ones.
+        If the forward is known, this is done only for arguments whose sizes no earlier call had.
         """
         sizes = tuple([tensor.shape for tensor in tensors if dims_of(tensor)])
         if self._known is not None and sizes in self._sizes:

@@ -1,6 +1,6 @@
-"""Lists and dicts by which blocks pass values beside their outputs: what a block writes, all later blocks see.
+"""Track lists and dicts that pass values from a block to all later blocks, in addition to its output.
 
-A block of a later stage is called with containers of the tensors of its stage, which are other objects.
+A block of a later stage receives copies of these containers, which hold the tensors of its stage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Written:
     """The lists and dicts among the arguments of a call of a block.
 
     Args:
-        own: the arguments that the model has given.
-        given: the ones that the block is called with.
+        own: the arguments that the model passes.
+        given: the arguments that the block receives.
     """
 
     def __init__(self, own: Any, given: Any) -> None:
@@ -34,14 +34,14 @@ class Written:
 
     @property
     def is_any(self) -> bool:
-        """Whether the block has written anything."""
+        """True if the block has written anything."""
         return any(True for _ in self._changes())
 
     def end(self, put: Callable[[Tensor], Tensor]) -> bool:
-        """Write what the block has written into the model's own containers, each tensor as ``put`` returns it.
+        """Copy the block's changes to the model's own containers, with each new tensor replaced by ``put``.
 
         Returns:
-            Whether the model can only see it in the tensors that are written: new or other values in a dict.
+            Whether the changes are visible only in the written tensors, as new or changed values in a dict are.
         """
         is_in_tensors = True
         for mine, its, before, now in [*self._changes()]:
