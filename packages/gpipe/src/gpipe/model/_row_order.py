@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ._buffers import has_data
+
 DIMS: Final = 2
 """The number of leading dimensions whose entries have numbers. The rows may be in any of them."""
 
@@ -35,7 +37,7 @@ class Entries(NamedTuple):
 
 def dims_of(tensor: Tensor) -> range:
     """Return the dimensions of ``tensor`` whose entries have numbers."""
-    has_elements = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+    has_elements = tensor.layout is torch.strided and has_data(tensor) and tensor.numel()
     return range(min(tensor.dim(), DIMS) if has_elements else 0)
 
 
