@@ -179,6 +179,12 @@ def mean_square(output: Any) -> Tensor:
     return next(leaf for _, leaf in leaves(output) if leaf.is_floating_point() and leaf.dim() > 1).square().mean()
 
 
+def of_all_rows(output: Any) -> Tensor:
+    """A loss of the first output, or the only one, that depends on all rows together."""
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return (first - first.mean(0)).square().flatten(1).sum(1).sqrt().mean() + first.square().mean()
+
+
 def leaves(output: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of an output, with their names."""
     named = zip(leaf_paths(output, "output"), flatten(output)[0], strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gpipe import Arguments
 from microbatch import Replicate
 
-from ..own_forward import Case
+from ..own_forward import Case, of_all_rows
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed; see nox -s outside")
 
@@ -118,12 +118,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def loss(output: Any) -> Tensor:
-    """One that depends on all rows together."""
-    found: Tensor = output[0]
-    return (found - found.mean(0)).square().flatten(1).sum(1).sqrt().mean() + found.square().mean()
-
-
 def case(name: str) -> Case:
     settings, inputs = KINDS[name]
     torch.manual_seed(0)
@@ -137,7 +131,7 @@ def case(name: str) -> Case:
             if isinstance(getattr(module, attribute, None), float):
                 setattr(module, attribute, 0.0)
     whole = {key: Replicate() for key in WHOLE if key in inputs}
-    return Case(model, Arguments((), inputs), loss, 1e-3, in_spec=whole or None)
+    return Case(model, Arguments((), inputs), of_all_rows, 1e-3, in_spec=whole or None)
 
 
 def names() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -46,7 +46,7 @@ Held = dict[str, Any]
 """The buffers or attributes of a module. The keys are their names."""
 
 
-def outside(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules outside ``blocks``."""
     inside = {module for block in blocks for module in block.modules()}
     return [module for module in model.modules() if module not in inside]

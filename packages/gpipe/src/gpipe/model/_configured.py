@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..values._constants import is_constant
 from ..values._leaves import version
+from ._buffers import outside
 
 DEPTH = 2
 """The maximum depth of the search for numbers in objects. Configurations may be nested."""
@@ -32,9 +33,8 @@ class Settings(NamedTuple):
 
 def configured(model: nn.Module, blocks: Iterable[nn.Module]) -> Settings:
     """Return the settings of ``model`` outside ``blocks``."""
-    inside = {module for block in blocks for module in block.modules()}
     held: list[Any] = []
-    parts = [part for module in model.modules() if module not in inside for part in _of_module(module, held)]
+    parts = [part for module in outside(model, blocks) for part in _of_module(module, held)]
     return Settings(hash(tuple(parts)), held)
 
 

@@ -26,6 +26,7 @@ from .._current import doing
 from ..engine._loss_value import own_loss
 from ..module._signature import signature_of
 from ._apart import apart, moved
+from ._buffers import outside
 from ._cache import without_cache
 from ._called import answered
 from ._count import COUNT
@@ -81,10 +82,8 @@ def convention_of(
             copied, copies = apart(model, blocks)
             made = _values(facts, inputs, rows)
             with _calls_caught(copied, copies, blocks):
-                inside = {module for block in copies.values() for module in block.modules()}
-                outside = [module for module in copied.modules() if module not in inside]
-                loss = _loss_of(copied, copies, facts)
-                return next((_tried(values, loss, outside) for values in made if loss(values) is not None), None)
+                around, loss = outside(copied, copies.values()), _loss_of(copied, copies, facts)
+                return next((_tried(values, loss, around) for values in made if loss(values) is not None), None)
     except Exception:  # the model cannot be copied, or its blocks return something else than rows of numbers
         return None
 
@@ -118,15 +117,15 @@ Loss = Callable[[Values], Tensor | None]
 """Returns the loss for some values; None if there is none."""
 
 
-def _tried(values: Values, loss: Loss, outside: Sequence[nn.Module]) -> Convention | None:
-    """Return the convention of ``loss``, which modules ``outside`` of blocks compute."""
+def _tried(values: Values, loss: Loss, around: Sequence[nn.Module]) -> Convention | None:
+    """Return the convention of ``loss``, which modules ``around`` the blocks compute."""
     total = loss(values)
     if total is None or not total or not _are_same(total, loss(values)):
         return None  # some losses are random
     found = next((each for each in map(Convention, (1, 0)) if _holds(each, loss, values)), None)
     if found is None or not _is_of_labels(loss, values):
         return None
-    others = [each for each in _others(values, outside) if loss(each) is not None]
+    others = [each for each in _others(values, around) if loss(each) is not None]
     return found if all(_holds(found, loss, each) for each in others) else None
 
 
@@ -163,18 +162,18 @@ def _with_another_row(tensor: Tensor) -> Tensor:
     return found
 
 
-def _others(values: Values, outside: Sequence[nn.Module]) -> Iterator[Values]:
+def _others(values: Values, around: Sequence[nn.Module]) -> Iterator[Values]:
     """Yield values with a special number in half of the first row of an argument, or with labels of any class."""
     leaves, tree = flatten((values.args, values.kwargs))
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.dim():
-            for constant in sorted({0, 1, IGNORED, *_special(outside)}):
+            for constant in sorted({0, 1, IGNORED, *_special(around)}):
                 tensor = leaf.clone()
                 tensor[_half_a_row(tensor)] = constant
                 args, kwargs = unflatten([*leaves[:k], tensor, *leaves[k + 1 :]], tree)
                 yield values._replace(args=args, kwargs=kwargs)
     labels, generator = values.kwargs["labels"], torch.Generator().manual_seed(0)
-    for size in {tensor.shape[-1] for tensor in values.used.values()} | _sizes(outside):
+    for size in {tensor.shape[-1] for tensor in values.used.values()} | _sizes(around):
         number = max(1, size)
         first, any_order = torch.arange(labels.numel()), torch.randperm(number, generator=generator)
         for every in (first % number, any_order[first % number]):

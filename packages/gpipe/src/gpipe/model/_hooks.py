@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ._buffers import outside
+
 _Found = dict[int, tuple[str, dict[int, Any]]]
 """Maps torch's number of a hook to the name of its module, and to the module's dict that contains the hook."""
 
@@ -39,8 +41,8 @@ class Hooks:
             return
         self._found.update(self._new([(f"{name}.{inner}".rstrip("."), each) for inner, each in block.named_modules()]))
         if self._outside is None:
-            inside = {module for each in self._blocks for module in each.modules()}
-            self._outside = [pair for pair in self._model.named_modules() if pair[1] not in inside]
+            around = {*outside(self._model, self._blocks)}
+            self._outside = [pair for pair in self._model.named_modules() if pair[1] in around]
         last, self._last = self._last, self._new(self._outside)
         self._found.update((number, place) for number, place in last.items() if number in self._last)
 

@@ -72,8 +72,7 @@ class Rehearsal:
         self.after: dict[nn.Module, str | None] = {}
         self._last: str | None = None
         self._elsewhere = Elsewhere()
-        inside = {module for block in blocks.values() for module in block.modules()}
-        self._outside = {module for module in model.modules() if module not in inside}
+        self._outside = {*outside(model, blocks.values())}
         self._holders: dict[int, list[nn.Module]] = {}
         for module in self._outside:
             # A module is used where its parameters are used. Its buffers may only count calls.

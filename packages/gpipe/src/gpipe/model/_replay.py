@@ -201,9 +201,9 @@ class Replay:
 
     def _order_of(self, number: int, dim: int, tensor: Tensor) -> bool | None:
         """Return whether an argument of this call has its entries in the order in which micro-batches have them."""
-        for each in [dim] if dim >= 0 else dims_of(tensor):  # the first micro-batch may have all entries
+        for each in dims_of(tensor) if tensor not in self._draws else ():
             parts = self._used.pop(Entries(self._calls, number, each), None)
-            if parts is None or not dims_of(tensor) or tensor in self._draws:
+            if parts is None or (dim >= 0 and dim != each):  # without a dim, one micro-batch may have all entries
                 continue
             numbers = [part for part in parts if part is not None]
             found = are_in_order(numbers, numbers_of(tensor, each), tensor.dtype)
@@ -229,15 +229,13 @@ class Replay:
             found = self._joined(self._used.pop(place), place, arguments, of_call)
         else:
             found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
-            self._placeholders[id(found)] = (
-                found,
-                Argument(leaf.size, dim_by(arguments, leaf.size), order_of(arguments)),
-            )
+            argument = Argument(leaf.size, dim_by(arguments, leaf.size), order_of(arguments))
+            self._placeholders[id(found)] = found, argument
         self._filled[place] = found
         return found
 
     def _sizes(self, name: str, module: nn.Module, function: Any, *given: Any) -> Mapping[int, torch.Size]:
-        if any(id(tensor) in self._placeholders for tensor in tensors_of(given)):
+        if any(map(self._is_placeholder, tensors_of(given))):
             return {}  # they have the sizes for a micro-batch
         with answered_by(None):
             return self._elsewhere.sizes(name, module, function, *given)

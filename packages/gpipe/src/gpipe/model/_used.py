@@ -33,6 +33,16 @@ class _Use(NamedTuple):
     before: Tensor | None
 
 
+_Marks = dict[int, tuple[ref[Tensor], str]]
+"""By the id of a tensor, the tensor and the name of a block."""
+
+
+def _marked(marks: _Marks, tensor: Tensor) -> str | None:
+    """Return the name of the block with which ``tensor`` is marked, if it is."""
+    found = marks.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
+
+
 class Uses:
     """The calls of blocks in one forward, and the uses of their outputs.
 
@@ -57,8 +67,8 @@ class Uses:
         self._model, self._known, self._tensors = model, known, tensors
         self._returned: dict[int, _Returned] = {}
         self._uses: dict[Place, _Use] = {}
-        self._altered: dict[int, tuple[ref[Tensor], str]] = {}
-        self._written: dict[int, tuple[ref[Tensor], str]] = {}
+        self._altered: _Marks = {}
+        self._written: _Marks = {}
         self._inputs: list[tuple[Tensor, int]] = []
 
     def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -112,17 +122,15 @@ class Uses:
 
     def note(self, tensor: Tensor) -> None:
         """Record that the model itself now uses ``tensor``, which a block may have returned."""
-        altered = self._altered.get(id(tensor))
-        if altered is not None and altered[0]() is tensor:
+        if (block := _marked(self._altered, tensor)) is not None:
             raise RuntimeError(
-                f"{self._model} uses a tensor that block {altered[1]!r} has changed in place; the output of the full "
+                f"{self._model} uses a tensor that block {block!r} has changed in place; the output of the full "
                 "mini-batch, computed without calling blocks again, would miss the change; let the block work on a "
                 "clone, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
-        written = self._written.get(id(tensor))
-        if written is not None and written[0]() is tensor:
+        if (block := _marked(self._written, tensor)) is not None:
             raise RuntimeError(
-                f"{self._model} uses a tensor that block {written[1]!r} has put into a list or dict that it was called "
+                f"{self._model} uses a tensor that block {block!r} has put into a list or dict that it was called "
                 "with; the output of the full mini-batch, computed without calling blocks again, would miss it; let "
                 "the block return it, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
