@@ -29,6 +29,7 @@ from ._generators import Numbers
 from ._grad import differentiated, through_blocks
 from ._hooks import Hooks
 from ._left import Left
+from ._owners import Owned, Owners
 from ._pick import Pick
 from ._row_order import Entries
 from ._tensors import Moves, Tensors, Turn
@@ -50,6 +51,7 @@ class AnyRun(Moves, Protocol):
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
         left: the tensors that blocks have left in attributes.
+        owners: the forwards that computed tensors between blocks.
         numbers: the random numbers of Python and NumPy.
         outside: the buffers of modules outside blocks.
     """
@@ -63,6 +65,7 @@ class AnyRun(Moves, Protocol):
     replays: bool
     start: Callable[[Callable[[], None]], Any]
     left: Left
+    owners: Owners
     numbers: Numbers
 
     @property
@@ -115,6 +118,7 @@ class Forward:
         self._run, self._inputs = run, inputs
         self.microbatch = microbatch
         self._tensors = run.tensors(microbatch)
+        self._owned = Owned(run.owners, microbatch, type(run.model).__name__, run.is_of_model)
         self.uses = Uses(type(run.model).__name__, known, self._tensors) if run.replays else None
         # If the forward is complete, a replay will repeat the operations after its last block.
         self._after = AfterBlocks(run.outside) if run.replays and known is None and run.model.training else None
@@ -245,6 +249,7 @@ class Forward:
         tensors = [self._tensors.given(leaf) for leaf in inputs.tensors]
         if self.uses is not None:
             tensors = self.uses.inputs_of(tensors)
+        self._owned.add(tensors, 0)
         return inputs.with_tensors(tensors).value
 
     def _settings(self) -> Generator[None]:
@@ -306,12 +311,15 @@ class Forward:
             look = self._run.left.watch(name, module, self.microbatch, (args, kwargs), self._run.is_of_model)
             if is_block:
                 current.work.rng.at = 2 * number + 1
-            given = () if self.uses is None else tensors_of((args, kwargs))
+            given = tensors_of((args, kwargs))
+            self._owned.begin()
+            for tensor in given:
+                self._owned.read(tensor, self._tensors.stage)
             is_here = stage == self._tensors.stage
             own = self._tensors.arguments(args, kwargs) if is_here else (args, kwargs)
             written = Written((args, [*kwargs.values()]), (own[0], [*own[1].values()]))
             if is_here:
-                output = self._called(name, module, function, *own, given)
+                output = self._called(name, module, function, *own, () if self.uses is None else given)
         if stage < self._tensors.stage:
             # The turn of its stage is over. This stage computes it with copies of the parameters, per operation.
             self._tensors.expect_present(name, stage)
@@ -325,6 +333,7 @@ class Forward:
             look(output)
             collected = {kind: collector()[kind][size:] for kind, size in before.items()}
             self._tensors.made(collected, (args, kwargs))
+            self._owned.add(output, self._tensors.stage)
             if self.uses is not None:
                 self.uses.record(name, output, collected, [tensor.shape for tensor in given])
         if self.uses is not None and self.uses.is_complete:
@@ -434,7 +443,9 @@ class Forward:
             changed((args, kwargs), self._keep)
         if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
             raise through_blocks(type(self._run.model).__name__)
+        self._owned.begin()
         output = self._tensors.compute(function, args, kwargs, self.here)
+        self._owned.end(function, args, output, self._tensors.stage)
         return output if self._after is None else changed(output, self._after.made)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -454,6 +465,7 @@ class Forward:
         if self.uses is not None:
             self.uses.note(tensor)
         self._run.left.expect_not(tensor, self._run.model, self.microbatch)
+        self._owned.read(tensor, self._tensors.stage)
 
 
 def _expect_parameters(name: str, module: nn.Module) -> None:

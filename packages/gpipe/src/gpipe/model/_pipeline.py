@@ -24,6 +24,7 @@ from ._elsewhere import Elsewhere
 from ._facts import Facts
 from ._far_run import FarRun
 from ._generators import Drawing
+from ._owners import Owners
 from ._pick import picker
 from ._stage import Divided
 from ._stage_run import ModelRun
@@ -76,6 +77,7 @@ class ModelPipeline(Pipeline):
         self._known: dict[Any, Facts] = {}
         self.elsewhere = Elsewhere()
         self._drawing: Drawing = {}
+        self._owners = Owners()
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
 
@@ -92,7 +94,7 @@ class ModelPipeline(Pipeline):
 
     def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
         start, known = self.threads.pool.submit, self._known
-        given = self.divided, start, transport, spec, tied, deferred, known, self._drawing
+        given = self.divided, start, transport, spec, tied, deferred, known, self._drawing, self._owners
         run = ModelRun(*given) if self.processes.ranks is None else FarRun(self.elsewhere, *given)
         self._run, self._facts = run if spec.replays else None, None
         return run

@@ -32,6 +32,7 @@ from ._facts import Facts, joined_facts, kind_of
 from ._forward import Forward
 from ._generators import Drawing, Numbers
 from ._left import Left
+from ._owners import Owners
 from ._stage import Divided
 from ._tensors import Tensors, Turn
 
@@ -45,6 +46,7 @@ class ModelRun(StageRuns):
         start: calls a function on a thread for forwards.
         known: the facts from forwards of earlier runs, by kind.
         drawing: whether known pieces of forwards use the generators of Python and NumPy.
+        owners: the forwards that computed tensors between blocks, in this run and earlier ones.
 
     Attributes:
         count: the number of stages, in all processes.
@@ -70,6 +72,7 @@ class ModelRun(StageRuns):
         deferred: DeferredGradients,
         known: dict[Any, Facts],
         drawing: Drawing,
+        owners: Owners,
     ) -> None:
         self.model, self.pick, self._divided = divided.model, divided.pick, divided
         self.blocks: Collection[nn.Module] = divided.division.blocks.values()
@@ -85,7 +88,8 @@ class ModelRun(StageRuns):
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
-        self.numbers = Numbers(drawing)
+        self.owners, self.numbers = owners, Numbers(drawing)
+        owners.begin_run()
         self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
         self._copied: dict[tuple[int, int], Tensor] = {}

@@ -1,0 +1,134 @@
+"""Detect tensors that one forward computes between its blocks, and the forward of another micro-batch uses.
+
+A forward may keep such a tensor in an attribute of the model or in a global. Forwards of several micro-batches are in
+flight at the same time, so the place holds the tensor of the forward that set it last. In a plain loop of micro-batches
+it would be the forward's own, or that of the micro-batch before. If it cannot be, it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+
+from .._current import current
+from ._tree import changed
+
+
+class _Owner(NamedTuple):
+    """The forward that computed a tensor.
+
+    Attributes:
+        run: the number of the run.
+        microbatch: its micro-batch; None if several forwards have received the same tensor, such as a cached table.
+        stage: the stage that computed the tensor.
+    """
+
+    tensor: ref[Tensor]
+    run: int
+    microbatch: int | None
+    stage: int
+
+
+class Owners:
+    """The tensors that depend on the rows of a micro-batch, or on random numbers, by the forward that computed them."""
+
+    def __init__(self) -> None:
+        self.run = 0
+        self._found: dict[int, _Owner] = {}
+
+    def begin_run(self) -> None:
+        """Begin a run. Tensors that are still alive keep the owner that they had in earlier runs."""
+        self.run += 1
+        self._found = {key: owner for key, owner in self._found.items() if owner.tensor() is not None}
+
+    def of(self, tensor: Tensor) -> _Owner | None:
+        owner = self._found.get(id(tensor))
+        return owner if owner is not None and owner.tensor() is tensor else None
+
+    def add(self, tensor: Tensor, microbatch: int, stage: int, *, replaces: bool = False) -> None:
+        """Record the owner of ``tensor``, which ``replaces`` an earlier one if its values are new."""
+        before = None if replaces else self.of(tensor)
+        if before is None:
+            self._found[id(tensor)] = _Owner(ref(tensor), self.run, microbatch, stage)
+        elif (before.run, before.microbatch) != (self.run, microbatch):
+            self._found[id(tensor)] = before._replace(microbatch=None)
+
+
+class Owned:
+    """The tensors of one forward.
+
+    Args:
+        owners: those of all forwards.
+        model: the name of the model, for errors.
+        is_of_model: returns whether a tensor is a parameter or buffer of the model.
+    """
+
+    def __init__(self, owners: Owners, microbatch: int, model: str, is_of_model: Callable[[Tensor], bool]) -> None:
+        self._owners, self._microbatch, self._model, self._is_of_model = owners, microbatch, model, is_of_model
+        self._has_values = False  # the model has numbers in Python that depend on its rows
+        self._common: set[int] = set()  # the ids of tensors that the current operation uses, and that have no owner
+        self._depends = False
+        self._draws = 0
+
+    def begin(self) -> None:
+        """Begin an operation. Tensors that it uses are passed to :meth:`read` next."""
+        self._common, self._depends, self._draws = set(), self._has_values, current.work.rng.draws
+
+    def read(self, tensor: Tensor, stage: int) -> None:
+        """Note that an operation of ``stage`` uses ``tensor``.
+
+        Raises:
+            RuntimeError: it is that of another micro-batch, which depends on timing.
+        """
+        owner = self._owners.of(tensor)
+        if owner is None:
+            self._common.add(id(tensor))
+            return
+        self._depends = True
+        if owner.microbatch is not None and self._is_by_chance(owner, stage):
+            raise RuntimeError(
+                f"for micro-batch {self._microbatch} {self._model} uses a tensor of shape {tuple(tensor.shape)} that "
+                f"its forward for micro-batch {owner.microbatch} has computed; an attribute, a global or a hook of the "
+                "model that holds such a tensor holds that of any micro-batch, because several are in flight at the "
+                "same time; keep it in a variable, and pass it on as an argument"
+            )
+
+    def _is_by_chance(self, owner: _Owner, stage: int) -> bool:
+        """Return whether the forward may have found another tensor than in a plain loop of micro-batches.
+
+        When it comes to a stage, the forwards of all earlier micro-batches have passed this stage, but maybe not the
+        next one.
+        """
+        if owner.run == self._owners.run:
+            assert owner.microbatch is not None
+            is_earlier = owner.microbatch < self._microbatch
+            return owner.microbatch != self._microbatch and not (is_earlier and owner.stage <= stage)
+        return bool(self._microbatch) and owner.stage > stage
+
+    def end(self, function: Callable[..., Any], args: tuple[Any, ...], output: Any, stage: int) -> None:
+        """Note the results of an operation of ``stage``."""
+        if not self._depends and current.work.rng.draws == self._draws:
+            return
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and args and isinstance(args[0], Tensor):  # in place; among others __setitem__
+            for tensor in (args[0], args[0]._base):
+                if tensor is not None:
+                    self._owners.add(tensor, self._microbatch, stage, replaces=True)
+        self._has_values |= output is not None and not isinstance(output, Tensor | tuple | list)
+        self.add(output, stage)
+
+    def add(self, output: Any, stage: int) -> None:
+        """Note the tensors of ``output``, which an operation or a block of ``stage`` has computed.
+
+        Arguments without an owner remain without one, as in ``table.to(x)``.
+        """
+        changed(output, partial(self._add, stage))
+
+    def _add(self, stage: int, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._common and not self._is_of_model(tensor):
+            self._owners.add(tensor, self._microbatch, stage)
+        return tensor
