@@ -1,5 +1,6 @@
 """A gradient that a forward computes itself is that of the plain model, or is refused."""
 
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -44,3 +45,35 @@ def test_it_is_that_of_the_plain_model_or_refused(at: int, stages: int, how: str
         done(pipe, x, how)
     plain(x).square().sum().backward()
     torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+class Backward(Residuals):
+    """Calls backward() before its blocks, between two of them, or after the last one."""
+
+    at: int
+    calls: Callable[[Tensor], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for k, layer in enumerate(self.layers):
+            self._call(k, x)
+            x = x + layer(x).tanh()
+        self._call(len(self.layers), x)
+        return self.head(x)
+
+    def _call(self, at: int, x: Tensor) -> None:
+        if at == self.at:
+            type(self).calls(x.square().sum())
+
+
+@pytest.mark.parametrize("how", ["call", "whole", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.parametrize("calls", [Tensor.backward, torch.autograd.backward])
+def test_a_backward_between_blocks_is_refused(calls: Callable[[Tensor], None], at: int, stages: int, how: str) -> None:
+    model = type("Backward", (Backward,), {"calls": staticmethod(calls)})(*residuals().layers)
+    model.at = at
+    with closing(GPipe(model, devices=["cpu"] * stages, chunks=3)) as pipe:
+        with pytest.raises(RuntimeError, match=r"between its blocks the model calls backward\(\)"):
+            done(pipe, rows(6), how)
+        assert all(each.grad is None for each in model.parameters())

@@ -65,6 +65,9 @@ class Same(NamedTuple):
 
 Make = Callable[[Tensor], Tensor]
 
+_MOST = 1 << 12
+"""The number of calls whose outputs are remembered."""
+
 
 class Elsewhere:
     """The blocks of other processes, and their outputs for arguments of each kind."""
@@ -97,6 +100,8 @@ class Elsewhere:
         if output is None:
             output = self._learned(name, module, function, leaves, tree)
             if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
+                if len(self._known) >= _MOST:  # the sizes of inputs keep changing
+                    self._known.clear()
                 self._known[key] = output
         return output
 

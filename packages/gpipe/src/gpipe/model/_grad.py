@@ -15,7 +15,16 @@ from ..values._leaves import tensors_of
 
 
 def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Return the ``inputs`` of the call if ``function`` is ``torch.autograd.grad``, and nothing otherwise."""
+    """Return the ``inputs`` of the call if ``function`` is ``torch.autograd.grad``, and nothing otherwise.
+
+    Raises:
+        RuntimeError: it is ``Tensor.backward``, which would end at the tensors of earlier stages.
+    """
+    if function in (Tensor.backward, torch.autograd.backward):
+        raise RuntimeError(
+            "between its blocks the model calls backward(), whose gradients would miss what goes through blocks of "
+            "other stages; let it return the loss, call backward() in a block, or use the plain model: pipe[:]"
+        )
     if function is not torch.autograd.grad:
         return ()
     return tensors_of(args[1] if len(args) > 1 else kwargs["inputs"])
