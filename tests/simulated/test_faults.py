@@ -239,7 +239,7 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            "record_event(self._moves.places[self.stage][1])",
            "record_event(self._moves.places[(self.stage + 1) % 3][1])"), MASKED),
     (Fault("a turn is on the device of another stage", FORWARD,
-           "use_device(self._run.places[self._until][0]), with_dispatch_modes", "with_dispatch_modes"), MASKED),
+           "use_device(self._run.places[self._calls.until][0]), with_dispatch_modes", "with_dispatch_modes"), MASKED),
     (Fault("in a turn the streams of other stages are not current", FORWARD,
            ", backwards_stay, self._run.on_streams():", ", backwards_stay, use_device(self._run.places[0][0]):"), MADE),
     (Fault("what names the device of another stage stays there", TENSORS,

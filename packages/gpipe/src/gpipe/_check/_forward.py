@@ -21,7 +21,7 @@ from streams import Context
 from ..model._blocks import Blocks
 from ..model._cache import without_cache
 from ..model._called import Answering, answered, answered_by
-from ..model._forward import Ended
+from ..model._calls import Ended
 from ..values._leaves import Activation, as_nonleaf, clone, clone_leaves
 from ._findings import Finding
 from ._layer import LayerExam
