@@ -95,7 +95,8 @@ def trained(model: nn.Module, folder: Path, *, applies: bool) -> list[list[float
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
     return [
-        [entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "eval_loss", "grad_norm")
+        [entry[key] for entry in trainer.state.log_history if key in entry]
+        for key in ("loss", "eval_loss", "grad_norm")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Losses that a model computes from the last hidden states and the weight of its head, without a tensor of all logits."""
+"""Losses that a model computes from its last hidden states and the weight of its head, without all logits at once."""
 
 import copy
 import threading
@@ -57,9 +57,7 @@ class Fused(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         of_hidden, of_weight, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
-        for part, rows, target in zip(
-            hidden.chunk(PARTS), of_hidden.chunk(PARTS), labels.chunk(PARTS), strict=True
-        ):
+        for part, rows, target in zip(hidden.chunk(PARTS), of_hidden.chunk(PARTS), labels.chunk(PARTS), strict=True):
             losses = (part @ weight.t()).log_softmax(-1)
             counted = target != IGNORED
             words = target.where(counted, 0)[:, None]

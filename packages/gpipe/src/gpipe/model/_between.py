@@ -1,5 +1,4 @@
-"""Intercept every operation and custom function of a model between its blocks, and give it the current stage's tensors.
-"""
+"""Intercept operations and custom functions of a model between its blocks, to give them tensors of their stage."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ class Between(TorchFunctionMode):
 
 
 def _arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a ``torch.autograd.Function``, as tensors of the current stage if it is between blocks."""
+    """Return the arguments of a ``torch.autograd.Function``; between blocks, as tensors of the current stage."""
     mode = next((each for each in function_modes() if isinstance(each, Between)), None)
     if mode is None or mode.is_off:
         return args

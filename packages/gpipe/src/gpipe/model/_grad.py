@@ -41,7 +41,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 def through_blocks(model: str) -> RuntimeError:
     return RuntimeError(
-        f"{model} calls torch.autograd.grad, perhaps by torch.func, with respect to a tensor that an earlier stage has computed, or that was "
-        "there before a block was called; such a gradient would miss what goes through the blocks in between; compute "
-        "it in a block, or use the plain model: pipe[:]"
+        f"{model} calls torch.autograd.grad, perhaps by torch.func, with respect to a tensor that an earlier stage has "
+        "computed, or that was there before a block was called; such a gradient would miss what goes through the "
+        "blocks in between; compute it in a block, or use the plain model: pipe[:]"
     )
