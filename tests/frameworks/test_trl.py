@@ -1,6 +1,7 @@
 """TRL's trainers train a pipe as they do the plain model: fine-tuning, padded and packed, and preferences."""
 
 import copy
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import GPipe
+from gpipe import GPipe, Packed
 from microbatch import Replicate
 
 from .families import transformers
@@ -111,13 +112,24 @@ def test_fine_tuning(make: Any, packed: bool, tmp_path: Path) -> None:
     expect_the_same("SFT", make, tmp_path, texts("text"), options)
 
 
-def test_documents_packed_in_one_row(tmp_path: Path) -> None:
-    """A row cannot be cut, so that there is one micro-batch, if the pipe is told that documents have no row each."""
+@pytest.mark.parametrize(
+    "options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str
+)
+def test_documents_packed_in_one_row(options: dict[str, Any], tmp_path: Path) -> None:
+    """The row is cut between documents, and its cumulative lengths become those of each micro-batch."""
+    expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, in_spec=Packed())
+
+
+def test_documents_packed_in_one_row_that_is_not_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There is one micro-batch, if the pipe is told that documents have no row each, and it says that one is."""
     options = {"max_length": 16, "packing": True}
-    with pytest.raises(ValueError, match="all tensors of a mini-batch must give equally many"):
+    with pytest.raises(ValueError, match="all tensors of a mini-batch must give equally many") as raised:
         expect_the_same("SFT", llama, tmp_path, texts("text"), options)
+    assert any("in_spec=gpipe.Packed()" in note for note in raised.value.__notes__)
     whole = {"cu_seq_lens_q": Replicate(), "cu_seq_lens_k": Replicate()}
-    expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, microbatches=1, in_spec=whole)
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, microbatches=1, in_spec=whole)
+    assert sum("in_spec=gpipe.Packed()" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(

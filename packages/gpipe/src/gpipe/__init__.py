@@ -8,6 +8,7 @@ from ._gpipe import GPipe
 from .checkpoint._phase import is_checkpointing, is_recomputing
 from .engine._loss_value import LossSum
 from .engine._settings import inline
+from .model._documents import Packed
 from .model._pipe import ModelPipe as _ModelPipe  # noqa: F401 — the class of pipes of models registers itself
 from .module._partition import BalanceError, recommend_auto_balance, split_module, verify_module
 from .schedule import Schedule
@@ -31,6 +32,7 @@ __all__ = [
     "GPipe",
     "Infeasible",
     "LossSum",
+    "Packed",
     "Plan",
     "Report",
     "Schedule",

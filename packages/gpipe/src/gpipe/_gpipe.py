@@ -63,7 +63,8 @@ class GPipe(Stepping):
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, if its rows are not on dimension 0, or not one for each sample:
             :class:`microbatch.Split`, :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. A
-            mapping names keywords; it may leave out some, and a call may leave out others.
+            mapping names keywords; it may leave out some, and a call may leave out others. :class:`gpipe.Packed` is for
+            a model's row of several documents.
         out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value for each
             micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or :class:`microbatch.Sum`.
         init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own
@@ -194,6 +195,7 @@ class GPipe(Stepping):
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)
+        self._tell_of_one(len(batches))
         with self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(self._pipeline, spec, batches, versions)

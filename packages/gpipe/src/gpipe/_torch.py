@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._functorch import utils as functorch_utils
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
@@ -204,8 +205,21 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 def top_function_mode() -> Any:
     """The innermost mode of this thread, or None."""
-    depth = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(depth - 1) if depth else None
+    return next(function_modes(), None)
+
+
+def function_modes() -> Iterator[Any]:
+    """The modes of this thread, from the innermost to the outermost."""
+    return map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))
+
+
+def change_arguments_of_functions(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Let ``change`` replace the arguments of each ``torch.autograd.Function``, which torch shows to no function mode.
+
+    Without it: a function between blocks would get tensors of earlier stages, and parameters of other devices.
+    """
+    own = functorch_utils.unwrap_dead_wrappers
+    functorch_utils.unwrap_dead_wrappers = lambda args: own(change(args))
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from gpipe import GPipe
@@ -122,49 +121,6 @@ def test_statistics_before_blocks_count_once_for_each_microbatch(kind: type[nn.M
             single(*part)
         assert model.begin.num_batches_tracked == 3 * steps
         torch.testing.assert_close(model.begin.running_mean, single.begin.running_mean)
-    pipe.close()
-
-
-class Square(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-
-class First(Model):
-    """A function gets a tensor of the first stage at the end: as it is, or a clone of it."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), plain)
-        self.change = change
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = x = self.begin(x)
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return F.mse_loss(self.end(x + Square.apply(self.change(first)))[:, 0], y)
-
-
-def test_a_function_gets_tensors_of_its_own_stage_or_is_refused() -> None:
-    x, y = batch()
-    pipe = piped(First(lambda tensor: tensor))
-    with pytest.raises(RuntimeError, match=r"pass it tensor\.clone"):
-        pipe.step(x, y=y, reduction="mean")
-    pipe.close()
-
-    model = First(Tensor.clone)
-    single = deepcopy(model)
-    pipe = piped(model)
-    pipe.step(x, y=y, reduction="mean")
-    single(x, y).backward()
-    for own, other in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
     pipe.close()
 
 

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe import GPipe
 
@@ -77,3 +77,27 @@ def test_a_backward_between_blocks_is_refused(calls: Callable[[Tensor], None], a
         with pytest.raises(RuntimeError, match=r"between its blocks the model calls backward\(\)"):
             done(pipe, rows(6), how)
         assert all(each.grad is None for each in model.parameters())
+
+
+class Around(nn.Module):
+    """Differentiates its blocks by ``torch.func``, with respect to a tensor that they get themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def energy(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return (hidden * x).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(self.energy)(x).square().mean()
+
+
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_a_transform_around_blocks_is_refused(reduction: str | None) -> None:
+    pipe = GPipe(Around(), devices=["cpu"] * 3, chunks=3)
+    with closing(pipe), pytest.raises(RuntimeError):
+        pipe.step(torch.randn(6, 4), reduction=reduction)

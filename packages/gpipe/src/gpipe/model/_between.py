@@ -1,4 +1,4 @@
-"""Intercept every operation of a model between its blocks, and give it the tensors of the current stage."""
+"""Intercept operations and custom functions of a model between its blocks, to give them tensors of their stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import pop_function_mode, push_function_mode, saved_tensors_hooks, top_function_mode, with_lost_weight
+from .._torch import (
+    change_arguments_of_functions,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+    saved_tensors_hooks,
+    top_function_mode,
+    with_lost_weight,
+)
 from ..module._transforms import not_compiled
 
 
@@ -63,6 +71,12 @@ class Between(TorchFunctionMode):
         self.expect_no_checkpoint(is_block=False)
         return self._looks.operate(function, args, kwargs)
 
+    def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a ``torch.autograd.Function`` as tensors of the current stage."""
+        self.expect_no_checkpoint(is_block=False)
+        found: tuple[Any, ...] = self._looks.operate(lambda *given: given, args, {})
+        return found
+
     def expect_no_checkpoint(self, *, is_block: bool) -> None:
         """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
 
@@ -95,6 +109,19 @@ class Between(TorchFunctionMode):
             self.is_off = before
             if is_top:
                 push_function_mode(self)
+
+
+def _arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a ``torch.autograd.Function``; between blocks, as tensors of the current stage."""
+    mode = next((each for each in function_modes() if isinstance(each, Between)), None)
+    if mode is None or mode.is_off:
+        return args
+    with mode.off():
+        found: tuple[Any, ...] = mode.arguments(args)
+    return found
+
+
+change_arguments_of_functions(_arguments)
 
 
 def _kind(function: Callable[..., Any]) -> bool | None:

@@ -5,11 +5,11 @@ A stage or a replay has only its own part of the graph, so ``torch.autograd.grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..values._leaves import tensors_of
 
@@ -30,9 +30,27 @@ def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return tensors_of(args[1] if len(args) > 1 else kwargs["inputs"])
 
 
+class Leaves:
+    """The leaves, other than parameters, that a model has used before the last call of a block."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the leaves among ``tensors``, which also keeps others from getting their ids."""
+        self._found.update((id(each), each) for each in tensors if _is_leaf(each))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._found
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.grad_fn is None and not isinstance(tensor, nn.Parameter)
+
+
 def through_blocks(model: str) -> RuntimeError:
     return RuntimeError(
-        f"{model} calls torch.autograd.grad with respect to a tensor that an earlier stage has computed, or that was "
-        "there before a block was called; such a gradient would miss what goes through the blocks in between; compute "
-        "it in a block, or use the plain model: pipe[:]"
+        f"{model} calls torch.autograd.grad, perhaps by torch.func, with respect to a tensor that an earlier stage has "
+        "computed, or that was there before a block was called; such a gradient would miss what goes through the "
+        "blocks in between; compute it in a block, or use the plain model: pipe[:]"
     )

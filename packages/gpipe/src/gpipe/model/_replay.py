@@ -30,7 +30,7 @@ from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import Elsewhere, computed_on_meta
 from ._facts import Answer, Facts, Place, Shape
-from ._grad import differentiated, through_blocks
+from ._grad import Leaves, differentiated, through_blocks
 from ._row_order import Entries, are_in_order, dims_of, numbers_of
 from ._rows import Argument, dim_between, dim_by, joined, order_of, size_of_whole
 from ._tree import changed
@@ -83,6 +83,7 @@ class Replay:
             self._used[key] = [each.get(name) for each in used]
         self._calls = self._stage = 0
         self._number = 0  # of the next node of the graph, after the last call
+        self._leaves = Leaves()
         self._moves = len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
@@ -130,8 +131,10 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            given = enumerate(zip(answer.arguments, tensors_of((args, kwargs)), strict=False))
-            arguments = [self._argument(k, size, tensor) for k, (size, tensor) in given]
+            given = tensors_of((args, kwargs))
+            self._leaves.add(given)
+            pairs = enumerate(zip(answer.arguments, given, strict=False))
+            arguments = [self._argument(k, size, tensor) for k, (size, tensor) in pairs]
             of_call = partial(self._sizes, name, module, function, args, kwargs)
             leaves = [
                 self._filled_at(Place(self._calls, k), leaf, arguments, of_call)
@@ -172,6 +175,8 @@ class Replay:
             return self.here(tensor)
 
         given = changed(args, looked), changed(kwargs, looked)
+        if self._calls < len(self._answers):
+            self._leaves.add(tensors)
         if any(tensor.is_meta for tensor in tensors):
             return self._without_data(function, *given)
         output = self.made(function(*given[0], **given[1]))
@@ -181,9 +186,9 @@ class Replay:
         return output
 
     def _is_before_blocks(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` existed before the last call of a block, and is not a parameter."""
+        """Return whether the output of a block may depend on ``tensor``, which is not a parameter."""
         if tensor.grad_fn is None:
-            return bool(self._calls) and not isinstance(tensor, nn.Parameter)
+            return tensor in self._leaves
         return tensor.grad_fn._sequence_nr() < self._number
 
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -353,7 +353,7 @@ class ModelStageRun(StageRun):
 
 
 _UNSEEN = (
-    "between its blocks {} passes a tensor of an earlier stage to code that torch hides from function modes, such as a "
-    "torch.autograd.Function ({}), so that its gradient would be lost; pass it tensor.clone(), or name a module around "
-    "it as one of the blocks: GPipe(model, blocks=[...])"
+    "between its blocks {} passes a tensor of an earlier stage to code that torch hides from function modes ({}), so "
+    "that its gradient would be lost; pass it tensor.clone(), or name a module around it as one of the blocks: "
+    "GPipe(model, blocks=[...])"
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors, unwrap
+from microbatch import Batch, Versions, map_tensors, unwrap
+from streams import add_note
 
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
@@ -29,6 +30,7 @@ from ._blocks import Blocks, Division
 from ._cache import expect_documents_apart, without_cache
 from ._convention import Convention
 from ._count import with_whole_count
+from ._documents import Packed, are_apart, cut_between, mean_of_row, pieces_of, share_a_row
 from ._entries import with_entries
 from ._pick import Pick
 from ._pipeline import ModelPipeline
@@ -88,6 +90,7 @@ class ModelStepping(Stepping):
         """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
         given = self._checked(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
+        self._tell_of_one(len(batches))
         with pipeline.section.entered():
             spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
@@ -129,7 +132,22 @@ class ModelStepping(Stepping):
             pipeline.forget()
             raise
 
+    def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
+        pieces = pieces_of(self.in_spec, inputs.bare, self._chunks)
+        try:
+            return super()._cut(inputs if pieces is None else cut_between(pieces, inputs), part)
+        except ValueError as error:
+            if self.in_spec is None and share_a_row(inputs.bare):
+                add_note(error, "its only row has several documents, between which in_spec=gpipe.Packed() cuts it")
+            raise
+
+    @property
+    def _cuts_by_name(self) -> bool:
+        return super()._cuts_by_name or isinstance(self.in_spec, Packed)
+
     def _cut_for_loss(self, asked: Asked) -> Asked:
+        if asked.call.reduction == "mean" and pieces_of(self.in_spec, unwrap(asked.inputs)[0], self._chunks):
+            raise mean_of_row()
         conventions, kind = self._shown().conventions, self._kind_of_loss(asked)
         if not (kind in conventions or is_left_open(asked.schedule) or asked.schedule == "fill_drain"):
             self._try_out(kind, asked.inputs)
@@ -140,8 +158,9 @@ class ModelStepping(Stepping):
     def _checked(self, inputs: Any, convention: Convention | None = None) -> Checked:
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
         if self._cuts_by_name:
-            inputs = with_entries(with_whole_count(inputs, convention), self.in_spec or ())
-        return checked(inputs, self.in_spec)
+            named = self.in_spec if isinstance(self.in_spec, Mapping) else ()
+            inputs = with_entries(with_whole_count(inputs, convention), named)
+        return checked(inputs, None if isinstance(self.in_spec, Packed) else self.in_spec)
 
     def _kind_of_loss(self, asked: Asked) -> Any:
         """Return the kind of the loss that the model computes; None if its losses of micro-batches do not add up."""
@@ -150,6 +169,9 @@ class ModelStepping(Stepping):
         if not is_own or self.out_spec is not None or not self._cuts_by_name or has_loss(asked.schedule):
             return None
         bare, spec = unwrap(asked.inputs)
+        pieces = pieces_of(self.in_spec, bare, self._chunks)
+        if pieces is not None and not are_apart(pieces, Inputs.of(bare).kwargs.get("labels")):
+            return None
         if (spec is not None or self.in_spec is not None) and not are_cut_by_rows(self._checked(asked.inputs)):
             return None
         return self._shown().conventions.kind_of(bare)

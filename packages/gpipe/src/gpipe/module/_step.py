@@ -28,7 +28,7 @@ from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
-from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
+from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_one, tell_of_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 def without_advice(pipe: Stepping) -> None:
     """Log no advice on the settings of ``pipe``, which only tries something out."""
-    pipe._told = pipe._told_of_whole = True
+    pipe._told = pipe._told_of_whole = pipe._told_of_one = True
 
 
 class Stepping(Divided):
@@ -82,6 +82,7 @@ class Stepping(Divided):
     """The rows that a micro-batch needs: two if batch norm is deferred, which fails on one."""
     _told = False  # of settings that are seldom meant
     _told_of_whole = False
+    _told_of_one = False
     _sums: SeenSums
     _of_models: type[Stepping]
 
@@ -189,10 +190,11 @@ class Stepping(Divided):
             # Who has layers in a row has chosen a mode; pretrained models are in evaluation mode.
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
-            tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
+            tell_of_settings(training=is_trained, is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._pipeline.section.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)
+            self._tell_of_one(len(prepared.batches))
             self._train(prepared, schedule)
             return self._returned(prepared, call)
 
@@ -320,6 +322,13 @@ class Stepping(Divided):
             return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
         self._tell_of_whole(asked)
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
+
+    def _tell_of_one(self, microbatches: int) -> None:
+        """Log that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
+        if not self._told_of_one and torch.is_grad_enabled():
+            self._told_of_one = True
+            if microbatches == 1 and len(self._balance) > 1:
+                tell_of_one(chunks=self._chunks, stages=len(self._balance))
 
     def _tell_of_whole(self, asked: Asked) -> None:
         """Log once that outputs of all micro-batches are kept, where nobody has asked for that."""

@@ -37,7 +37,7 @@ def expect_grad_mode() -> None:
         )
 
 
-def tell_of_settings(*, training: bool, chunks: int, stages: int, is_patched: bool) -> None:
+def tell_of_settings(*, training: bool, is_patched: bool) -> None:
     """Log what is right, but seldom meant."""
     if is_patched:
         _log.warning(
@@ -49,11 +49,23 @@ def tell_of_settings(*, training: bool, chunks: int, stages: int, is_patched: bo
             "step() trains a model in evaluation mode, as from_pretrained() returns it: without dropout and "
             "checkpointing; call pipe.train() before"
         )
-    if chunks == 1 and stages > 1:
+
+
+def tell_of_one(*, chunks: int, stages: int) -> None:
+    """Log that a mini-batch is a single micro-batch, so that no two stages compute at a time."""
+    if chunks == 1:
         _log.warning(
             "with chunks=1 nothing overlaps: %d stages compute one after the other; set pipe.chunks, to four for each "
             "stage to begin with",
             stages,
+        )
+    else:
+        _log.warning(
+            "a mini-batch of one row is one micro-batch, so that nothing overlaps: %d stages compute one after the "
+            "other; give more rows, at least as many as chunks=%d; a row of several documents is cut between them by "
+            "GPipe(..., in_spec=gpipe.Packed())",
+            stages,
+            chunks,
         )
 
 
