@@ -1,6 +1,7 @@
 """Adapters of a model in 4 bits, in a pipe: trained by Trainer and TRL, saved alone, resumed, loaded without a pipe."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import GPipe
+from gpipe import Arguments, GPipe, inline, plan
+from gpipe._plan._verify import peak_bytes
 
 from .families import transformers
 from .pipelined import pipelined
@@ -86,3 +88,23 @@ def test_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
     assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
     merged = again.merge_and_unload()
     assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def in_8_bits(folder: Path) -> Any:
+    bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, dtype="float32")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("load", [loaded, in_8_bits])
+def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, folder: Path) -> None:
+    """Packed bytes are counted as they are; what a step holds is what it holds on the CPU, up to a fifth."""
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model, batch = peft.get_peft_model(load(folder), lora), {"input_ids": TOKENS[:6], "labels": TOKENS[:6]}
+    found = plan(model, batch, "2x24GB", chunks=2, checkpoint=checkpoint, schedule="fill_drain")
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(need.gradients for need in found.predicted.bytes) == trained
+    with closing(GPipe(model, found.balance, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)) as pipe, inline():
+        pipe.step(**batch)
+        real = peak_bytes(pipe, Arguments((), batch), None, {}, "fill_drain", (0, 1))
+    assert [need.total - need.optimizer for need in found.predicted.bytes] == pytest.approx(real, rel=0.2)
