@@ -16,6 +16,8 @@ from .families import transformers
 from .pipelined import pipelined
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+from transformers.integrations import replace_with_bnb_linear
+
 peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.randint(2, 64, (24, 12), generator=torch.Generator().manual_seed(0))
@@ -108,3 +110,25 @@ def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, fold
         pipe.step(**batch)
         real = peak_bytes(pipe, Arguments((), batch), None, {}, "fill_drain", (0, 1))
     assert [need.total - need.optimizer for need in found.predicted.bytes] == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize("saved", ["plain", "packed"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stages_read_quantized_weights(bits: int, saved: str, folder: Path, tmp_path: Path) -> None:
+    """Layer by layer: packed ones, or such as are quantized when they arrive. Packed 8 bits are refused."""
+    expected = (loaded if bits == 4 else in_8_bits)(folder)
+    source = folder if saved == "plain" else tmp_path
+    expected.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    model = replace_with_bnb_linear(model, ["lm_head"], expected.config.quantization_config)
+    if (bits, saved) == (8, "packed"):
+        with pytest.raises(ValueError, match=r"unexpected: '.*SCB'"):
+            GPipe(model, devices=["cpu"] * 2, chunks=3, init=source)
+        return
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=3, init=source)
+    assert pipe.state_dict().keys() == expected.state_dict().keys()
+    batch = {"input_ids": TOKENS[:6], "labels": TOKENS[:6]}
+    with torch.no_grad(), pipelined(pipe, 2):
+        found = pipe.evaluate(**batch)
+    torch.testing.assert_close(found, expected(**batch).loss.detach())
