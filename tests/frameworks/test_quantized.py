@@ -1,6 +1,7 @@
 """Adapters of a model in 4 bits, in a pipe: trained by Trainer and TRL, saved alone, resumed, loaded without a pipe."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import GPipe
+from gpipe import Arguments, GPipe, inline, plan
+from gpipe._plan._verify import peak_bytes
 
 from .families import transformers
 from .pipelined import pipelined
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+from transformers.integrations import replace_with_bnb_linear
+
 peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.randint(2, 64, (24, 12), generator=torch.Generator().manual_seed(0))
@@ -86,3 +90,45 @@ def test_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
     assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
     merged = again.merge_and_unload()
     assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def in_8_bits(folder: Path) -> Any:
+    bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, dtype="float32")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("load", [loaded, in_8_bits])
+def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, folder: Path) -> None:
+    """Packed bytes are counted as they are; what a step holds is what it holds on the CPU, up to a fifth."""
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model, batch = peft.get_peft_model(load(folder), lora), {"input_ids": TOKENS[:6], "labels": TOKENS[:6]}
+    found = plan(model, batch, "2x24GB", chunks=2, checkpoint=checkpoint, schedule="fill_drain")
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(need.gradients for need in found.predicted.bytes) == trained
+    with closing(GPipe(model, found.balance, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)) as pipe, inline():
+        pipe.step(**batch)
+        real = peak_bytes(pipe, Arguments((), batch), None, {}, "fill_drain", (0, 1))
+    assert [need.total - need.optimizer for need in found.predicted.bytes] == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize("saved", ["plain", "packed"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stages_read_quantized_weights(bits: int, saved: str, folder: Path, tmp_path: Path) -> None:
+    """Layer by layer: packed ones, or such as are quantized when they arrive. Packed 8 bits are refused."""
+    expected = (loaded if bits == 4 else in_8_bits)(folder)
+    source = folder if saved == "plain" else tmp_path
+    expected.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    model = replace_with_bnb_linear(model, ["lm_head"], expected.config.quantization_config)
+    if (bits, saved) == (8, "packed"):
+        with pytest.raises(ValueError, match=r"unexpected: '.*SCB'"):
+            GPipe(model, devices=["cpu"] * 2, chunks=3, init=source)
+        return
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=3, init=source)
+    assert pipe.state_dict().keys() == expected.state_dict().keys()
+    batch = {"input_ids": TOKENS[:6], "labels": TOKENS[:6]}
+    with torch.no_grad(), pipelined(pipe, 2):
+        found = pipe.evaluate(**batch)
+    torch.testing.assert_close(found, expected(**batch).loss.detach())

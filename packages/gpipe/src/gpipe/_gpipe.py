@@ -6,6 +6,7 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +21,16 @@ from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_places
 from .module._cut import checked
 from .module._data import has_data
-from .module._devices import device_map, expect_same_device, identities_kept, moving_denied, replicating_denied
+from .module._devices import (
+    device_map,
+    expect_same_device,
+    identities_kept,
+    moving_denied,
+    replicating_denied,
+    untouched_on_failure,
+)
 from .module._frequencies import expect_sums
-from .module._init import initializer_of
+from .module._init import initializer_of, take_off_hooks
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
 from .module._names import Flattened
 from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
@@ -129,19 +137,21 @@ class GPipe(Stepping):
         self.chunks = chunks
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        expect_sequential(module)
         if blocks is not None or pick is not None:
             raise TypeError("blocks= and pick= are for a model with a forward of its own; leave them out")
-        assert isinstance(module, nn.Sequential)
-        if balance is None:
-            balance = _measured_balance(module, devices, sample)
-        sizes = checked_balance(balance, len(module))
-        places = checked_places(devices, len(sizes))
-        verify_skippables(module)
-        expect_sums(module, self.chunks)
-        # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
-        self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
-        partitions = divide(module, sizes, places, initializer, self.chunks if deferred else 0)
+        with untouched_on_failure(module) if isinstance(module, nn.Module) else nullcontext():
+            kept = take_off_hooks(module)
+            expect_sequential(module)
+            assert isinstance(module, nn.Sequential)
+            if balance is None:
+                balance = _measured_balance(module, devices, sample)
+            sizes = checked_balance(balance, len(module))
+            places = checked_places(devices, len(sizes))
+            verify_skippables(module)
+            expect_sums(module, self.chunks)
+            # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
+            self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
+            partitions = divide(module, sizes, places, initializer or kept, self.chunks if deferred else 0)
         self.training = module.training
         has_deferred = deferred or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__["_least_rows"] = 2 if has_deferred else 1

@@ -60,11 +60,11 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Adapted(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 3, bias=False)
+        self.layers = nn.ModuleList(Adapted(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 3, bias=False)
         self.head.weight = nn.Parameter(Packed.of(self.head.weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -285,3 +285,79 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     with pytest.raises(TypeError, match=r"init must be .* a state dict, .* got Tensor"):
         piped(on_meta(two), [1, 3], init=tmp_path / "tensor.pt")
+
+
+class Halves(nn.Parameter):
+    """A weight that a move to a device packs: as codes in a column, and a scale."""
+
+    scale: Tensor | None
+
+    def __new__(cls, data: Tensor, scale: Tensor | None = None) -> "Halves":
+        made = Tensor._make_subclass(cls, data, False)
+        made.scale = scale
+        return made
+
+    @classmethod
+    def from_prequantized(
+        cls, data: Tensor, quantized_stats: dict[str, Tensor], requires_grad: bool, device: Any, module: Any
+    ) -> "Halves":
+        assert [*quantized_stats] == ["scale"]
+        return cls(data.to(device), quantized_stats["scale"].to(device))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scale is None and not self.is_meta:
+            assert not self.isnan().any()  # no memory without values is packed
+            self.scale = self.data.abs().max() / 100
+            self.data = (self.data / self.scale).round().to(torch.int8).reshape(-1, 1)
+            return self
+        return super().to(*args, **kwargs)
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = Halves(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.reshape(6, 6) * self.weight.scale) + self.bias
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight.scale is not None:
+            destination[f"{prefix}weight.scale"] = self.weight.scale
+
+
+class InHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halved() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+FORMS = {"layers": lambda: nn.Sequential(*(Halved() for _ in range(4))), "model": InHalves}
+
+
+@pytest.mark.parametrize("saved", ["packed", "plain"])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_weights(form: str, saved: str) -> None:
+    """They are read as they are, or packed as they arrive, layer by layer."""
+    plain, x = FORMS[form](), torch.randn(4, 6)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    plain.to("cpu")
+    if saved == "packed":
+        state = dict(plain.state_dict())
+    model = on_meta(FORMS[form])
+    pipe = GPipe(model, [2, 2], devices=["cpu"] * 2, init=state)
+    assert pipe.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_a_packed_checkpoint_of_a_model_that_is_not() -> None:
+    plain = FORMS["layers"]().to("cpu")
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
+    with pytest.raises(ValueError, match=r"unexpected: '0\.weight\.scale'.*needs a model with quantized layers"):
+        GPipe(model, [2, 2], devices=["cpu"] * 2, init=plain.state_dict())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import BalanceError, GPipe, split_module, verify_module
+from gpipe.module._devices import move
 
 CPU = torch.device("cpu")
 
@@ -115,3 +116,19 @@ def test_data_parallel_is_refused() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cuda:0"])
     with pytest.raises(RuntimeError, match=r"nn.DataParallel cannot replicate a pipe"):
         nn.DataParallel(pipe, [0, 1])(torch.ones(4, 1, device="cuda"))
+
+
+def test_scales_of_packed_weights_move_with_them():
+    """Some libraries have them in a dict."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.uint8), requires_grad=False)
+            self.meta = {"scale": torch.ones(4), "zeros": [torch.ones(4)], "bits": 4}
+
+    layer = nn.Sequential(Packed())
+    scale, zero = layer[0].meta["scale"], layer[0].meta["zeros"][0]
+    move(layer, torch.device("meta"))
+    assert (scale.device.type, zero.device.type, layer[0].weight.device.type) == ("meta",) * 3
+    assert layer[0].meta["scale"] is scale

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -18,7 +19,7 @@ from gpipe._plan._arguments import SCHEDULES, optimizer_bytes, placed, read_byte
 from gpipe._plan._candidate import Candidate, stops_of
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._loss import WAITING, StepLoss
-from gpipe._plan._planned import planned
+from gpipe._plan._planned import as_input, planned
 from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
@@ -26,6 +27,7 @@ from gpipe.simulate import Link
 from profiler import profile
 
 from ..layers import Call, Pop, Stash
+from ..model.test_packed import Model as Packed
 from ..models import CHANNELS, PARTS, fresh, residual
 from ..models import WIDTH as PART_WIDTH
 
@@ -264,3 +266,18 @@ def test_devices_that_are_not_there_keep_no_scores_of_attention():
 
     scores = 2 * 4 * 256 * 256 * 4
     assert first(0.1) - first(0.0) < scores
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_packed_weights_and_their_adapters_take_what_a_step_takes(checkpoint: str):
+    """Weights that cannot be faked count as they are, without gradients; outputs and saved tensors as in a step."""
+    model, x = Packed(64), torch.randn(6, 64)
+    given = {"loss_fn": squares, "reduction": "mean"}
+    options = {"schedule": "fill_drain", "chunks": 2, "checkpoint": checkpoint}
+    found = plan(model, x, "2x24GB", **given, **options)
+    weights = 4 * 64 * 64 + 3 * 64
+    assert weights < sum(need.parameters for need in found.predicted.bytes) < 1.5 * weights + 4 * 4 * (4 * 64 + 66)
+    with closing(GPipe(model, found.balance, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)) as pipe, inline():
+        pipe.step(x, **given, schedule="fill_drain")
+        real = peak_bytes(pipe, as_input(model, x), None, given, "fill_drain", ONE_EACH)
+    assert [need.total - need.optimizer for need in found.predicted.bytes] == pytest.approx(real, rel=0.1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from microbatch import flatten, map_tensors, unflatten
 
-from ._storages import tensor_bytes
+from .memory import attached, held_bytes
 
 LossFunction = Callable[[Any, Any], Any]
 """A function of an output and a target that returns a scalar loss, or a tuple that begins with it."""
@@ -54,12 +54,13 @@ def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
     found = []
     for layer in layers:
         parameters, buffers = first_seen(layer.parameters()), first_seen(layer.buffers())
-        trainable = [tensor_bytes(p) for p in parameters if p.requires_grad]
+        buffers += first_seen(x for child in layer.modules() for x in attached(child))
+        trainable = [held_bytes([p]) for p in parameters if p.requires_grad]
         found.append(
             {
                 "trainable_bytes": sum(trainable),
-                "frozen_bytes": tensor_bytes(parameters) - sum(trainable),
-                "buffer_bytes": tensor_bytes(buffers),
+                "frozen_bytes": held_bytes(parameters) - sum(trainable),
+                "buffer_bytes": held_bytes(buffers),
                 "largest_parameter_bytes": max(trainable, default=0),
             }
         )

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from microbatch import flatten
 
+from .memory import has_memory, is_plain
+
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -25,7 +27,7 @@ def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
                 yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
             elif leaf.layout in _PARTS:
                 yield from storages([getattr(leaf, part)() for part in _PARTS[leaf.layout]])
-            else:
+            elif is_plain(leaf) or has_memory(leaf):
                 yield leaf.untyped_storage()
 
 

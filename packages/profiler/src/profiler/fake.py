@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from microbatch import Batch, map_tensors
 from streams import add_note
 
+from ._stand_in import Known, opaque, stand_in
+from .memory import attached, held_bytes, is_plain
 from .sandbox import tensors_of
 
 if TYPE_CHECKING:
@@ -102,6 +105,8 @@ def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
 def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
     """A copy of a layer with blank tensors.
 
+    A layer with weights of a tensor subclass, which cannot compute without data, is called on zeros on the CPU instead.
+
     Args:
         layer: the layer, which does not change.
         mode: as for :func:`blank`.
@@ -109,7 +114,25 @@ def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
     Returns:
         The copy, in training mode.
     """
-    return copy.deepcopy(layer, {id(x): blank(x, mode) for x in tensors_of(layer)}).train()
+    made: dict[int, Any] = {id(x): _blank_subclass(x, mode) for x in tensors_of(layer)}
+    made |= {id(x): blank(x, mode) for child in layer.modules() for x in attached(child) if id(x) not in made}
+    unable = list(opaque(layer))
+    copied = copy.deepcopy(layer, made).train()
+    for each in unable:
+        stand_in(made[id(each)], each, _KNOWN.setdefault(layer, {}))
+    return copied
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+
+
+def _blank_subclass(x: torch.Tensor, mode: Mode) -> torch.Tensor:
+    """A plain tensor in place of ``x``, which may hold its values in another form, and less memory than its shape."""
+    if x.requires_grad or x.layout is not torch.strided or is_plain(x) or held_bytes([x]) >= x.nbytes:
+        return blank(x, mode)
+    with mode:
+        bare = torch.zeros((), dtype=x.dtype).expand(x.shape)
+        return nn.Parameter(bare, requires_grad=False) if isinstance(x, nn.Parameter) else bare
 
 
 def blank_batch(batch: Batch, mode: Mode = _NO_MODE) -> Batch:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from microbatch import Batch
 
@@ -47,7 +48,19 @@ def copied(layer: Layer) -> Layer:
     # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
     # every forward, and keeps in an attribute.
     detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
+    detached |= {id(x): _duplicate(x) for x in tensors_of(layer) if is_traceable_wrapper_subclass(x)}
     return copy.deepcopy(layer, detached)
+
+
+def _duplicate(x: Tensor) -> Tensor:
+    """A copy of an instance of a subclass; some libraries have ones that deepcopy refuses."""
+    try:
+        return copy.deepcopy(x)
+    except RuntimeError:
+        names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: _duplicate(getattr(x, name)) for name in names}
+        made: Tensor = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())  # type: ignore[attr-defined]
+        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 
 def tensors_of(layer: nn.Module) -> Iterator[Tensor]:

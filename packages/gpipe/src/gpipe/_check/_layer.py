@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from profiler.sandbox import copied
 
 from ._findings import Finding
 from ._rows import ROUNDING, Cut, Dims, NoRowsError, OtherCallsError, difference, exchanged, figure, kept
@@ -155,7 +156,7 @@ class LayerExam:
     def _compare_in_training(self) -> None:
         """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
         try:
-            first = attempt(copy.deepcopy(self.layer), self.inputs[0])
+            first = attempt(copied(self.layer), self.inputs[0])
             apart = difference(first.tensors(), attempt(self.again, self.inputs[0]).tensors())
         except Exception as error:
             message = "fails on a micro-batch in training, after another one"
@@ -245,7 +246,7 @@ class LayerExam:
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
         """A copy of the layer without batch norm, and without masks unless ``masks``."""
-        return calm(copy.deepcopy(self.layer), self.given, self.gave.used.drew and not masks)
+        return calm(copied(self.layer), self.given, self.gave.used.drew and not masks)
 
 
 def broken(findings: Sequence[Finding]) -> bool:

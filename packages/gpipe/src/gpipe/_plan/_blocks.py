@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from microbatch import scatter, unwrap
 from profiler import AllocationTracker, LayerProfile, Profile, profile
 from profiler.fake import FusedAttention, fake_mode
+from profiler.memory import attached, held_bytes
 from profiler.sandbox import copied
 from streams import add_note
 
@@ -194,7 +195,7 @@ class _Steps:
         rounds = [] if self._is_fake else self._rounds(seconds)
         times = {key: max(0.0, median(each[key] for each in rounds) - action) for key in (rounds[0] if rounds else ())}
         figures, of_loss = self._counted()
-        owned = _owned(self._pipe.partitions)
+        owned = _owned(self._given.model.layers.values())
         blocks = [
             LayerProfile(
                 name,
@@ -321,12 +322,13 @@ def _owned(parts: Iterable[nn.Module]) -> list[dict[str, int]]:
     seen, found = set[int](), list[dict[str, int]]()
     for part in parts:
         parameters, buffers = _fresh(part.parameters(), seen), _fresh(part.buffers(), seen)
-        trainable = [each.nbytes for each in parameters if each.requires_grad]
+        buffers += _fresh((tensor for module in part.modules() for tensor in attached(module)), seen)
+        trainable = [held_bytes([each]) for each in parameters if each.requires_grad]
         found.append(
             {
                 "trainable_bytes": sum(trainable),
-                "frozen_bytes": sum(each.nbytes for each in parameters) - sum(trainable),
-                "buffer_bytes": sum(each.nbytes for each in buffers),
+                "frozen_bytes": held_bytes(parameters) - sum(trainable),
+                "buffer_bytes": held_bytes(buffers),
                 "largest_parameter_bytes": max(trainable, default=0),
             }
         )

@@ -12,6 +12,7 @@ from torch import nn
 from blockpartition import partition
 from microbatch import Batch, scatter
 from profiler import Profile, profile
+from profiler.memory import held_bytes
 
 from ..balance._balance import intra_op_threads
 from ..engine._cores import usable
@@ -79,7 +80,7 @@ def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
         for parameter in layer.parameters():
             holders.setdefault(parameter, []).append(k)
     return tuple(
-        SharedParameter(tuple(own), parameter.nbytes, parameter.nbytes * parameter.requires_grad)
+        SharedParameter(tuple(own), held_bytes([parameter]), held_bytes([parameter]) * parameter.requires_grad)
         for parameter, own in holders.items()
         if len(own) > 1
     )
@@ -110,7 +111,7 @@ def _blocks(request: Request) -> tuple[Profile, bool]:
 
 def spread(model: Planned, places: Sequence[torch.device]) -> list[torch.device]:
     """A device for each block, so that all devices have parameters of about as many bytes."""
-    sizes = [1 + sum(parameter.nbytes for parameter in layer.parameters()) for layer in model.layers.values()]
+    sizes = [1 + held_bytes(layer.parameters()) for layer in model.layers.values()]
     parts = partition(sizes, min(len(places), len(sizes))).sizes
     return [place for place, size in zip(places, parts, strict=False) for _ in range(size)]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from profiler import AllocationTracker
+from profiler.memory import attached, held_bytes
 from profiler.text import align, format_bytes, format_seconds
 
 from .._chooser import RUNS
@@ -126,8 +127,8 @@ def peak_bytes(
         pipe.step(x, y, **loss, schedule=schedule)
     there: list[set[Tensor]] = [set() for _ in trackers]
     for place, stage in zip(placement, pipe.partitions, strict=True):
-        there[place].update(stage.parameters(), stage.buffers())
-    return [tracker.peak + sum(tensor.nbytes for tensor in own) for tracker, own in zip(trackers, there, strict=True)]
+        there[place].update(stage.parameters(), stage.buffers(), *map(attached, stage.modules()))
+    return [tracker.peak + held_bytes(own) for tracker, own in zip(trackers, there, strict=True)]
 
 
 @contextmanager

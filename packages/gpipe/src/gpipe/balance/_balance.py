@@ -12,6 +12,7 @@ from torch import nn
 
 from blockpartition import partition, place
 from profiler import profile, profile_seconds, profile_sizes
+from profiler.memory import held_bytes
 
 from ..module._arguments import Device
 from ..module._cut import replicated
@@ -123,7 +124,7 @@ def balance_by_parameters(
         TypeError, ValueError: as :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
-    sizes = [sum(parameter.numel() * parameter.itemsize for parameter in layer.parameters()) for layer in module]
+    sizes = [held_bytes(layer.parameters()) for layer in module]
     return balanced(sizes)
 
 

@@ -28,7 +28,7 @@ from ..module._arguments import Device, checked_flag, whole
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
-from ..module._init import initializer_of
+from ..module._init import initializer_of, take_off_hooks
 from ..module._keywords import Call, called_with, given_to
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
@@ -131,6 +131,7 @@ class Rank(Stepping):
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__["_least_rows"] = 2 if self._deferred else 1
                 initializer, ranks = initializer_of(init), None if ranks is None else [*ranks]
+                kept = take_off_hooks(module)
                 stages = len(groups.members if ranks is None else ranks)
                 every = self._divide(module, balance, blocks, stages, sample)
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
@@ -139,7 +140,7 @@ class Rank(Stepping):
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
-                share = own_share(every, self._ranks, groups.me, device, initializer, norm_chunks)
+                share = own_share(every, self._ranks, groups.me, device, initializer or kept, norm_chunks)
                 placed.told = share.told(transport)
             self.training = module.training
             self._guards: list[RemovableHandle] = []

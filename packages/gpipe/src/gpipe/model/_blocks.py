@@ -174,6 +174,8 @@ def _balance(costs: Sequence[float], stages: int) -> list[int]:
 
 def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({})) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
+    from profiler.memory import held_bytes  # imported here, because training loops do not need it
+
     costs, at, seen = [0] * len(blocks), -1, set[int]()
     numbers = {name: k for k, name in enumerate(blocks)}
     members = {module: k for k, module in enumerate(blocks.values())}
@@ -185,7 +187,7 @@ def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                costs[max(owner, 0)] += parameter.numel() * parameter.element_size()
+                costs[max(owner, 0)] += held_bytes([parameter])
     return [cost + 1 for cost in costs]  # even a module without parameters takes time
 
 

@@ -17,7 +17,7 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
 from ..module._devices import untouched_on_failure
 from ..module._frequencies import expect_sums
-from ..module._init import initializer_of
+from ..module._init import initializer_of, take_off_hooks
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import place_partitions
 from ..module._rule import SeenSums
@@ -75,6 +75,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         expect_own_forward(module)
         expect_sums(module, self.chunks)
         with untouched_on_failure(module):
+            kept = take_off_hooks(module)
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             division = _division(module, balance, devices, blocks, sample, picked)
@@ -82,7 +83,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
             parts = parts_of(module, division)
             expect_shareable(parts, places)
             layers = {name: layer for part in parts for name, layer in part.named_children()}
-            place_partitions(layers, parts, places, initializer, 0)
+            place_partitions(layers, parts, places, initializer or kept, 0)
         has_deferred = any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__.update(
             _checkpoint=expect_fitting(modes, len(places)),

@@ -15,9 +15,15 @@ from .._torch import swap_implementations
 
 
 def move(block: nn.Module, device: torch.device) -> None:
-    """Move all parameters and buffers in ``block``."""
+    """Move all parameters and buffers in ``block``, and scales of packed weights, which may be no buffers."""
+    from profiler.memory import attached
+
+    place = torch.device("cpu") if device.type == "cpu" else device
     with identities_kept(block):
-        block.to("cpu" if device.type == "cpu" else device)
+        block.to(place)
+    for tensor in (each for module in block.modules() for each in attached(module)):
+        if tensor.device != place and not tensor.is_meta:
+            give_data(tensor, tensor.detach().to(place))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from streams import add_note
 
-from .._devices import leaf_of, move, swap_data
+from .._devices import give_data, leaf_of, move, swap_data
 from ._initializer import Initializer, Loaded
 from ._model import Layers, Owned, modules_of
 
@@ -83,7 +83,8 @@ def _materialize_layer(
         for tensor in (*layer.parameters(), *layer.buffers()):
             if tensor.is_meta:
                 memory.give(tensor, device)
-        move(layer, device)  # what had data before
+            elif tensor.device != device:
+                give_data(tensor, tensor.to(device))  # not by a move of the layer, which quantizes some fresh tensors
         with device:
             initializer(layers, name, memory.fresh)
         move(layer, device)  # what was made anew, elsewhere

@@ -1,0 +1,235 @@
+"""Layers that cannot compute on fake tensors, such as those with packed weights.
+
+In a copy of a model without data, a stand-in takes their place: its outputs, its gradients and what it saves have the
+sizes that one call of the layer itself, on zeros on the CPU, has shown.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from microbatch import flatten, unflatten
+from streams import add_note
+
+from ._allocations import AllocationTracker
+from ._ends import enter
+from ._forms import form_of
+from ._storages import storages
+from .memory import held_bytes, is_plain
+from .sandbox import copied
+
+Known = dict[Any, "_Seen"]
+"""What calls of layers of a model have shown, by the forms of layers and of their arguments."""
+
+
+def opaque(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost modules whose parameters or buffers are of a subclass of tensors, and have values."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        is_leaf = not any(True for child in module.children() for _ in child.parameters())
+        if is_leaf and not all(map(is_plain, own)) and not any(tensor.is_meta for tensor in own):
+            yield module
+
+
+def stand_in(made: nn.Module, layer: nn.Module, known: Known) -> None:
+    """Let ``made``, a copy without data, compute what ``layer`` shows, and hold as many bytes."""
+    own = [*made.parameters(recurse=False), *made.buffers(recurse=False)]
+    beside = held_bytes(_tensors(layer)) - held_bytes(own)
+    if own and beside > 0:
+        # No buffer: a recomputation may keep copies of those.
+        made._attached = nn.Parameter(own[0].new_zeros(beside, dtype=torch.uint8), requires_grad=False)
+    # Not in the class: a wrapper may look at that of the layer.
+    made.forward = partial(_forward, made, layer, known)
+
+
+def _tensors(layer: nn.Module) -> list[Tensor]:
+    return [*layer.parameters(), *layer.buffers()]
+
+
+def _forward(made: nn.Module, layer: nn.Module, known: Known, *args: Any, **kwargs: Any) -> Any:
+    leaves, tree = flatten((args, kwargs))
+    inputs, trained = tensors_in(leaves), trained_of(made)
+    situation = [_form(leaf) for leaf in leaves], torch.is_grad_enabled(), _autocast()
+    key = form_of(layer) or id(layer), form_of((situation, tree)) or repr(situation)
+    if key not in known:
+        known[key] = _seen(layer, leaves, tree)
+    seen = known[key]
+    one = next(iter([*made.parameters(), *made.buffers()]))
+    outputs: Any = _StandIn.apply(seen, one, *inputs, *trained)  # type: ignore[no-untyped-call]
+    rest = iter(outputs)
+    return unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in seen.outputs], seen.tree)
+
+
+class _Seen(NamedTuple):
+    """What a call has shown. Tensors are on ``meta``.
+
+    Attributes:
+        outputs: the leaves of the output.
+        kept: of all tensors that go in and out, how the graph keeps them.
+        saved: bytes that the graph keeps besides these: as saved tensors, and in another way.
+        gradients: of each tensor that goes in, and of each trained parameter.
+        temporary: bytes needed in the forward, and in the backward, besides what remains.
+        flops: operations of the forward, and of the backward.
+    """
+
+    outputs: Sequence[Any]
+    tree: Any
+    kept: Sequence[_How]
+    saved: tuple[int, int]
+    gradients: Sequence[Tensor | None]
+    temporary: tuple[int, int]
+    flops: tuple[int, int]
+
+
+class _How(Enum):
+    """How a graph keeps a tensor. What it saves may be dropped and recomputed; what an attribute has may not."""
+
+    NOT, SAVED, ATTRIBUTE = range(3)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, seen: _Seen, one: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        _spend(one, seen.temporary[0] + sum(seen.saved), seen.flops[0])
+        shapes = tensors_in(seen.outputs)
+        outputs = [_like(shape, one) for shape in shapes]
+        ctx.mark_non_differentiable(*(y for y, shape in zip(outputs, shapes, strict=True) if not shape.requires_grad))
+        ends = [*inputs[: len(seen.kept) - len(outputs)], *outputs]
+        saved, attributes = ([_bytes(one, size)] for size in seen.saved)
+        for how, tensor in zip(seen.kept, ends, strict=True):
+            if how is not _How.NOT:
+                (saved if how is _How.SAVED else attributes).append(tensor.detach())
+        ctx.seen, ctx.one, ctx.attributes = seen, one, attributes
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        seen, one = ctx.seen, ctx.one
+        _spend(one, seen.temporary[1], seen.flops[1])
+        ctx.attributes = None
+        return None, None, *(None if each is None else _like(each, one) for each in seen.gradients)
+
+
+def _like(shape: Tensor, one: Tensor) -> Tensor:
+    return one.new_empty_strided(shape.shape, shape.stride(), dtype=shape.dtype).zero_()
+
+
+def _bytes(one: Tensor, size: int) -> Tensor | None:
+    return one.new_empty(size, dtype=torch.uint8) if size else None
+
+
+def _spend(one: Tensor, size: int, flops: int) -> None:
+    """Allocate ``size`` bytes for a moment, and let who counts operations see so many."""
+    _bytes(one, size)
+    if flops > 1:
+        row = torch.ones((), device="meta").expand(1, flops // 2)
+        torch.mm(row, row.t())
+
+
+def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
+    """Call a copy of ``layer`` on zeros, in a thread of its own, where no mode of the caller is on."""
+    found: list[_Seen | Exception] = []
+    is_enabled, kind = _autocast()
+
+    def call() -> None:
+        try:
+            with torch.autocast("cpu", kind, is_enabled), torch.set_grad_enabled(grad_mode):
+                found.append(_called(copied(layer).train(), leaves, tree))
+        except Exception as error:
+            found.append(error)
+
+    grad_mode = torch.is_grad_enabled()
+    thread = Thread(target=call, name="profiler: a layer on zeros")
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        add_note(found[0], f"{type(layer).__name__} was called on zeros on the CPU, since it cannot run without data")
+        raise found[0]
+    return found[0]
+
+
+def _called(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
+    args, kwargs = unflatten(_zeros(leaves), tree)
+    layer(*args, **kwargs)  # the first call may prepare something
+    given = [enter(leaf, copies=True) if isinstance(leaf, Tensor) else leaf for leaf in _zeros(leaves)]
+    (args, kwargs), forward, packed = unflatten(given, tree), AllocationTracker(), list[Tensor]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        # An output that refers to its own graph would never be freed.
+        packed.append(tensor if tensor.grad_fn is None else tensor.detach())
+        return packed[-1]
+
+    with forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(*args, **kwargs)
+    returned, form = flatten(output)
+    ends = [*tensors_in(given), *tensors_in(returned)]
+    attributes = forward.alive(without=[*ends, *packed])
+    saved = forward.alive(without=ends) - attributes
+    needed = forward.peak - forward.alive()
+    sources = [*tensors_in(given), *trained_of(layer)]
+    roots = [each for each in tensors_in(returned) if each.requires_grad]
+    gradients, spent, flops = _backward(roots, sources)
+    shapes = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in returned]
+    graph, watched = [root.grad_fn for root in roots], [weakref.ref(each.untyped_storage()) for each in ends]
+    by_hook = {storage._cdata for storage in storages(packed)}
+    is_packed = [each.untyped_storage()._cdata in by_hook for each in ends]
+    del args, kwargs, given, output, returned, ends, sources, roots, packed[:]
+    there = [bool(graph) and ref() is not None for ref in watched]
+    ways = [_How.SAVED if way else _How.ATTRIBUTE for way in is_packed]
+    kept = [way if is_there else _How.NOT for way, is_there in zip(ways, there, strict=True)]
+    return _Seen(shapes, form, kept, (saved, attributes), gradients, (needed, spent), (forward.flops, flops))
+
+
+def _backward(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor | None], int, int]:
+    """The shapes of the gradients, bytes needed besides them, and operations. The graph remains."""
+    found = dict[int, Tensor | None]()
+    wanted = [each for each in sources if each.requires_grad] if roots else []
+    with AllocationTracker() as tracker:
+        ones = list(map(torch.zeros_like, roots))
+        made = torch.autograd.grad(roots, wanted, ones, allow_unused=True, retain_graph=True) if wanted else ()
+        del ones
+    found = {id(each): None if one is None else _shape(one) for each, one in zip(wanted, made, strict=True)}
+    return [found.get(id(each)) for each in sources], tracker.peak - tracker.alive(), tracker.flops
+
+
+def trained_of(layer: nn.Module) -> list[nn.Parameter]:
+    return [each for each in layer.parameters() if each.requires_grad]
+
+
+def tensors_in(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _shape(tensor: Tensor) -> Tensor:
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def _zeros(leaves: Iterable[Any]) -> list[Any]:
+    def zeros(leaf: Tensor) -> Tensor:
+        found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
+        return found.requires_grad_(leaf.requires_grad)
+
+    return [zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

@@ -1,0 +1,107 @@
+"""The memory that parameters and buffers hold, also those of tensor subclasses such as packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["attached", "has_memory", "held_bytes", "is_plain"]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` holds nothing but its values.
+
+    Args:
+        tensor: a tensor or parameter.
+
+    Returns:
+        False for an instance of a subclass, unless it is a fake tensor or has no size yet.
+    """
+    is_known = type(tensor) in (Tensor, nn.Parameter) or nn.parameter.is_lazy(tensor)
+    return is_known or getattr(tensor, "fake_mode", None) is not None
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory that `tensors` hold, with what subclasses hold inside and in attributes.
+
+    Args:
+        tensors: parameters or buffers; one that occurs twice counts once.
+
+    Returns:
+        Bytes. A view counts its elements, but not more than its memory has.
+    """
+    parts = {id(part): part for tensor in tensors for part in _parts(tensor)}
+    return sum(map(_size, parts.values()))
+
+
+def attached(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module with parameters of integers has in attributes or their entries, such as scales of these.
+
+    Args:
+        module: a module, without its children.
+
+    Returns:
+        An iterator over the tensors.
+    """
+    if all(parameter.is_floating_point() or parameter.is_complex() for parameter in module.parameters(recurse=False)):
+        return iter(())
+    registered = ("_parameters", "_buffers", "_modules")
+    return _reached([value for name, value in vars(module).items() if name not in registered], set(), objects=False)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Plain tensors that hold the values of `tensor`, and those attached to it."""
+    return iter([tensor]) if is_plain(tensor) else _reached([tensor], set(), objects=True)
+
+
+def _reached(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterator[Tensor]:
+    for value in values:
+        if id(value) in seen or isinstance(value, (nn.Module, type, torch.autograd.graph.Node)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if is_traceable_wrapper_subclass(value):
+                yield from _reached(
+                    [getattr(value, name) for name in value.__tensor_flatten__()[0]], seen, objects=True
+                )
+            else:
+                if is_plain(value) or has_memory(value):
+                    yield value
+                yield from _reached(_attributes(value), seen, objects=True)
+        elif isinstance(value, (dict, list, tuple)):
+            entries = value.values() if isinstance(value, dict) else value
+            yield from _reached(entries, seen, objects=objects)
+        elif objects:
+            yield from _reached(_attributes(value), seen, objects=True)
+
+
+def _attributes(value: object) -> list[Any]:
+    found = getattr(value, "__dict__", None)
+    # Of a fake tensor, attributes are about its mode.
+    is_fake = getattr(value, "fake_mode", None) is not None
+    return [*found.values()] if isinstance(found, dict) and not callable(value) and not is_fake else []
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether an instance of a subclass holds values itself, and not only in its attributes.
+
+    Args:
+        tensor: the instance.
+
+    Returns:
+        True also on ``meta``.
+    """
+    try:
+        return tensor.is_meta or tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a storage that is only a size
+        return False
+
+
+def _size(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
+        return tensor.numel() * tensor.itemsize
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
