@@ -15,6 +15,8 @@ from streams import Context, limit_threads, use_device
 
 from .._current import Work, current
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
+from ..checkpoint._attention import chosen_kernels, own_kernels
+from ..checkpoint._parametrized import is_caching, own_cache
 from ..engine._block import Block
 from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
@@ -202,7 +204,14 @@ class Forward:
             set_intercepting(True)
             context = self._run.spec.context
             backwards_stay = torch.autograd.set_multithreading_enabled(False)
-            with context.applied(), serving(self._sections), backwards_stay, self._run.on_streams():
+            # The cache last, because the context says whether there is one.
+            with (
+                context.applied(),
+                serving(self._sections),
+                backwards_stay,
+                self._run.on_streams(),
+                own_cache(is_caching()),
+            ):
                 self._turns()
         except Ended:
             pass
@@ -396,18 +405,19 @@ class Forward:
     def _computed(self, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         is_block = module not in self._run.others
         block = self._run.block(self._tensors.stage, self.microbatch, module) if is_block else None
-        if block is None or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        at = current.work.rng.at
+        at, kernels, caches = current.work.rng.at, chosen_kernels(), is_caching()
 
         def compute(value: Arguments) -> Any:
             current.work.rng.at = at
-            return function(*value.args, **value.kwargs)
+            with own_kernels(kernels), own_cache(caches):
+                return function(*value.args, **value.kwargs)
 
         value = Arguments(tuple(args), dict(kwargs))
+        if block is None or not torch.is_grad_enabled():
+            return compute(value)
         if not is_plain(value):
             self._run.tell_of_objects(module)
-            return function(*args, **kwargs)
+            return compute(value)
         output, forward = block.forward(compute, value, self._context())
         self._tensors.turn.calls.append(forward)
         return output
