@@ -241,7 +241,7 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
     (Fault("a turn is on the device of another stage", FORWARD,
            "use_device(self._run.places[self._calls.until][0]), with_dispatch_modes", "with_dispatch_modes"), MASKED),
     (Fault("in a turn the streams of other stages are not current", FORWARD,
-           ", backwards_stay, self._run.on_streams():", ", backwards_stay, use_device(self._run.places[0][0]):"), MADE),
+           "                self._run.on_streams(),\n", "                use_device(self._run.places[0][0]),\n"), MADE),
     (Fault("what names the device of another stage stays there", TENSORS,
            "return changed(output, self._moved) if self._moves.copies else output", "return output"), MADE),
     (Fault("a change in place of a copy is lost", TENSORS,

@@ -21,6 +21,7 @@ from torch._functorch import utils as functorch_utils
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
+from torch.nn.utils import parametrize
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -102,6 +103,60 @@ def has_tag(name: str, tag: torch.Tag) -> bool:
 def is_composite(operation: OpOverload) -> bool:
     """Whether the operation consists of other ones, which are intercepted themselves."""
     return operation.has_kernel_for_dispatch_key("CompositeImplicitAutograd")  # type: ignore[arg-type]
+
+
+def below_interception(keys: torch._C.DispatchKeySet, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Execute the operation as if it had not been intercepted, while its component operations still are."""
+    return operation.redispatch(keys.remove(_KEY), *args, **kwargs)
+
+
+# Settings of the process that layers set for a time. Without these names: a layer of one stage would set them for those
+# of all others, and two that set them at the same time might leave them changed.
+
+_ATTENTION: Final = [
+    (getattr(torch._C, getter), getattr(torch._C, setter), getter, setter)
+    for getter, setter in [
+        *[(f"_get_{k}_sdp_enabled", f"_set_sdp_use_{k}") for k in ("cudnn", "flash", "mem_efficient", "math")],
+        *[(f"_get_{k}_sdp_enabled", f"_set_sdp_use_{k}") for k in ("overrideable", "fa3")],
+        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+        ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    ]
+    if hasattr(torch._C, setter)
+]
+"""The functions that read and set which kernels compute attention, as ``torch.nn.attention.sdpa_kernel`` does."""
+
+
+def attention_settings() -> tuple[Any, ...]:
+    """Which kernels compute attention in this process."""
+    return tuple([read() for read, *_ in _ATTENTION])
+
+
+def set_attention(settings: Mapping[int, Any]) -> None:
+    """Set the entries of these indices."""
+    for k, value in settings.items():
+        _ATTENTION[k][1](value)
+
+
+def route_attention(read: Callable[[int], Any], write: Callable[[int, Any], None]) -> None:
+    """Let whoever reads or sets an entry of these settings call ``read`` or ``write`` with its index."""
+    for k, (_, _, getter, setter) in enumerate(_ATTENTION):
+        setattr(torch._C, getter, partial(read, k))
+        setattr(torch._C, setter, partial(write, k))
+
+
+def parametrized_cache() -> tuple[Any, Any]:
+    """How many are inside of ``parametrize.cached()``, and the tensors that it keeps for them."""
+    return parametrize._cache_enabled, parametrize._cache
+
+
+def set_parametrized_cache(users: Any, cache: Any) -> None:
+    parametrize._cache_enabled, parametrize._cache = users, cache
+
+
+def replace_cached(function: Callable[[], Iterator[None]]) -> None:
+    """Let ``parametrize.cached()`` enter ``function``, also for those that have imported it by its name."""
+    cached: Any = parametrize.cached
+    cached.__closure__[cached.__code__.co_freevars.index("func")].cell_contents = function
 
 
 # Transforms and tracers. Without these names: a pipe inside of one gives a wrong graph instead of an error.

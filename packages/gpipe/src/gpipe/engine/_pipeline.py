@@ -10,6 +10,7 @@ import torch
 
 from streams import Context
 
+from ..checkpoint import _attention, _parametrized
 from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
@@ -61,6 +62,8 @@ class Pipeline:
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
         self.trainers = WeakSet[Thread]()
         interception.prepare()
+        _attention.prepare()
+        _parametrized.prepare()
 
     @property
     def section(self) -> Section:
@@ -123,4 +126,6 @@ class Pipeline:
         inline = self.processes.ranks is not None or settings().inline
         seen_by = settings().observer or observer
         splits = frozenset[int]() if schedule is None else split_in(walk)
-        return RunSpec(size, inline, walk, later, trains, loss, Context.capture(), seed, seen_by, splits, replays)
+        with _parametrized.own_cache(_parametrized.is_caching()):
+            context = Context.capture()
+        return RunSpec(size, inline, walk, later, trains, loss, context, seed, seen_by, splits, replays)

@@ -17,6 +17,7 @@ from streams import AbstractStream, Context, CPUStream, current_stream, use_devi
 from .._current import Work, current
 from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
 from ..checkpoint._layers_then import LayersThen
+from ..checkpoint._parametrized import has_cache, own_cache
 from ..checkpoint._random import CellRNG, RunRNG
 from ..schedule import Action, Step, Walk
 from ..transport._copy import StagePlace
@@ -234,17 +235,14 @@ class Run:
             set_intercepting(True)
             # Backwards inside a layer or cell stay on this thread, since one of autograd's threads might wait for it.
             with context, serving(sections), torch.autograd.set_multithreading_enabled(False):
-                variables = copy_context()
+                variables, caches = copy_context(), has_cache(self._spec.context.variables)
                 for step in steps:
                     if failures.earliest is not None and failures.forestall(step):
                         return
                     j, (kind, i) = step
                     current.work = stages[j].work(base, step)
-                    if around is None:
+                    with nullcontext() if around is None else around(stages[j].stage, step.action), own_cache(caches):
                         getattr(stages[j], kind)(i)
-                    else:
-                        with around(stages[j].stage, step.action):
-                            getattr(stages[j], kind)(i)
                 if not self._spec.inline:
                     expect_no_variables(variables)
         except Cancelled:  # the failure is elsewhere, and already recorded

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._batchnorm import MiniBatchStatistics, commit
 from .._current import Work, current, doing
+from ..checkpoint._parametrized import is_caching, own_cache
 from ..checkpoint._random import CellRNG
 from ..schedule import Kind, Step
 from ..transport._transport import AnyChannel
@@ -153,7 +154,7 @@ class StageRun:
         """Rebuild the graph of a checkpointed cell, and compute a loss that was deferred to here."""
         cell, repeat = self._cells[i], self._cells[i].repeat
         if repeat is not None:
-            with current.work.recompute_under(), repeat.restored():
+            with current.work.recompute_under(), own_cache(is_caching()), repeat.restored():
                 outputs = self.compute(repeat.inputs)
                 self.stage.recomputation.expect_same(repeat, outputs.tensors)
             guard(self.stage, repeat.inputs.tensors, i)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from streams import Context
 
 from .._current import current
+from ..checkpoint._attention import chosen_kernels, own_kernels
+from ..checkpoint._parametrized import is_caching, own_cache
 from ..engine._block import Block
 from ..engine._spec import RunSpec
 from ..values._leaves import Activation, Arguments, tensors_of, version
@@ -350,18 +352,19 @@ class Calls:
     def _computed(self, call: Call, args: Any, kwargs: Any) -> Any:
         module, function = call.module, call.function
         block = None if call.place is None else self._run.block(self.tensors.stage, self._microbatch, module)
-        if block is None or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        at = current.work.rng.at
+        at, kernels, caches = current.work.rng.at, chosen_kernels(), is_caching()
 
         def compute(value: Arguments) -> Any:
             current.work.rng.at = at
-            return function(*value.args, **value.kwargs)
+            with own_kernels(kernels), own_cache(caches):
+                return function(*value.args, **value.kwargs)
 
         value = Arguments(tuple(args), dict(kwargs))
+        if block is None or not torch.is_grad_enabled():
+            return compute(value)
         if not is_plain(value):
             self._run.tell_of_objects(module)
-            return function(*args, **kwargs)
+            return compute(value)
         output, forward = block.forward(compute, value, self._context())
         self.tensors.turn.calls.append(forward)
         return output

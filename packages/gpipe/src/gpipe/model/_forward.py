@@ -13,6 +13,7 @@ from streams import limit_threads, use_device
 
 from .._current import Work, current
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
+from ..checkpoint._parametrized import is_caching, own_cache
 from ..engine._cores import Cores, bind, usable
 from ..engine._exclusive import Sections, sections_of_thread, serving
 from ..values._leaves import Activation, as_arguments
@@ -121,7 +122,14 @@ class Forward:
             set_intercepting(True)
             context = self._run.spec.context
             backwards_stay = torch.autograd.set_multithreading_enabled(False)
-            with context.applied(), serving(self._sections), backwards_stay, self._run.on_streams():
+            # The cache last, because the context says whether there is one.
+            with (
+                context.applied(),
+                serving(self._sections),
+                backwards_stay,
+                self._run.on_streams(),
+                own_cache(is_caching()),
+            ):
                 self._turns()
         except Ended:
             pass

@@ -1,0 +1,158 @@
+"""The kernels of attention that layers choose, as by ``torch.nn.attention.sdpa_kernel``, on threads of pipes.
+
+Torch has one choice for the process. A layer that changes it for a time would change it for the stages that compute at
+the same moment, whose recomputation would then take other kernels; and of two such layers, the one that restores it
+last may restore the choice of the other. So a thread of a pipe only records its choice, in a context variable. An
+attention sets it in the process while it runs, and attentions with different choices do not run at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from .._forks import fork_lock
+from .._torch import (
+    INTERCEPTING,
+    attention_settings,
+    below_interception,
+    is_intercepting,
+    route_attention,
+    set_attention,
+)
+
+Kernels = tuple[Any, ...] | None
+"""A choice of kernels; None for the choice of the process."""
+
+_chosen: ContextVar[Kernels] = ContextVar("gpipe.kernels", default=None)
+
+
+class _Thread(threading.local):
+    """Records whether this thread is inside of an attention."""
+
+    is_inside = False
+
+
+_thread = _Thread()
+
+
+class _Turns:
+    """Lets attentions run at the same time only with the same choice of kernels."""
+
+    def __init__(self) -> None:
+        self._lock = fork_lock()
+        self._changed = threading.Condition(self._lock)  # type: ignore[arg-type]
+        self._count = 0
+        self._now: Kernels = None
+        self._of_process: tuple[Any, ...] = ()
+
+    @contextmanager
+    def of(self, kernels: Kernels) -> Iterator[None]:
+        """Return a context in which the process has this choice."""
+        if _thread.is_inside:
+            yield
+            return
+        self._begin(kernels)
+        _thread.is_inside = True
+        try:
+            yield
+        finally:
+            _thread.is_inside = False
+            self._end()
+
+    def _begin(self, kernels: Kernels) -> None:
+        with self._lock:
+            while self._count and self._now != kernels:
+                self._changed.wait()
+            if not self._count and kernels is not None:
+                self._of_process = attention_settings()
+                set_attention(dict(enumerate(kernels)))
+            self._now = kernels
+            self._count += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._restore()
+                self._changed.notify_all()
+
+    def _restore(self) -> None:
+        if self._now is not None:
+            set_attention(dict(enumerate(self._of_process)))
+        self._now = None
+
+    def begin_in_child(self) -> None:
+        """Forget the attentions of threads that a forked child does not have."""
+        self._restore()
+        self._count = 0
+
+
+_turns = _Turns()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.begin_in_child)
+
+
+def chosen_kernels() -> Kernels:
+    """Return the choice of this thread of a pipe."""
+    return _chosen.get()
+
+
+@contextmanager
+def own_kernels(kernels: Kernels) -> Iterator[None]:
+    """Return a context in which this thread of a pipe has that choice."""
+    before = _chosen.get()
+    _chosen.set(kernels)
+    try:
+        yield
+    finally:
+        _chosen.set(before)
+
+
+@cache
+def prepare() -> None:
+    """Let threads of pipes have choices of their own, from now on.
+
+    The key of intercepted operations must have its fallback by then: see :mod:`gpipe.checkpoint._operations`.
+    """
+    _libraries.append(Library("aten", "IMPL", INTERCEPTING))  # type: ignore[no-untyped-call]
+    _libraries[0].impl(_ATTENTION, _attend, with_keyset=True)  # type: ignore[no-untyped-call]
+    route_attention(_read, _write)
+
+
+_libraries: list[Library] = []  # they own the registered kernels
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _attend(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    with _turns.of(_chosen.get()):
+        return below_interception(keys, _ATTENTION, *args, **kwargs)
+
+
+def _read(k: int) -> Any:
+    own = _chosen.get() if is_intercepting() else None
+    return _settings_of_process()[k] if own is None else own[k]
+
+
+def _write(k: int, value: Any) -> None:
+    if not is_intercepting():
+        with _turns.of(None):
+            set_attention({k: value})
+        return
+    of_process = _settings_of_process()
+    own = _chosen.get() or of_process
+    changed = (*own[:k], value, *own[k + 1 :])
+    _chosen.set(None if changed == of_process else changed)
+
+
+def _settings_of_process() -> tuple[Any, ...]:
+    with _turns.of(None):
+        return attention_settings()

@@ -1,0 +1,202 @@
+"""Layers choose the kernels of attention for themselves, whatever other stages compute at the same moment."""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpipe import GPipe
+
+from ..layers import DOUBLE, MODES, Layer, rows
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+SETTINGS = [
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+]
+
+
+class Row(nn.Module):
+    """Calls its blocks one after the other, perhaps with a choice of kernels."""
+
+    def __init__(self, *layers: nn.Module, kernels: SDPBackend | None = None) -> None:
+        super().__init__()
+        self.layers, self.kernels = nn.ModuleList(layers), kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is None:
+            return self.through(x)
+        with sdpa_kernel(self.kernels):
+            return self.through(x)
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def attended(s: Layer, x: Tensor) -> Tensor:
+    """Attention between the columns, by the kernel that is chosen."""
+    heads = s.m[0](x)[:, None, :, None]
+    s.chosen.append(tuple(read() for read in SETTINGS))
+    out = F.scaled_dot_product_attention(heads, heads, heads)
+    # The kernel is seen by what it leaves in the graph.
+    names = set()
+    node: Any = out.grad_fn
+    while node is not None:
+        names.add(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    s.kernels.append(any("ScaledDotProduct" in name for name in names) if out.requires_grad else None)
+    return out.flatten(1)
+
+
+def attention(act: Callable[[Layer, Tensor], Tensor] = attended) -> Layer:
+    torch.manual_seed(0)
+    return Layer(act, nn.Linear(3, 3, dtype=DOUBLE), chosen=[], kernels=[], calls=[])
+
+
+def exact(s: Layer, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return attended(s, x)
+
+
+def trained(model: nn.Module, x: Tensor, of: nn.Module) -> list[Tensor]:
+    of.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward()
+    return [loss.detach(), *[parameter.grad for parameter in of.parameters() if parameter.grad is not None]]
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+@pytest.mark.parametrize("own_forward", [True, False])
+def test_a_layer_keeps_its_kernels_while_another_stage_has_chosen_others(mode: str, schedule: str, own_forward: bool):
+    """The first stage is inside of its choice for the second micro-batch while the second stage computes the first."""
+    inside, computed = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def first(s: Layer, x: Tensor) -> Tensor:
+        s.calls.append(None)
+        with sdpa_kernel(SDPBackend.MATH):
+            if threading.get_ident() != main and len(s.calls) == 2:
+                inside.set()
+                assert computed.wait(60)
+            return attended(s, x)
+
+    def second(s: Layer, x: Tensor) -> Tensor:
+        if threading.get_ident() != main:
+            assert inside.wait(60)
+        out = attended(s, x)
+        computed.set()
+        return out
+
+    before = [read() for read in SETTINGS]
+    layers = attention(first), attention(second)
+    whole = Row(*layers)
+    x = rows(4)
+    expected = trained(whole, x, whole)
+    for layer in layers:
+        layer.kernels.clear()
+        layer.chosen.clear()
+        layer.calls.clear()
+    computed.clear()
+    model: Any = whole if own_forward else nn.Sequential(*layers)
+    options: dict[str, Any] = {"blocks": ["layers.0", "layers.1"]} if own_forward else {}
+    with closing(GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode, **options)) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            loss = pipe.step(x, loss_fn=lambda out: out.square().sum(), reduction="sum", schedule=schedule)
+            found = [torch.as_tensor(loss), *[each.grad for each in pipe.parameters()]]
+            torch.testing.assert_close(found, expected)
+    assert set(layers[0].kernels) <= {False, None}
+    assert set(layers[1].kernels) <= {True, None}
+    assert set(layers[0].chosen) == {(True, False, False)}
+    assert set(layers[1].chosen) == {tuple(before)}
+    assert [read() for read in SETTINGS] == before
+
+
+@each_mode
+def test_layers_that_choose_at_the_same_time_leave_the_choice_of_the_process(mode: str):
+    """Each is inside while the other enters, and the first to enter leaves first."""
+    events = {name: threading.Event() for name in ("first is in", "second is in", "first is out")}
+
+    def first(s: Layer, x: Tensor) -> Tensor:
+        s.calls.append(None)
+        waits = len(s.calls) == 2
+        with sdpa_kernel(SDPBackend.MATH):
+            if waits:
+                events["first is in"].set()
+                assert events["second is in"].wait(60)
+            x = attended(s, x)
+        if waits:
+            events["first is out"].set()
+        return x
+
+    def second(s: Layer, x: Tensor) -> Tensor:
+        assert events["first is in"].wait(60)
+        with sdpa_kernel(SDPBackend.MATH):
+            events["second is in"].set()
+            assert events["first is out"].wait(60)
+            return attended(s, x)
+
+    before = [read() for read in SETTINGS]
+    model = Row(attention(first), attention(second))
+    blocks = ["layers.0", "layers.1"]
+    with closing(GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, blocks=blocks, checkpoint=mode)) as pipe:
+        pipe(rows(4)).sum().backward()
+    assert [read() for read in SETTINGS] == before
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_a_model_that_chooses_around_its_blocks(mode: str, schedule: str):
+    """Also for a recomputation, which is outside of its forward."""
+    model = Row(*[attention() for _ in range(3)], kernels=SDPBackend.MATH)
+    x = rows(4)
+    expected = trained(model, x, model)
+    blocks = [f"layers.{k}" for k in range(3)]
+    with closing(GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2, blocks=blocks, checkpoint=mode)) as pipe:
+        for way in (partial(trained, pipe, x, model), partial(_step, pipe, x, model, schedule)):
+            torch.testing.assert_close(way(), expected)
+    assert {kernel for layer in model.layers for kernel in layer.kernels} <= {False, None}
+    assert all(each == (True, False, False) for layer in model.layers for each in layer.chosen)
+
+
+def _step(pipe: GPipe, x: Tensor, model: nn.Module, schedule: str) -> list[Tensor]:
+    model.zero_grad()
+    loss = pipe.step(x, loss_fn=lambda out: out.square().sum(), reduction="sum", schedule=schedule)
+    return [torch.as_tensor(loss), *[parameter.grad for parameter in model.parameters()]]
+
+
+def test_a_choice_around_a_run_is_that_of_its_layers():
+    model = Row(attention(), attention())
+    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, blocks=["layers.0", "layers.1"], checkpoint="always")
+    with closing(pipe), sdpa_kernel(SDPBackend.MATH):
+        pipe(rows(4)).sum().backward()
+    assert {kernel for layer in model.layers for kernel in layer.kernels} == {False}
+
+
+def test_random_numbers_of_an_attention_are_those_of_its_layer():
+    """Its own operations are intercepted, although it is intercepted itself."""
+
+    def dropped(s: Layer, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            heads = s.m[0](x)[:, None, :, None]
+            return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+
+    found = []
+    for mode in ("never", "always"):
+        model = Row(attention(dropped), attention(dropped))
+        blocks = ["layers.0", "layers.1"]
+        with closing(GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, blocks=blocks, checkpoint=mode)) as pipe:
+            torch.manual_seed(1)
+            found.append(trained(pipe, rows(4), model))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
