@@ -256,6 +256,19 @@ def frameworks(session: nox.Session) -> None:
 
 
 @nox.session
+def newest(session: nox.Session) -> None:
+    """The tests of ``frameworks`` with the newest release of each of the libraries; arguments go to pytest instead.
+
+    Bounds of pyproject.toml do not count, and what an earlier run has installed is brought up to date.
+    """
+    keep_bytecode(session)
+    unbounded = [re.sub("^([^<>=!~;]+)[^;]*", r"\1", each) for each in group("frameworks", "demo", "neighbours")]
+    session.install("--upgrade", "-c", "constraints.txt", *EDITABLE, *unbounded)
+    session.run("python", "-m", "tests.frameworks.versions", *(each.split(";")[0].strip() for each in unbounded))
+    session.run("pytest", *(session.posargs or ["tests/frameworks"]))
+
+
+@nox.session
 def outside(session: nox.Session) -> None:
     """Models of timm and diffusers, and adapters of PEFT, beside the plain models, in half an hour.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
-FRAMEWORKS = {"accelerate", "datasets", "lightning", "peft", "safetensors", "tokenizers", "transformers"}
+FRAMEWORKS = {"accelerate", "datasets", "lightning", "peft", "safetensors", "tokenizers", "transformers", "trl"}
 """What a page may import that only ``nox -s frameworks`` installs."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..examples import check_comparison, example, number
+from ..examples import check_comparison, example, number, numbers
 
 for needed in ("rich", "transformers", "tokenizers"):
     pytest.importorskip(needed, reason=f"the example needs {needed}")
@@ -48,3 +48,24 @@ def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
     losses = [re.findall(r"│ +\d+ │ ([\d.]+) │", table) for table in tables]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_adapters_train_alike_in_a_pipeline_and_in_turns(
+    bits: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="the example needs peft")
+    qlora = example("qlora")
+    if bits == 4:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    else:
+        monkeypatch.setattr(qlora, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # of the process of the tests
+    sizes = "--batch 6 --chunks 3 --length 8 --width 64 --layers 2 --vocabulary 64 --steps 2"
+    qlora.main([*sizes.split(), "--timeline", str(tmp_path / "step.svg")])
+    told = capsys.readouterr().out
+    assert f"Weights in {bits} bits" in told
+    assert numbers(r"micro-batches +│ +(\d+) │ +(\d+)", told) == (1, 3)
+    assert number(r"the bound with 2 devices is (\d+.\d+)", told) == 1.5
+    assert number(r"differ by at most ([\d.e-]+)", told) < 1e-5
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")

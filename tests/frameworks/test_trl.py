@@ -1,6 +1,8 @@
 """TRL's trainers train a pipe as they do the plain model: fine-tuning, padded and packed, and preferences."""
 
 import copy
+import importlib
+import inspect
 import logging
 import random
 from pathlib import Path
@@ -91,7 +93,9 @@ def expect_the_same(
     plain = make()
     model = copy.deepcopy(plain)
     pipe = GPipe(model.train(), devices=["cpu", "cpu"], chunks=3, in_spec=in_spec)
+    torch.manual_seed(0)  # releases such as TRL 1.4 draw the adapters before they set their seed
     expected = trained(kind, plain, folder, data, settings, **copy.deepcopy(options))
+    torch.manual_seed(0)
     with pipelined(pipe, rows, microbatches=microbatches):
         losses = trained(kind, pipe, folder, data, settings, **copy.deepcopy(options))
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -123,6 +127,10 @@ def test_documents_packed_in_one_row(options: dict[str, Any], tmp_path: Path) ->
 def test_documents_packed_in_one_row_that_is_not_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """There is one micro-batch, if the pipe is told that documents have no row each, and it says that one is."""
     options = {"max_length": 16, "packing": True}
+    collator = importlib.import_module("trl.trainer.sft_trainer")
+    if "cu_seq_lens_q" not in inspect.getsource(collator.DataCollatorForLanguageModeling):  # in releases such as 1.4
+        expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, microbatches=1)
+        return
     with pytest.raises(ValueError, match="all tensors of a mini-batch must give equally many") as raised:
         expect_the_same("SFT", llama, tmp_path, texts("text"), options)
     assert any("in_spec=gpipe.Packed()" in note for note in raised.value.__notes__)
