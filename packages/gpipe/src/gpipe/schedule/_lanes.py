@@ -19,28 +19,28 @@ Steps = Iterator[tuple[int, tuple[Kind, int]]]
 _F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def drained(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+def fill_drain_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
     """All forwards of each stage in turn, then all backwards in reverse."""
     own, each = range(worker, stages, workers), range(microbatches)
     forwards, backwards = (_steps(j, _F, each) for j in own), (_steps(j, _B, each[::-1]) for j in reversed(own))
     return chain.from_iterable(chain(forwards, backwards))
 
 
-def one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+def steps_1f1b(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
     """Forward and backward in turn, after as many forwards as it takes until the first gradient is there."""
     return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages - worker - 1)
 
 
-def eager_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+def interleaved_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
     """The same with more forwards in advance, as published."""
     return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages + workers - 2 * (worker + 1))
 
 
-def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """:func:`one_by_one` with split backwards; those for the weights come ``worker`` micro-batches later."""
+def zero_bubble_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """:func:`steps_1f1b` with split backwards; those for the weights come ``worker`` micro-batches later."""
     # Numbers alone: of whole steps, the garbage collector would go through all that wait again and again.
     weights: deque[tuple[int, int]] = deque()
-    for j, (kind, i) in one_by_one(microbatches, stages, workers, worker):
+    for j, (kind, i) in steps_1f1b(microbatches, stages, workers, worker):
         if kind is _F:
             yield j, (kind, i)
             continue

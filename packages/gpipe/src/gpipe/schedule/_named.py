@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ._actions import Action, Step
-from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split_one_by_one
+from ._lanes import Steps, adapted, fill_drain_steps, interleaved_steps, steps_1f1b, zero_bubble_steps
 from ._modes import Stops, stop_of_each
 from ._replay import Lane
 from ._schedule import Schedule, programs_of
 from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
-    "fill_drain": drained,
-    "1f1b": one_by_one,
-    "interleaved": eager_one_by_one,
-    "looped_bfs": drained,
-    "zero_bubble": split_one_by_one,
-    "interleaved_zero_bubble": split_one_by_one,
+    "fill_drain": fill_drain_steps,
+    "1f1b": steps_1f1b,
+    "interleaved": interleaved_steps,
+    "looped_bfs": fill_drain_steps,
+    "zero_bubble": zero_bubble_steps,
+    "interleaved_zero_bubble": zero_bubble_steps,
     "zbv": partial(v_shaped, zbv_turns),
     "dualpipev": partial(v_shaped, dualpipev_turns),
 }

@@ -31,7 +31,7 @@ class Schedule(tuple[Program, ...]):
 
     def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
         schedule = super().__new__(cls, tuple(map(tuple, programs)))
-        schedule.walk = None if walk is None else _telling(walk, schedule)
+        schedule.walk = None if walk is None else _needed_walk(walk, schedule)
         return schedule
 
     def __eq__(self, other: object) -> bool:
@@ -186,7 +186,7 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
     yield step
 
 
-def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
+def _needed_walk(walk: Walk, programs: Sequence[Program]) -> Walk | None:
     walk = tuple(steps for steps in walk if steps)
     on = Counter(j for steps in walk for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
