@@ -66,7 +66,7 @@ def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
     ("given", "message"),
     [
         ({"checkpoint": "sometimes"}, "checkpoint: expected one of 'always', 'except_last', 'never', got 'sometimes'"),
-        ({"checkpoint": ["never"]}, "checkpoint: expected a mode for each of 2 stages, got 1"),
+        ({"checkpoint": ["never"]}, r"checkpoint: expected one mode per stage \(2\), got 1"),
         ({"placement": [0]}, "placement: expected one for each of the schedule's 2 stages, got 1"),
     ],
 )

@@ -75,8 +75,8 @@ def test_equal_schedules_do_the_same_on_any_workers(
 @pytest.mark.parametrize(
     ("programs", "walk", "named"),
     [
-        (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
-        (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "different steps of stage 0"),
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "different steps of stage 1"),
         (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
     ],
 )
