@@ -97,5 +97,5 @@ def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
     ],
 )
 def test_the_loss_of_all_rows_has_one_place(text: str) -> None:
-    with pytest.raises(ValueError, match="loss of the whole mini-batch"):
+    with pytest.raises(ValueError, match="loss of the full mini-batch"):
         validate(Schedule.parse(text), 2, (0, 1))
