@@ -111,7 +111,7 @@ def test_stages_share_workers_as_devices_say(command: list[str], capsys: pytest.
     assert run([*given, "cpu:0", "cpu:1", "cpu:1", "cpu:0"]) == 0
     assert "4 stages × 4 micro-batches" in capsys.readouterr().out
     assert run([*given, "cpu:0", "cpu:1", "cpu:0", "cpu:1"]) == 2
-    assert "'zbv' goes down all workers and up again" in capsys.readouterr().err
+    assert "'zbv' needs its stages down all workers and up again" in capsys.readouterr().err
 
 
 def test_plan_prints_a_report_or_json_and_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -174,7 +174,7 @@ def test_links(options: dict[str, Any], link: Link) -> None:
         ({"devices": ["cpu"], "latency": 1e-6}, ValueError, "latency: goes with devices that are not there"),
         ({"bandwidth": "400Gb"}, ValueError, "bandwidth: expected bytes"),
         ({"bandwidth": ["2GB", "1GB"]}, TypeError, "bandwidth: expected bytes"),
-        ({"latency": -1.0}, ValueError, "latency: expected seconds that are not negative"),
+        ({"latency": -1.0}, ValueError, "latency: expected finite, non-negative seconds"),
         ({"latency": "5us"}, TypeError, "latency: expected seconds, such as 5e-6; got '5us'"),
         ({"latency": [0, 0]}, TypeError, r"latency: expected seconds, such as 5e-6; got \[0, 0\]"),
         ({"memory": ["80GB"] * 16}, ValueError, "memory: expected one size, or one for each of 4 devices, got 16"),

@@ -305,7 +305,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"chunks": 0}, ValueError, "number of chunks must be positive"),
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
         ({"chunks": "4"}, TypeError, "chunks must be a number"),
-        ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'; choose one of"),
+        ({"schedule": "1f2b"}, ValueError, "unknown schedule '1f2b'; choose one of"),
         (
             {"schedule": "interleaved"},
             ValueError,

@@ -109,7 +109,7 @@ def test_stages_go_evenly_on_one_worker_or_more_or_are_refused(make: object, m: 
     if k > 0 and n % k == 0:
         assert len(make(m, n, k)) == n
         return
-    with pytest.raises(ValueError, match=f"{n} stages do not go evenly on {k} workers"):
+    with pytest.raises(ValueError, match=f"{n} is not divisible by {k}; choose"):
         make(m, n, k)
 
 

@@ -19,15 +19,19 @@ def test_capitals_do_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b ", "fill-drain", "zerobubble"])
 def test_other_names_are_refused_with_a_list(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; choose one of 'fill_drain', '1f1b', "):
+    with pytest.raises(ValueError, match=rf"unknown schedule {name!r}; choose one of 'fill_drain', '1f1b', "):
         named(name, 3, [0, 1])
 
 
 @pytest.mark.parametrize(
     ("name", "placement", "told"),
     [
-        *product(LOOPED, ([0, 0, 1, 1], [1, 0, 1, 0]), ["takes the workers in turn, as in devices=[0, 1, 0, 1]"]),
-        *product(V_SHAPED, ([0, 1, 0, 1], [1, 0, 0, 1]), ["goes down all workers and up again"]),
+        *product(
+            LOOPED,
+            ([0, 0, 1, 1], [1, 0, 1, 0]),
+            ["needs its stages on the workers in turn, as in devices=[0, 1, 0, 1]"],
+        ),
+        *product(V_SHAPED, ([0, 1, 0, 1], [1, 0, 0, 1]), ["needs its stages down all workers and up again"]),
     ],
 )
 def test_workers_in_another_order_are_refused(name: str, placement: list[int], told: str) -> None:

@@ -66,8 +66,8 @@ def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
     ("given", "message"),
     [
         ({"checkpoint": "sometimes"}, "checkpoint: expected one of 'always', 'except_last', 'never', got 'sometimes'"),
-        ({"checkpoint": ["never"]}, "checkpoint: expected a mode for each of 2 stages, got 1"),
-        ({"placement": [0]}, "placement: expected one for each of the schedule's 2 stages, got 1"),
+        ({"checkpoint": ["never"]}, r"checkpoint: expected one mode per stage \(2\), got 1"),
+        ({"placement": [0]}, r"placement: expected one per stage of the schedule \(2\), got 1"),
     ],
 )
 def test_wrong_arguments(given: dict[str, object], message: str):

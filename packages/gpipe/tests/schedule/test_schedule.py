@@ -75,8 +75,8 @@ def test_equal_schedules_do_the_same_on_any_workers(
 @pytest.mark.parametrize(
     ("programs", "walk", "named"),
     [
-        (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
-        (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "different steps of stage 0"),
+        (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "different steps of stage 1"),
         (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
     ],
 )
@@ -170,5 +170,5 @@ def test_the_text_of_a_schedule_with_the_loss_of_all_rows() -> None:
     assert Schedule.parse("F0 C B0") == Schedule([[Action("forward", 0), LOSS_OF_ALL, Action("backward", 0)]])
     assert not Schedule([]).with_loss().has_loss
     for wrong in ("F0 C0 B0", "F0 C1@0 B0", "F0 c B0"):
-        with pytest.raises(ValueError, match="or C for the loss of the whole mini-batch"):
+        with pytest.raises(ValueError, match="or C for the loss of the full mini-batch"):
             Schedule.parse(wrong)

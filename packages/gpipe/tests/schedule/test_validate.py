@@ -69,8 +69,8 @@ def test_a_schedule_is_refused_exactly_if_it_does_not_train(problem: Scheduled) 
     [
         ("F0 R0 R0 B0", "stage 0 does F0 R0 R0 B0 for micro-batch 0; expected F0, perhaps R0, and then B0, or I0"),
         ("F0 I0", "stage 0 does F0 I0 for micro-batch 0"),
-        ("# nothing", "the schedule is for 0 stages, the pipe has 1"),
-        ("F0 B0 F1 B1", "F1@0 is of micro-batch 1, but there are 1"),
+        ("# nothing", "the schedule is for 0 stages, but the pipe has 1"),
+        ("F0 B0 F1 B1", "F1@0 is for micro-batch 1, but there are 1"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, told: str) -> None:
@@ -97,5 +97,5 @@ def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
     ],
 )
 def test_the_loss_of_all_rows_has_one_place(text: str) -> None:
-    with pytest.raises(ValueError, match="loss of the whole mini-batch"):
+    with pytest.raises(ValueError, match="loss of the full mini-batch"):
         validate(Schedule.parse(text), 2, (0, 1))

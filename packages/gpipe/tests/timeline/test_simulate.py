@@ -71,7 +71,7 @@ def test_each_link_may_have_its_own(links: list[tuple[int, float, int]]) -> None
     assert found.makespan == 3 * len(costs) + 2 * crossing
     alone = simulate("1f1b", costs, microbatches=1, transfer=each, placement=[0] * len(costs))
     assert alone.makespan == 3 * len(costs)
-    with pytest.raises(ValueError, match=f"transfer: expected one entry for each of {len(links)} links"):
+    with pytest.raises(ValueError, match=rf"transfer: expected one entry per link \({len(links)}\)"):
         simulate("1f1b", costs, microbatches=1, transfer=[*each, 1.0])
 
 
@@ -86,12 +86,12 @@ def test_what_is_not_told_follows_from_the_rest(forward: float, backward: float)
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["forward", "backward", "recompute", "backward_input", "activation_bytes"])
 def test_impossible_figures_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected a number that is not negative, got {value}"):
+    with pytest.raises(ValueError, match=f"{name}: expected a finite, non-negative number, got {value}"):
         StageCost(**{"forward": 1, "backward": 1, name: value})
 
 
 def test_a_part_that_is_more_than_the_whole_is_refused() -> None:
-    with pytest.raises(ValueError, match="backward_weight: expected a number that is not negative, got -1"):
+    with pytest.raises(ValueError, match="backward_weight: expected a finite, non-negative number, got -1"):
         StageCost(1, 1, backward_input=2)
     assert StageCost(1, 1, backward_input=2, backward_weight=2).seconds("backward") == 1
 
@@ -107,12 +107,12 @@ def test_what_is_no_link_is_refused(wrong: dict[str, float]) -> None:
     ("wrong", "error"), [(-1.0, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)]
 )
 def test_impossible_transfers_are_refused(run: Any, wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="transfer: expected seconds"):
+    with pytest.raises(error, match="transfer: expected (finite, non-negative )?seconds"):
         run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
 
 
 def test_costs_are_one_for_each_stage() -> None:
-    with pytest.raises(ValueError, match="costs: expected one for each of the schedule's 3 stages, got 2"):
+    with pytest.raises(ValueError, match=r"costs: expected one per stage of the schedule \(3\), got 2"):
         simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
 
 
@@ -146,7 +146,7 @@ def test_on_cuda_a_stage_keeps_a_copy_of_its_input() -> None:
 
 @pytest.mark.parametrize("balance", [[1, 1], [3, 1], [3, 0], []])
 def test_a_balance_of_another_model_is_refused(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="balance: expected positive numbers that sum up to 3 layers"):
+    with pytest.raises(ValueError, match="balance: expected positive numbers that sum to 3 layers"):
         stage_costs(profile_of(3), balance)
 
 

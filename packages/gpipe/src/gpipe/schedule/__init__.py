@@ -1,11 +1,11 @@
-"""Schedules: which actions each stage does, and in which order, as plain data. Nothing here runs anything.
+"""Schedules as plain data: which actions each stage performs, and in which order. Nothing here runs anything.
 
 A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage, for
-:meth:`gpipe.GPipe.step`. In text an action is a letter and its micro-batch::
+:meth:`gpipe.GPipe.step`. In text, an action is written as a letter and its micro-batch::
 
     F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
 
-``C`` is the loss of the whole mini-batch (the criterion), on all micro-batches.
+``C`` (the criterion) computes the loss of the full mini-batch from all micro-batches.
 """
 
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, requirement

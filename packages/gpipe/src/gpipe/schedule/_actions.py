@@ -1,4 +1,4 @@
-"""Actions: what a stage does with a micro-batch, and which other actions have to come before."""
+"""Actions: what a stage does with a micro-batch, and which other actions it depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Kind(str, Enum):
-    """What an action does. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``."""
+    """The kind of an action. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -17,13 +17,13 @@ class Kind(str, Enum):
     BACKWARD_WEIGHT = "backward_weight"
     LOSS = "loss"
 
-    # Enum would use the hash of the member's name; a dict would then not find "forward".
+    # Enum would hash the member's name, so a dict with members as keys would not find "forward".
     __hash__ = str.__hash__
     __str__ = str.__str__
 
     @property
     def letter(self) -> str:
-        """The letter of the action in the text of a schedule."""
+        """The letter that stands for the action in the text of a schedule."""
         return _LETTERS[self]
 
     @property
@@ -36,7 +36,7 @@ _LETTERS = dict(zip(Kind, "FRBIWC", strict=True))
 
 
 class Action(NamedTuple):
-    """One action of a stage on one micro-batch; :data:`LOSS_OF_ALL` is one on all of them."""
+    """An action of a stage on one micro-batch, or on all of them if it is :data:`LOSS_OF_ALL`."""
 
     kind: Kind
     microbatch: int
@@ -47,11 +47,11 @@ class Action(NamedTuple):
 
 
 LOSS_OF_ALL = Action(Kind.LOSS, 0)
-"""The loss of the whole mini-batch (C, the criterion): the last stage computes it between forwards and backwards."""
+"""The loss of the full mini-batch (C, the criterion). The last stage computes it between forwards and backwards."""
 
 
 class Step(NamedTuple):
-    """An action together with the stage that does it."""
+    """An action together with the stage that performs it."""
 
     stage: int
     action: Action
@@ -64,17 +64,17 @@ Program = tuple[Action, ...]
 """The actions of a stage, in order."""
 
 Walk = tuple[tuple[Step, ...], ...]
-"""For each worker, its steps in order."""
+"""The steps of each worker, in order."""
 
 
 def requirement(step: Step) -> tuple[Step, ...]:
-    """The steps of a neighbouring stage on which this one depends; it needs one of them.
+    """Return the steps of a neighboring stage that ``step`` depends on; one of them is enough.
 
     Args:
         step: an action of a stage.
 
     Returns:
-        An empty tuple, or one or two steps; if two, a schedule contains one of them.
+        Up to two steps. If there are two, a schedule contains only one of them.
     """
     stage, (kind, i) = step
     if kind == Kind.FORWARD:
@@ -85,5 +85,5 @@ def requirement(step: Step) -> tuple[Step, ...]:
 
 
 def deadlock(waiting: Iterable[Step]) -> ValueError:
-    told = (f"{step} for {' or '.join(map(str, requirement(step)))}" for step in waiting)
-    return ValueError(f"the workers wait for each other forever: {', '.join(told)}")
+    waits = (f"{step} for {' or '.join(map(str, requirement(step)))}" for step in waiting)
+    return ValueError(f"the workers wait for each other forever: {', '.join(waits)}")

@@ -1,4 +1,4 @@
-"""Schedules of the literature, for any number of micro-batches and stages."""
+"""Schedules from the literature, for any number of micro-batches and stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._v_shaped import v_placement
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
-    """The cells (micro-batch i, stage j) that may run at the same clock tick: those with i + j = tick.
+    """Yield, for each clock tick, the cells (micro-batch i, stage j) with i + j = tick, which can run in parallel.
 
     There are ``microbatches + stages - 1`` ticks (GPipe, section 2.3).
 
@@ -20,7 +20,7 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
         microbatches, stages: m and n.
 
     Returns:
-        The cells of each tick in turn.
+        An iterator over the ticks, with the list of cells of each.
 
     >>> list(clock_cycles(3, 2))
     [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
@@ -31,10 +31,10 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 
 
 def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
+    """Build GPipe's schedule: all forwards, then all backwards in reverse order (arXiv 1811.06965).
 
-    A checkpointed micro-batch is recomputed just before its backward, while the stage would otherwise wait for the
-    gradient::
+    Every micro-batch is in flight at once. A checkpointed micro-batch is recomputed just before its backward, while the
+    stage would otherwise wait for the gradient::
 
         F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
         .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
@@ -42,13 +42,13 @@ def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Sc
     Args:
         microbatches: m, the number of micro-batches.
         stages: n, the number of stages.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        checkpoint_stop: the first micro-batch that is not checkpointed, as one number or one per stage.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: ``checkpoint_stop`` has another length.
+        ValueError: ``checkpoint_stop`` has the wrong length.
 
     >>> print(fill_drain(2, 1, checkpoint_stop=1))
     F0 F1 B1 R0 B0
@@ -57,7 +57,9 @@ def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Sc
 
 
 def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """Each backward as early as possible: as fast as fill-drain, but stage j holds at most n − j micro-batches.
+    """Build 1F1B, which runs each backward as early as possible.
+
+    It is as fast as fill-drain, but stage j has at most n − j micro-batches in flight.
 
     Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503)::
 
@@ -68,10 +70,10 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
         microbatches, stages, checkpoint_stop: as for :func:`fill_drain`.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: ``checkpoint_stop`` has another length.
+        ValueError: ``checkpoint_stop`` has the wrong length.
     """
     return named("1f1b", microbatches, range(stages), checkpoint_stop)
 
@@ -79,10 +81,11 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
 def zero_bubble(
     microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """1F1B with split backwards: gradients of inputs are sent first, those of weights are computed in the bubble.
+    """Build 1F1B with split backwards: input gradients are sent first, and weight gradients fill the bubble.
 
-    Stage j delays the weights of j micro-batches, so every stage holds at most n of them. If a forward and both parts
-    of the backward each take the time t, and m ≥ n, the bubble is (n − 1)t, a third of 1F1B's.
+    Stage j delays the weight gradients of j micro-batches, so every stage has at most n micro-batches in flight. If a
+    forward and both parts of the backward each take the time t, and m ≥ n, the bubble is (n − 1)t, a third of the
+    bubble of 1F1B.
 
     Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
 
@@ -91,23 +94,23 @@ def zero_bubble(
 
     Args:
         microbatches, stages, checkpoint_stop: as for :func:`fill_drain`.
-        split: the stages whose backward is split, by default all; others compute it in one part, as under 1F1B.
+        split: the stages whose backward is split, by default all. The remaining stages run it unsplit, as under 1F1B.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: ``checkpoint_stop`` has another length.
+        ValueError: ``checkpoint_stop`` has the wrong length.
     """
     return named("zero_bubble", microbatches, range(stages), checkpoint_stop, split)
 
 
 def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """1F1B with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
+    """Build 1F1B with v stages per worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    Groups of k micro-batches go through the first stage of every worker, then through the second stages, and so on.
-    With v = n / k, the bubble is that of k stages divided by v, if m is divisible by k. Worker r holds at most 2(k − r
-    − 1) + (v − 1)k + 1 micro-batches of one stage.
+    Groups of k micro-batches pass the first stage of every worker, then the second stages, and so on. With v = n / k,
+    and m divisible by k, the bubble is 1 / v of the bubble of k stages. Worker r has at most
+    2(k − r − 1) + (v − 1)k + 1 micro-batches in flight, counted once per stage.
 
     Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
 
@@ -116,21 +119,21 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: S
         workers: k, the number of workers.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+        ValueError: ``stages`` is not divisible by ``workers``, or ``checkpoint_stop`` has the wrong length.
     """
     return named("interleaved", microbatches, looped_placement(stages, workers), checkpoint_stop)
 
 
 def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """Fill-drain with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
+    """Build fill-drain with v stages per worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    Breadth first: a worker computes all micro-batches on one of its stages before it begins the next stage, and the
-    backwards in reverse. So replicas can gather the parameters of a stage, and reduce its gradients, once each. If m ≥
-    k, a worker is idle for (k − 1)(f + b), where f and b are the times of a forward and a backward of one stage. It
-    holds v·m micro-batches of one stage.
+    It is breadth first: a worker computes all micro-batches on one of its stages before it starts its next stage, and
+    the backwards in reverse order. So replicas can gather the parameters of a stage once, and reduce its gradients
+    once. If m ≥ k, a worker is idle for (k − 1)(f + b), where f and b are the times of a forward and a backward of one
+    stage. It has v·m micro-batches in flight, counted once per stage.
 
     Source: Breadth-First Pipeline Parallelism (Lamy-Poirier, arXiv 2211.05953)::
 
@@ -141,10 +144,10 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
         microbatches, stages, workers, checkpoint_stop: as for :func:`interleaved`.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: as :func:`interleaved`.
+        ValueError: as for :func:`interleaved`.
     """
     return named("looped_bfs", microbatches, looped_placement(stages, workers), checkpoint_stop)
 
@@ -152,35 +155,35 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
 def interleaved_zero_bubble(
     microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """Zero bubble with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
+    """Build :func:`interleaved` with split backwards, as in :func:`zero_bubble`.
 
-    :func:`interleaved` with split backwards. Worker r delays the weights of r micro-batches, and computes k − r − 1
-    fewer forwards in advance. If m is divisible by k, a worker is idle for (k − 1)(f + i − w), where f, i and w are the
-    times of a forward and both parts of the backward of one stage, with w ≤ i ≤ f; if no backward is split, for (k −
-    1)(f + b). It holds at most n micro-batches of one stage.
+    Worker r delays the weight gradients of r micro-batches, and computes k − r − 1 fewer forwards in advance than
+    :func:`interleaved`. If m is divisible by k, a worker is idle for (k − 1)(f + i − w), where f, i and w are the times
+    of a forward and of the input and weight parts of a backward of one stage, with w ≤ i ≤ f. If no backward is split,
+    it is idle for (k − 1)(f + b), with b = i + w. It has at most n micro-batches in flight, counted once per stage.
 
-    Source: ZB-H1 (Qi et al., arXiv 2401.10241) on the loops of Megatron-LM (Narayanan et al., arXiv 2104.04473).
+    Source: ZB-H1 (Qi et al., arXiv 2401.10241), applied to Megatron-LM's loops (Narayanan et al., arXiv 2104.04473).
 
     Args:
         microbatches, stages, workers, checkpoint_stop: as for :func:`interleaved`.
         split: the stages whose backward is split, by default all.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: as :func:`interleaved`.
+        ValueError: as for :func:`interleaved`.
     """
     return named("interleaved_zero_bubble", microbatches, looped_placement(stages, workers), checkpoint_stop, split)
 
 
 def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None) -> Schedule:
-    """ZB-V: no bubble, and no more activations than under 1F1B.
+    """Build ZB-V, which has no bubble and holds no more activations than 1F1B.
 
-    Stage j is on worker j in the first half, and on worker n − 1 − j in the second, so the last stage, where backwards
-    begin, is on the first worker. If a forward and both parts of the backward of a stage each take the time f, and m ≥
-    n − 1, none of the k = n / 2 workers waits between its first step and its last; the step ends at (6m + k − 1)f. Each
-    worker holds at most n micro-batches of one stage.
+    Stage j is on worker j in the first half, and on worker n − 1 − j in the second half, so the last stage, where
+    backwards start, is on the first worker. If a forward and both parts of the backward of a stage each take the time
+    f, and m ≥ n − 1, none of the k = n / 2 workers waits between its first and its last step, and the run ends at
+    (6m + k − 1)f. Each worker has at most n micro-batches in flight, counted once per stage.
 
     Source: ZB-V (Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362)::
 
@@ -188,14 +191,15 @@ def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Colle
         .    F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 I2@1 W1@1 W2@2 W2@1
 
     Args:
-        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`; the number of stages is even.
-        split: the stages whose backward is split, by default all; the others compute it at the place of its first part.
+        microbatches, stages, checkpoint_stop: as for :func:`fill_drain`; the number of stages must be even.
+        split: the stages whose backward is split, by default all. The remaining stages run it unsplit, when a split
+            backward would compute the input gradients.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: the number of stages is odd, or ``checkpoint_stop`` has another length.
+        ValueError: ``stages`` is odd, or ``checkpoint_stop`` has the wrong length.
     """
     return named("zbv", microbatches, v_placement(stages), checkpoint_stop, split)
 
@@ -203,16 +207,16 @@ def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Colle
 def dualpipev(
     microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """DualPipeV: in the middle of the run, forwards of one half are paired with backwards of the other.
+    """Build DualPipeV, which pairs forwards of one half of the stages with backwards of the other half.
 
-    This is the half of DualPipe that has each parameter once, with stages placed as for :func:`zbv`. The two actions of
-    a pair are independent, so the transfers of one overlap with the computation of the other. Backwards are split at
-    the start and the end of the run only.
+    This is the half of DualPipe that has each parameter once, with stages placed as in :func:`zbv`. The two actions of
+    a pair are independent, so the transfers of one overlap with the computation of the other. Pairs are formed in the
+    middle of the run, and backwards are split only at its start and end.
 
-    Let f be the time of a forward of a stage, b that of a whole backward, w that of its part for the weights, and f&b
-    that of a pair. The published bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n. Here the two actions
-    of a pair run one after the other, so f&b = f + b, and the bubble is at most that if f ≤ b and 2w ≤ b. Each worker
-    holds at most n + 1 micro-batches of one stage.
+    For one stage, let f be the time of a forward, b of an unsplit backward, w of its weight gradients, and f&b of a
+    pair. The published bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n. Here the two actions of a pair
+    run sequentially, so f&b = f + b, and the bubble is at most the published one if f ≤ b and 2w ≤ b. Each worker has
+    at most n + 1 micro-batches in flight, counted once per stage.
 
     Source: DualPipe (DeepSeek-V3, arXiv 2412.19437), and DualPipeV, https://github.com/deepseek-ai/DualPipe.
 
@@ -220,24 +224,24 @@ def dualpipev(
         microbatches, stages, checkpoint_stop, split: as for :func:`zbv`.
 
     Returns:
-        A program for each stage.
+        A program per stage.
 
     Raises:
-        ValueError: as :func:`zbv`.
+        ValueError: as for :func:`zbv`.
     """
     return named("dualpipev", microbatches, v_placement(stages), checkpoint_stop, split)
 
 
 def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
-    """Split programs whose forwards all come first into forwards and the rest.
+    """Split a schedule into its forwards and its remaining actions.
 
     Args:
-        schedule: a program for each stage.
+        schedule: a program per stage, with all its forwards first.
 
     Returns:
-        The forwards, and the rest.
+        A schedule of the forwards, and one of the remaining actions.
     """
-    # Autograd asks for the backward later than for the forward: each half is a schedule of its own.
+    # Autograd runs the backward in a separate call, so each half becomes its own schedule.
     forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
     rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
     return Schedule(forwards), Schedule(rests)

@@ -1,4 +1,4 @@
-"""Choose the schedule of a pipe by measured times. Nothing is measured or run here."""
+"""Choose a schedule from measured times. Nothing is measured or run here."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ._named import lanes
 from ._replay import makespan
 
 SPLIT_SECONDS = 2e-3
-"""Seconds: a shorter backward is not worth splitting.
+"""The shortest backward that is worth splitting, in seconds.
 
-Splitting a backward costs some 130 µs of Python for each cell. On CPUs, zero bubble was no faster than 1F1B where a
-cell takes less than this (``docs/benchmarks/pipeline.md``).
+Splitting a backward costs about 130 µs of Python per cell. On CPUs, zero bubble was no faster than 1F1B with cells
+shorter than this (``docs/benchmarks/pipeline.md``).
 """
 
 TIE = 0.02
-"""Schedules whose times differ by less than this share count as equally fast. Times are not known more precisely."""
+"""Schedules count as equally fast if their times differ by at most this fraction, the precision of the measurement."""
 
 Seconds = Mapping[tuple[int, Kind], float]
-"""Seconds of an action, by stage and kind; without those that were not measured."""
+"""The seconds of an action by stage and kind. Actions that were not measured are absent."""
 
 _BY_MEMORY = ("1f1b", "zero_bubble", "fill_drain")
-"""The schedules between which :func:`choose` chooses: a stage holds at most n − j, n, and m micro-batches."""
+"""The candidates of :func:`choose`, under which stage j has at most n − j, n, and m micro-batches in flight."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule of a step, and the figures by which it was chosen.
+    """The schedule of a step, and the expected times that it was chosen from.
 
     Attributes:
-        name: the name of the schedule; ``"own"`` for a :class:`Schedule` that the caller gave.
+        name: the name of the schedule; ``"own"`` for a :class:`Schedule` that the caller passed.
         split: the stages whose backward is split.
-        seconds: the expected time of a step under each schedule that was compared; empty if none was.
+        seconds: the expected seconds of a step under each schedule that was compared; empty if none was.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Choice:
 
 
 def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...]:
-    """Those of ``stages`` whose backward is known to take :data:`SPLIT_SECONDS` or more, or is not known.
+    """Select the stages whose backward takes at least :data:`SPLIT_SECONDS`, or was not measured.
 
     Args:
         seconds: the measured times of actions.
-        stages: the numbers of stages.
+        stages: the indices of the stages to select from.
 
     Returns:
-        Their numbers, in order.
+        The selected indices, in ascending order.
 
     >>> worth_splitting({(0, Kind.BACKWARD): 1e-3, (1, Kind.BACKWARD): 3e-3}, range(3))
     (1, 2)
@@ -66,21 +66,24 @@ def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...
 def choose(
     microbatches: int, placement: Sequence[int], checkpoint_stop: Stops, seconds: Seconds, may_split: Collection[int]
 ) -> Choice:
-    """The fastest of 1F1B, zero bubble and fill-drain; of equally fast ones, that which holds the fewest micro-batches.
+    """Choose the fastest of 1F1B, zero bubble and fill-drain; on a tie, the one with the fewest in flight.
 
-    Times are those of :func:`gpipe.schedule.replay`, without transfers. A part of a backward that was not measured
-    counts as half of it, and a recomputation as a forward.
+    :func:`gpipe.schedule.replay` predicts the times, without transfers. If a part of a backward was not measured, half
+    of the backward's time is assumed, and for a recomputation the forward's time.
 
     Args:
         microbatches: the number of micro-batches.
         placement: the worker of each stage.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        checkpoint_stop: the first micro-batch that is not checkpointed, as one number or one per stage.
         seconds: the measured times of actions. Unless they include the forward and backward of every stage, the choice
             is 1F1B.
-        may_split: the stages whose backward may be split.
+        may_split: the stages whose backward may be split. Backwards that are too short stay unsplit.
 
     Returns:
-        The name, the stages whose backward is split, and the expected time under each schedule.
+        The chosen schedule, with the expected time of a step under each candidate.
+
+    Raises:
+        ValueError: ``checkpoint_stop`` has the wrong length.
 
     >>> seconds = {(j, kind): 0.01 for j in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     >>> print(choose(4, (0, 1), 0, seconds, may_split=[0, 1]))
@@ -91,7 +94,7 @@ def choose(
     split, of_stages = worth_splitting(seconds, may_split), [_of_stage(seconds, j) for j in range(len(placement))]
     built = {name: lanes(name, microbatches, placement, checkpoint_stop, split) for name in _BY_MEMORY}
     expected = {name: makespan(own, microbatches, of_stages, [0.0] * len(placement)) for name, own in built.items()}
-    # They are listed by what they hold: of those that are about as fast, the first needs the least memory.
+    # _BY_MEMORY is sorted by memory, so the first candidate within the bound needs the least.
     bound = min(expected.values()) * (1 + TIE)
     name = next(name for name in _BY_MEMORY if expected[name] <= bound)
     return Choice(name, split if name == "zero_bubble" else (), expected)

@@ -1,7 +1,7 @@
-"""The steps of each worker under the schedules with one stage on a worker, or several in loops.
+"""Generate the steps of each worker, for schedules with one stage per worker or several in loops.
 
-They are generators, so long schedules need not be in memory. Worker r of k has the stages r, r + k, r + 2k, and so on.
-Micro-batches come in groups of k, so steps of some that do not exist are made too; :func:`adapted` leaves them out.
+Generators keep long schedules out of memory. Worker r of k has the stages r, r + k, r + 2k, and so on. Micro-batches
+are generated in groups of k, so the last group may exceed the mini-batch; :func:`adapted` drops the excess steps.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ Steps = Iterator[tuple[int, tuple[Kind, int]]]
 _F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def drained(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """All forwards of each stage in turn, then all backwards in reverse."""
+def fill_drain_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """Generate all forwards, stage by stage, then all backwards in reverse order."""
     own, each = range(worker, stages, workers), range(microbatches)
     forwards, backwards = (_steps(j, _F, each) for j in own), (_steps(j, _B, each[::-1]) for j in reversed(own))
     return chain.from_iterable(chain(forwards, backwards))
 
 
-def one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """Forward and backward in turn, after as many forwards as it takes until the first gradient is there."""
+def steps_1f1b(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """Alternate forwards and backwards, after just enough forwards to bridge the time until the first gradient."""
     return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages - worker - 1)
 
 
-def eager_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """The same with more forwards in advance, as published."""
+def interleaved_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """Generate :func:`steps_1f1b` with more forwards in advance, as published."""
     return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages + workers - 2 * (worker + 1))
 
 
-def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """:func:`one_by_one` with split backwards; those for the weights come ``worker`` micro-batches later."""
-    # Numbers alone: of whole steps, the garbage collector would go through all that wait again and again.
+def zero_bubble_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """Generate :func:`steps_1f1b` with split backwards, with weight gradients ``worker`` micro-batches later."""
+    # Pairs of ints are untracked; the garbage collector would rescan a long queue of steps again and again.
     weights: deque[tuple[int, int]] = deque()
-    for j, (kind, i) in one_by_one(microbatches, stages, workers, worker):
+    for j, (kind, i) in steps_1f1b(microbatches, stages, workers, worker):
         if kind is _F:
             yield j, (kind, i)
             continue
         yield j, (_I, i)
-        # Worker r sends its last gradient r steps before the first worker does: weights left until then fill the time.
-        weights.append((j, i))  # of all stages of the worker in one queue: the oldest first
+        # Worker r sends its last gradient r steps before worker 0 does; the delayed weight gradients fill this time.
+        weights.append((j, i))  # one queue for all stages of the worker, oldest first
         if len(weights) > worker:
             late, k = weights.popleft()
             yield late, (_W, k)
@@ -55,9 +55,9 @@ def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) 
 
 
 def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:
-    """``ahead`` forwards, then forward and backward in turn; the stage changes after each group of k micro-batches."""
+    """Run ``ahead`` forwards, then alternate; the stage changes after each group of k micro-batches."""
     forwards, backwards = (_in_groups(microbatches, workers, *each) for each in ((own, _F), (own[::-1], _B)))
-    # A forward before each backward: the last stage, with none ahead, begins with one.
+    # The forward is first in each pair, because the last stage runs none ahead.
     turns = chain.from_iterable(zip(forwards, backwards, strict=False))
     return chain(islice(forwards, max(0, ahead)), turns, backwards)
 
@@ -68,15 +68,15 @@ def _in_groups(microbatches: int, workers: int, own: Iterable[int], kind: Kind) 
 
 
 def _steps(stage: int, kind: Kind, microbatches: Iterable[int]) -> Steps:
-    # Without a frame of Python for each of millions of steps.
+    # Nested zips avoid a Python frame per step; there may be millions.
     return zip(repeat(stage), zip(repeat(kind), microbatches, strict=False), strict=False)
 
 
 def adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
-    """The steps of a worker with recomputations, and without what is not to be done.
+    """Add recomputations to the steps of a worker, and drop the steps of micro-batches that do not exist.
 
-    Steps of micro-batches that do not exist are left out, which causes no deadlock: micro-batches do not depend on each
-    other. Stages in ``whole`` do not split their backward.
+    Dropping steps cannot cause a deadlock, because micro-batches do not depend on each other. The backwards of stages
+    in ``whole`` are not split.
     """
     for j, (kind, i) in lane:
         if i >= microbatches or (kind is _W and j in whole):

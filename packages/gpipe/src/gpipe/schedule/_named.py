@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Look up schedules by name."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ._actions import Action, Step
-from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split_one_by_one
+from ._lanes import Steps, adapted, fill_drain_steps, interleaved_steps, steps_1f1b, zero_bubble_steps
 from ._modes import Stops, stop_of_each
 from ._replay import Lane
 from ._schedule import Schedule, programs_of
 from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
-    "fill_drain": drained,
-    "1f1b": one_by_one,
-    "interleaved": eager_one_by_one,
-    "looped_bfs": drained,
-    "zero_bubble": split_one_by_one,
-    "interleaved_zero_bubble": split_one_by_one,
+    "fill_drain": fill_drain_steps,
+    "1f1b": steps_1f1b,
+    "interleaved": interleaved_steps,
+    "looped_bfs": fill_drain_steps,
+    "zero_bubble": zero_bubble_steps,
+    "interleaved_zero_bubble": zero_bubble_steps,
     "zbv": partial(v_shaped, zbv_turns),
     "dualpipev": partial(v_shaped, dualpipev_turns),
 }
-"""By name, the steps of a worker for m micro-batches, n stages and k workers, and its number."""
+"""Functions that generate the steps of worker r, given m micro-batches, n stages, k workers and r."""
 
 _LOOPED = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
 _V_SHAPED = ("zbv", "dualpipev")
@@ -38,10 +38,10 @@ def named(
     checkpoint_stop: Stops = 0,
     split: Collection[int] | None = None,
 ) -> Schedule:
-    """The schedule called ``name``, in capitals or not, for stages on the workers of ``placement``.
+    """Build the schedule called ``name`` for stages on the workers of ``placement``.
 
     Args:
-        name: one of :data:`gpipe.schedule.SCHEDULES`.
+        name: one of :data:`gpipe.schedule.SCHEDULES`, in upper or lower case.
         microbatches, checkpoint_stop: as for :func:`fill_drain`.
         placement: the worker of each stage.
         split: for schedules in :data:`gpipe.schedule.SPLITTING`, the stages whose backward is split; by default all.
@@ -50,7 +50,8 @@ def named(
         The schedule.
 
     Raises:
-        ValueError: there is no schedule of this name; or it needs another placement, which the message names.
+        ValueError: the name is unknown, the schedule needs a different placement, which the message describes, or
+            ``checkpoint_stop`` has the wrong length.
 
     >>> print(named("zbv", 1, [0, 1, 1, 0]))
     F0@0 F0@3 I0@3 W0@3 I0@0 W0@0
@@ -68,10 +69,10 @@ def lanes(
     checkpoint_stop: Stops = 0,
     split: Collection[int] | None = None,
 ) -> Sequence[Lane]:
-    """The steps of each worker under :func:`named`.
+    """Return the steps of each worker under :func:`named`, as generators where possible.
 
-    They are made while they are read, unless stages share workers that the schedule would keep apart: a replay of many
-    stages need not hold them.
+    Generators let a replay of many stages run without storing the steps. If ``placement`` puts the stages of several of
+    the schedule's workers on one worker, the steps are stored and merged.
     """
     own = _own_placement(name, placement)
     if own == list(placement):
@@ -84,64 +85,64 @@ def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[
     stops = stop_of_each(stop, stages)
     whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
     steps = [make(m, stages, workers, r) for r in range(workers)]
-    # A generator fewer for each of millions of steps, where groups of micro-batches are full and nothing is to adapt.
+    # With nothing to adapt, skip one level of generators; there may be millions of steps.
     if not (any(stops) or whole or m % max(1, workers) or name.lower() in _V_SHAPED):
         return steps
     return [adapted(each, m, stops, whole) for each in steps]
 
 
 def usual_placement(name: str, stages: int) -> list[int]:
-    """The default worker of each stage: that of a V for schedules that need it, else one worker for each stage."""
+    """Return the default worker of each stage: a V for the schedules that need one, else one worker per stage."""
     return v_placement(stages) if name.lower() in _V_SHAPED else list(range(stages))
 
 
 def looped_placement(stages: int, workers: int) -> list[int]:
-    """The worker of each stage if stage j is on worker j mod k.
+    """Place stage j on worker j mod k.
 
     Args:
         stages: n, the number of stages.
         workers: k, the number of workers.
 
     Returns:
-        For each stage, the number of its worker.
+        The index of the worker of each stage.
 
     Raises:
-        ValueError: the number of stages is not divisible by that of workers.
+        ValueError: ``stages`` is not divisible by ``workers``, or ``workers`` is less than 1.
 
     >>> looped_placement(6, 2)
     [0, 1, 0, 1, 0, 1]
     """
     if workers < 1 or stages % workers:
         raise ValueError(
-            f"loops deal the same number of stages to every worker: {stages} stages do not go evenly on "
-            f"{workers} workers; choose a balance with a multiple of {workers} partitions"
+            f"looped schedules need the same number of stages on every worker, but {stages} is not divisible by "
+            f"{workers}; choose a balance with a multiple of {workers} partitions"
         )
     return [j % workers for j in range(stages)]
 
 
 def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
-    """The placement for which the schedule is made; ValueError if it cannot be used on ``placement``."""
+    """Return the placement that the schedule is built for, or raise ValueError if it cannot run on ``placement``."""
     expect_name(name, SCHEDULES)
     workers = len(set(placement))
     if name.lower() in _LOOPED and placement:
         own = looped_placement(len(placement), workers)
-        wanted = "takes the workers in turn, as in devices=[0, 1, 0, 1], or ['cpu:0', 'cpu:1'] * 2 on the CPU"
+        needed = "needs its stages on the workers in turn, as in devices=[0, 1, 0, 1] or ['cpu:0', 'cpu:1'] * 2"
     elif name.lower() in _V_SHAPED and workers != 1:
         own = v_placement(len(placement))
-        wanted = (
-            "goes down all workers and up again, as in devices=[0, 1, 1, 0], or ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0'] "
-            "on the CPU"
+        needed = (
+            "needs its stages down all workers and up again, as in devices=[0, 1, 1, 0] or "
+            "['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0']"
         )
-    else:  # a single worker, as in an inline run, can do the steps of all workers
+    else:  # a single worker, as in an inline run, can run the steps of all workers
         return usual_placement(name, len(placement))
     if own != list(placement):
-        raise ValueError(f"schedule={name!r} {wanted}; these stages are on workers {list(placement)}")
+        raise ValueError(f"schedule={name!r} {needed}; got stages on workers {list(placement)}")
     return own
 
 
 def expect_name(name: str, names: Collection[str]) -> None:
     if name.lower() not in names:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, names))}")
+        raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(map(repr, names))}")
 
 
 def expect_schedule(schedule: object, names: Collection[str]) -> None:
@@ -154,4 +155,4 @@ def expect_schedule(schedule: object, names: Collection[str]) -> None:
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {name: partial(named, name) for name in _MAKERS}
-"""By name, a function that makes the schedule: :func:`named` without its first argument."""
+"""Builders of all schedules by name, each :func:`named` with its first argument bound."""

@@ -1,4 +1,4 @@
-"""The replay: when the steps of a schedule run, computed from their durations. Every figure of time comes from here."""
+"""Replay a schedule: compute when each step runs from the durations of steps. All predicted times come from here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ Lane = Iterable[tuple[int, tuple[Kind, int]]]
 """The steps of a worker, in order: ``(stage, (kind, microbatch))``."""
 
 KindSeconds = Sequence[Mapping[Kind, float]]
-"""For each stage, the duration of an action by its kind."""
+"""The durations of the actions of each stage, by kind."""
 
 Times = MutableSequence[float]
-"""For each micro-batch the time at which something arrives; negative until that is known. In an array, since an object
-for each step would be far slower."""
+"""The arrival time of a value or gradient of each micro-batch; negative until it is known.
+
+It is an array, because one object per step would be far slower.
+"""
 
 Arrivals = tuple[Times, Times, float, float]
-"""When the inputs of an action arrive, and its outputs where they are sent; the time of that transfer; its duration."""
+"""The times when an action's inputs arrive, and when its outputs reach their receiver, the transfer time, and the
+duration of the action."""
 
 
 class Span(NamedTuple):
-    """The time of a step.
+    """The time span of a step, in the unit of the durations.
 
     Attributes:
-        start, end: of its work, in the unit of the durations.
-        wait: the time that its worker was idle before.
+        start, end: the times when its work starts and ends.
+        wait: the idle time of its worker just before ``start``.
     """
 
     start: float
@@ -37,16 +40,16 @@ class Span(NamedTuple):
 
 
 def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float] | None = None) -> dict[Step, Span]:
-    """The time at which each step of ``walk`` runs, if each starts as soon as it can.
+    """Compute when each step of ``walk`` runs, if every step starts as soon as it can.
 
     Args:
-        walk: the steps of each worker, in order. Every stage does the forward of every micro-batch, or none. If a stage
-            does backwards, so do all later stages.
-        seconds: for each stage, the duration of an action by its kind; by default every action takes 1.
-        hops: for each stage, the time of a transfer from the stage before, and of a gradient back to it; 0 by default.
+        walk: the steps of each worker, in order. Either every stage runs the forward of every micro-batch, or no stage
+            runs any. If a stage runs backwards, so do all later stages.
+        seconds: the durations of the actions of each stage, by kind; 1 each by default.
+        hops: the transfer time from the previous stage to each stage, and of a gradient back to it; 0 by default.
 
     Returns:
-        The span of each step.
+        The time span of each step.
 
     Raises:
         ValueError: the workers wait for each other forever.
@@ -65,9 +68,9 @@ def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float]
 
 
 def makespan(lanes: Sequence[Lane], microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> float:
-    """The time at which the last worker finishes under :func:`replay`.
+    """Compute when the last worker finishes under :func:`replay`.
 
-    Steps are read once and not kept, so ``lanes`` may be generators, and a thousand stages fit into memory.
+    Steps are read once and not stored, so ``lanes`` may be generators, and a thousand stages fit into memory.
 
     Args:
         lanes: the steps of each worker, in order.
@@ -78,7 +81,7 @@ def makespan(lanes: Sequence[Lane], microbatches: int, seconds: KindSeconds, hop
         The time, in the unit of the durations.
 
     Raises:
-        ValueError: as :func:`replay`.
+        ValueError: as for :func:`replay`.
     """
     return _run(lanes, microbatches, seconds, hops, None)
 
@@ -90,16 +93,16 @@ def _run(
     hops: Sequence[float],
     spans: dict[Step, Span] | None,
 ) -> float:
-    """Let the workers take turns, each until it has no input."""
+    """Advance the workers round-robin, each until an input is missing, and return the end of the last step."""
     arrivals, clocks = _arrivals(microbatches, seconds, hops), [0.0] * len(lanes)
     workers = [_worker(lane, arrivals, spans, clocks, number) for number, lane in enumerate(lanes)]
     before: list[tuple[int, tuple[Kind, int]]] = []
-    # Any order of turns gives the same times: a step starts at the maximum of two sums, whoever computes them first.
+    # The result does not depend on the order of workers: a step starts at the maximum of two sums.
     while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
         if blocked == before[::-1]:  # a whole round without a step
             raise deadlock(sorted(Step(j, Action(*action)) for j, action in blocked))
         before = blocked
-        # Down the stages go values, up go gradients; and what a worker used last is still in the cache of the CPU.
+        # Alternate the direction: values flow down the stages, gradients up. It also keeps the CPU cache warm.
         workers.reverse()
     return max(clocks, default=0.0)
 
@@ -107,7 +110,7 @@ def _run(
 def _arrivals(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> list[dict[Kind, Arrivals]]:
     stages, following = len(hops), [*hops[1:], 0.0]
     unknown: list[Times] = [array("d", [-1.0]) * microbatches for _ in range(2 * stages - 1)]
-    # The input of the first stage is there from the beginning, as is the loss, where the backwards begin.
+    # The input of the first stage, and the gradient of the loss, are available from the start.
     there, nowhere = array("d", [0.0]) * microbatches, array("d", [0.0]) * microbatches
     values, gradients = [there, *unknown[:stages]], [*unknown[stages:], there]
     arrivals = []
@@ -115,7 +118,7 @@ def _arrivals(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) ->
         backwards = gradients[j], gradients[j - 1] if j else nowhere, hops[j]
         ways = {Kind.FORWARD: (values[j], values[j + 1], following[j])}
         ways |= {Kind.BACKWARD: backwards, Kind.BACKWARD_INPUT: backwards}
-        # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
+        # Recomputations and weight gradients wait for no other stage, and no other stage waits for them.
         arrivals.append({kind: (*ways.get(kind, (there, nowhere, 0.0)), took) for kind, took in durations.items()})
     return arrivals
 
@@ -123,9 +126,9 @@ def _arrivals(microbatches: int, seconds: KindSeconds, hops: Sequence[float]) ->
 def _worker(
     lane: Lane, arrivals: list[dict[Kind, Arrivals]], spans: dict[Step, Span] | None, clocks: list[float], number: int
 ) -> Iterator[tuple[int, tuple[Kind, int]]]:
-    """Do the steps of a worker. Yields a step whose input has not arrived, again and again until it has."""
+    """Run the steps of a worker. While the input of a step is missing, yield the step."""
     clock = 0.0
-    for j, (kind, i) in lane:  # all the time that a replay takes, for millions of steps
+    for j, (kind, i) in lane:  # the hot loop of a replay, with up to millions of steps
         inbox, outbox, hop, took = arrivals[j][kind]
         while (arrival := inbox[i]) < 0:
             yield j, (kind, i)

@@ -1,4 +1,4 @@
-"""A schedule: the program of every stage, and its text."""
+""":class:`Schedule`: the program of every stage, and its text format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ._modes import Stops, stop_of_each
 class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
-    If several stages share a worker, ``walk`` is the order of their steps; without it, a worker does the step that can
-    start first. It is None if every stage has a worker of its own. Schedules are equal if their programs and walks are.
+    If several stages share a worker, ``walk`` is the order of their steps; without it, a worker runs the step that can
+    start first. ``walk`` is None if every stage has its own worker. Schedules are equal if their programs and walks
+    are.
 
-    Raises ValueError if the steps of ``walk`` are not those of ``programs``, or a stage is on two workers.
+    Raises ValueError if ``walk`` and ``programs`` have different steps, or the steps of a stage are on two workers.
 
-    ``str()`` returns a line for each worker; :meth:`parse` is its inverse.
+    ``str()`` returns one line per worker; :meth:`parse` is its inverse.
 
     >>> from gpipe.schedule import one_forward_one_backward
     >>> print(one_forward_one_backward(3, 2))
@@ -31,11 +32,11 @@ class Schedule(tuple[Program, ...]):
 
     def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
         schedule = super().__new__(cls, tuple(map(tuple, programs)))
-        schedule.walk = None if walk is None else _telling(walk, schedule)
+        schedule.walk = None if walk is None else _needed_walk(walk, schedule)
         return schedule
 
     def __eq__(self, other: object) -> bool:
-        # The tuple alone does not say in which order a worker takes turns between its stages.
+        # The programs do not determine how a worker interleaves the steps of its stages.
         return isinstance(other, tuple) and tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
 
     def __ne__(self, other: object) -> bool:
@@ -48,10 +49,10 @@ class Schedule(tuple[Program, ...]):
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that ``text`` describes: a line for each worker, with actions such as ``F0`` or ``B3@2``.
+        """Parse a schedule from text with one line per worker, and actions such as ``F0`` or ``B3@2``.
 
-        An action without ``@stage`` belongs to the stage with the number of its line. Dots, and text after ``#``, are
-        ignored.
+        An action without ``@stage`` on line j belongs to stage j, counted from 0 without empty lines. Dots, and text
+        after ``#``, are ignored.
 
         Args:
             text: the text of a schedule.
@@ -60,7 +61,8 @@ class Schedule(tuple[Program, ...]):
             The schedule.
 
         Raises:
-            ValueError: a word cannot be parsed; the message names line and word.
+            ValueError: a word cannot be parsed, and the message names it and its line; or the steps of a stage are on
+                two lines.
 
         >>> from gpipe.schedule import fill_drain
         >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
@@ -75,15 +77,15 @@ class Schedule(tuple[Program, ...]):
         return cls(programs_of(walk, stages), walk)
 
     def on(self, placement: Sequence[int]) -> Walk:
-        """The steps of each worker, where stage j runs on worker ``placement[j]``.
+        """Return the steps of each worker if stage j runs on worker ``placement[j]``.
 
-        Those of ``walk`` if it was written for this placement; otherwise a worker does the step that can start first.
+        If ``walk`` is for this placement, it is the result. Otherwise a worker runs the step that can start first.
 
         Args:
             placement: the worker of each stage, counted from 0.
 
         Returns:
-            For each worker, its steps in order.
+            The steps of each worker, in order.
 
         Raises:
             ValueError: the programs wait for each other forever.
@@ -97,15 +99,18 @@ class Schedule(tuple[Program, ...]):
         return tuple(self.walk[lines[worker]] if worker in lines else () for worker in range(max(lines) + 1))
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
-        """The same schedule, with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
+        """Add a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
 
-        Recomputations that the schedule already contains stay in their places.
+        Recomputations that the schedule already contains stay where they are.
 
         Args:
-            checkpoint_stop: a number, or one for each stage.
+            checkpoint_stop: the first micro-batch that is not checkpointed, as one number or one per stage.
 
         Returns:
             A new schedule.
+
+        Raises:
+            ValueError: ``checkpoint_stop`` has the wrong length.
 
         >>> print(Schedule.parse("F0 F1 B0 B1").recomputing(1))
         F0 F1 R0 B0 B1
@@ -120,17 +125,17 @@ class Schedule(tuple[Program, ...]):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss of the whole mini-batch is one of the actions."""
+        """True if the loss of the full mini-batch is one of the actions."""
         return any(LOSS_OF_ALL in program for program in self)
 
     def with_loss(self) -> Schedule:
-        """The same schedule, with the loss of the whole mini-batch behind the last forward of the last stage.
+        """Add the loss of the full mini-batch after the last forward of the last stage.
 
         Returns:
-            A new schedule; this one if it has that action.
+            A new schedule, or this one if it contains the loss.
 
         Raises:
-            ValueError: the last stage begins a backward before its last forward, so that it cannot wait for that loss.
+            ValueError: the last stage starts a backward before its last forward, so the backward cannot use this loss.
 
         >>> print(Schedule.parse("F0 F1 B1 B0").with_loss())
         F0 F1 C B1 B0
@@ -142,7 +147,7 @@ class Schedule(tuple[Program, ...]):
         if any(kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for kind in kinds[:end]):
             early = next(action for action in self[-1] if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
             raise ValueError(
-                f"the last stage does {early} before its last forward, {self[-1][end - 1]}, and the loss of the whole "
+                f"the last stage does {early} before its last forward, {self[-1][end - 1]}, but the loss of the full "
                 "mini-batch needs all forwards"
             )
         last = len(self) - 1
@@ -171,7 +176,7 @@ def _read(word: str, worker: int, line: int) -> Step:
     if match is None:
         raise ValueError(
             f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters "
-            "F R B I W, a micro-batch, and perhaps @stage, as in F0 or B3@2, or C for the loss of the whole mini-batch"
+            "F R B I W, a micro-batch, and perhaps @stage, as in F0 or B3@2, or C for the loss of the full mini-batch"
         )
     letter, microbatch, loss, stage = match.groups()
     kind = next(kind for kind in Kind if kind.letter == (letter or loss))
@@ -186,14 +191,14 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
     yield step
 
 
-def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
+def _needed_walk(walk: Walk, programs: Sequence[Program]) -> Walk | None:
     walk = tuple(steps for steps in walk if steps)
     on = Counter(j for steps in walk for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
         raise ValueError(f"the steps of stage {shared[0]} are on {on[shared[0]]} workers; write them on one line")
     found = programs_of(walk, max(len(programs), *(j + 1 for j in on), 0))
     if wrong := [j for j, pair in enumerate(zip_longest(found, programs)) if pair[0] != pair[1]]:
-        raise ValueError(f"the walk and the programs have other steps of stage {wrong[0]}, or in another order")
+        raise ValueError(f"the walk and the programs have different steps of stage {wrong[0]}, or a different order")
     return None if len(on) == len(walk) else walk
 
 
@@ -209,17 +214,17 @@ def _places(walk: Walk) -> dict[int, int]:
 
 
 def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
-    """The steps of each worker, if every action takes one tick and each starts as soon as it can.
+    """Merge programs into the steps of each worker, as if every action took one tick and started as soon as it can.
 
-    If several stages of a worker could start at the same tick, the last one starts, so that fewer micro-batches are
-    held. With all stages on one worker nothing ever waits in this order.
+    If several stages of a worker could start at the same tick, the last stage does, which keeps fewer micro-batches in
+    flight. With all stages on one worker, no step waits in this order.
 
     Args:
         programs: the program of each stage.
         placement: the worker of each stage, counted from 0.
 
     Returns:
-        For each worker, its steps in order.
+        The steps of each worker, in order.
 
     Raises:
         ValueError: the programs wait for each other forever; the message names the steps.
@@ -229,7 +234,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     F0@0 F0@1 F1@0 F1@1 B1@1 B0@1 B1@0 B0@0
     """
     upcoming = [[Step(j, action) for action in reversed(program)] for j, program in enumerate(programs)]
-    # Forwards or backwards alone are a schedule too: what is in no program has been done before.
+    # A schedule may contain only forwards or only backwards: steps in no program count as done.
     present, done = set(chain.from_iterable(upcoming)), set[Step]()
     walk: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
     owns = [[j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(walk))]
@@ -243,7 +248,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
         begun = [ready[next(j for j in own if j in ready)] for own in owns if not ready.keys().isdisjoint(own)]
         if not begun:
             raise deadlock(heads)
-        for step in begun:  # only now: what ends at this tick is there at the next
+        for step in begun:  # after the scan, as results of this tick are available at the next
             walk[placement[step.stage]].append(upcoming[step.stage].pop())
         done.update(begun)
     return tuple(map(tuple, walk))

@@ -1,4 +1,4 @@
-"""The conditions under which a schedule trains all micro-batches."""
+"""Check that a schedule trains every micro-batch and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ._replay import replay
 from ._schedule import Schedule
 
 _TRAINED = re.compile("FR?(B|IW)")
-"""The letters of what a stage does for a micro-batch."""
+"""Matches the letters of a stage's actions on one micro-batch."""
 
 
 def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) -> None:
-    """Raise ValueError, naming the actions, unless ``schedule`` trains ``microbatches`` micro-batches on these stages.
+    """Raise ValueError unless ``schedule`` trains every micro-batch once on the workers of ``placement``.
 
-    Every stage does each forward once, and after it either one backward or one backward for the inputs and then one for
-    the weights, with at most one recomputation before. The last stage may compute the loss of the whole mini-batch
-    once, behind all forwards and before all backwards.
+    For each micro-batch, every stage runs one forward, then an optional recomputation, then either one backward or one
+    backward for the inputs followed by one for the weights. The last stage may compute the loss of the full mini-batch
+    once, after all its forwards and before all its backwards.
 
     Args:
         schedule: the program of each stage.
@@ -26,13 +26,13 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
         placement: the worker of each stage.
 
     Raises:
-        ValueError: a stage does something else for a micro-batch, the loss is not where it has to be, or the workers
-            wait for each other forever.
+        ValueError: a stage runs other actions for a micro-batch, the loss is misplaced, the workers wait for each other
+            forever, or ``schedule`` and ``placement`` have different numbers of stages. The message names the actions.
     """
     if len(schedule) != len(placement):
-        raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")
+        raise ValueError(f"the schedule is for {len(schedule)} stages, but the pipe has {len(placement)}")
     for j, program in enumerate(schedule):
-        # The order of micro-batches is free, and deadlocks are found by the replay: what is left is a word for each.
+        # Micro-batches may run in any order, and the replay finds deadlocks, so check each micro-batch separately.
         done: dict[int, list[Action]] = {i: [] for i in range(microbatches)}
         _expect_loss(schedule, j)
         for action in program:
@@ -41,7 +41,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
             i = action.microbatch
             if i not in done:
                 raise ValueError(
-                    f"{Step(j, action)} is of micro-batch {i}, but there are {microbatches}, counted from 0"
+                    f"{Step(j, action)} is for micro-batch {i}, but there are {microbatches}, counted from 0"
                 )
             done[i].append(action)
         for i, actions in done.items():
@@ -54,30 +54,30 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
 
 
 def _expect_loss(schedule: Schedule, stage: int) -> None:
-    """Raise ValueError if ``stage`` computes the loss of the whole mini-batch where that cannot be."""
+    """Raise ValueError if ``stage`` computes the loss of the full mini-batch at the wrong position."""
     program = schedule[stage]
     if not any(kind == Kind.LOSS for kind, _ in program):
         return
     others = Schedule([*schedule[:stage], [action for action in program if action.kind != Kind.LOSS]])
     if stage != len(schedule) - 1 or others.with_loss()[stage] != program:
         raise ValueError(
-            f"stage {stage} does {' '.join(map(str, program))}; {LOSS_OF_ALL}, the loss of the whole mini-batch, is "
-            "computed once, by the last stage, behind its last forward and before its first backward"
+            f"stage {stage} does {' '.join(map(str, program))}; {LOSS_OF_ALL}, the loss of the full mini-batch, must "
+            "be computed once, by the last stage, after its last forward and before its first backward"
         )
 
 
 def in_flight(program: Program) -> int:
-    """The largest number of micro-batches for which a stage with this program holds activations at the same time.
+    """Return the maximum number of micro-batches whose activations a stage holds at once.
 
     Args:
         program: the actions of a stage.
 
     Returns:
-        A number of micro-batches.
+        The peak number of micro-batches in flight.
     """
     held = most = 0
     for kind, _ in program:
-        # After a backward for the inputs, the one for the weights still reads some of the activations.
+        # A backward for the weights still reads some activations after the backward for the inputs.
         held += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
         most = max(most, held)
     return most

@@ -1,6 +1,6 @@
-"""A timeline in Chrome's trace format, which https://ui.perfetto.dev opens.
+"""Convert a timeline to Chrome's trace format, which https://ui.perfetto.dev opens.
 
-A device is a process there, and a worker a thread. Times are microseconds.
+Devices become processes, and workers become threads. Times are in microseconds.
 
 Source: "Trace Event Format" (the Chromium project).
 """

@@ -1,4 +1,4 @@
-"""The cost of a stage on a micro-batch, given or computed from a profile of its layers."""
+"""The cost of a stage on a micro-batch, specified directly or computed from a profile of its layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class StageCost:
 
     Attributes:
         forward, backward, recompute: seconds; by default a recomputation takes as long as the forward.
-        backward_input, backward_weight: the seconds of the two parts of a split backward: one that is missing is the
-            rest of the backward, both are half of it.
-        loss: of the last stage, the seconds of the loss of the whole mini-batch, if the schedule has it; 0 by default.
-        activation_bytes: bytes that the stage keeps for the backward.
-        boundary_bytes: bytes of the stage's input, and of its gradient, which come over the link before the stage. A
-            checkpointed micro-batch keeps only these until its recomputation.
+        backward_input, backward_weight: the seconds of the two parts of a split backward. If one part is None, it is
+            the remainder of the backward; if both are None, each is half of it.
+        loss: the seconds of the loss of the full mini-batch, on the last stage, if the schedule has it; 0 by default.
+        activation_bytes: bytes of activations that the stage saves for the backward.
+        boundary_bytes: bytes of the stage's input, and of the input's gradient, which cross the link from the previous
+            stage. A checkpointed micro-batch keeps only the input until its recomputation.
         layers: the names of the layers, as text.
+
+    Raises ValueError if a value is negative or not finite.
 
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
@@ -44,16 +46,16 @@ class StageCost:
         bytes_of = {name: getattr(self, name) for name in ("activation_bytes", "boundary_bytes")}
         for name, value in ({kind.value: self.seconds(kind) for kind in Kind} | bytes_of).items():
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: expected a number that is not negative, got {value!r}")
+                raise ValueError(f"{name}: expected a finite, non-negative number, got {value!r}")
 
     def seconds(self, kind: Kind) -> float:
-        """The time of an action.
+        """Return the duration of an action.
 
         Args:
             kind: the kind of the action.
 
         Returns:
-            Seconds.
+            The duration in seconds.
         """
         given: float | None = getattr(self, kind)
         if given is not None:
@@ -67,33 +69,31 @@ class StageCost:
 
 
 def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 0) -> list[StageCost]:
-    """The cost of each stage, from a profile of the layers.
+    """Compute the cost of each stage from a profile of the layers.
 
     Args:
-        profile: a profile of the model on a micro-batch. If it has no seconds, as of a model on ``meta``, each stage
-            counts as one second for a forward and two for a backward; the peak depends on the order of actions only.
+        profile: a profile of the model on a micro-batch. If it has no seconds, because the model is on ``meta``, a
+            forward of each stage counts as one second and a backward as two.
         balance: the number of layers of each stage.
         input_bytes: bytes of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
     Returns:
-        A cost for each stage. On CUDA a stage keeps a copy of its input too; on a CPU the input is the output that the
-        stage before keeps.
+        A cost per stage. On CUDA it includes the stage's copy of its input; on a CPU the input is the previous stage's
+        output, and counts there.
 
     Raises:
-        ValueError: ``balance`` does not fit.
+        ValueError: ``balance`` has numbers below 1, or does not sum to the number of layers.
     """
     if sum(balance) != len(profile) or min(balance, default=1) < 1:
-        raise ValueError(
-            f"balance: expected positive numbers that sum up to {len(profile)} layers, got {list(balance)}"
-        )
+        raise ValueError(f"balance: expected positive numbers that sum to {len(profile)} layers, got {list(balance)}")
     timed = all(layer.seconds is not None for layer in profile.layers)
     costs = list[StageCost]()
     for first, end in pairwise(accumulate(balance, initial=0)):
         layers = profile.layers[first:end]
         boundary = profile.layers[first - 1].output_bytes if first else input_bytes
-        # Elsewhere the input is the output that the stage before keeps, and counts there.
+        # On the CPU the input is the previous stage's output, and counts there.
         copied = boundary if first and profile.device.startswith("cuda") else 0
-        # What two layers hold counts once.
+        # A tensor that two layers hold counts once.
         kept = sum(layer.saved_bytes for layer in layers) - sum(freed(layers))
         costs.append(
             StageCost(
@@ -108,7 +108,7 @@ def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 
 
 
 def freed(layers: Sequence[LayerProfile]) -> list[int]:
-    """What each layer frees of what the layers before it have made."""
+    """Return how many bytes, allocated by previous layers, each layer frees."""
     found, loose = [], 0
     for layer in layers:
         found.append(min(layer.freed_bytes, loose))

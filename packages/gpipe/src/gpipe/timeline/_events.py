@@ -1,4 +1,4 @@
-"""One action of a run and its times, as plain data."""
+"""An action of a run and its times, as plain data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..schedule import Action, Kind, Step
 
 @dataclass(frozen=True)
 class Event:
-    """One action of a stage on a micro-batch, or on all of them.
+    """An action of a stage on one micro-batch, or on all of them.
 
     Attributes:
-        stage, microbatch, kind: the action; the loss of the whole mini-batch has micro-batch 0.
+        stage, microbatch, kind: the action; the loss of the full mini-batch has micro-batch 0.
         device: the device of the stage, as text.
-        start, end: in seconds from the start of the run.
-        wait: the seconds that the worker was idle before, waiting for a link.
-        bytes_moved: the bytes that were copied from another device for it.
-        layers: the names of the stage's first and last layer, as text.
-        held_bytes: the bytes of activations that the stage keeps when the action ends; None if unknown.
+        start, end: seconds from a common origin of the timeline.
+        wait: the seconds that the worker waited for the action's input.
+        bytes_moved: the bytes that were copied from a different device for the action.
+        layers: the names of the stage's layers, as text.
+        held_bytes: the bytes of activations that the stage holds when the action ends; None if unknown.
     """
 
     stage: int
@@ -33,7 +33,7 @@ class Event:
     held_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))  # a name is converted to a member
+        object.__setattr__(self, "kind", Kind(self.kind))  # names such as "forward" are accepted
 
     @property
     def seconds(self) -> float:

@@ -26,16 +26,16 @@ from ._timeline import Timeline
 
 @contextmanager
 def record(*, memory: bool = False) -> Iterator[Timeline]:
-    """Record every run of a pipe that begins inside this context, in one timeline.
+    """Record every run of a pipe that starts inside this context in one timeline.
 
-    Of nested contexts the innermost records alone; :meth:`gpipe.Plan.verify` is one of them.
+    If contexts are nested, only the innermost records. :meth:`gpipe.Plan.verify` uses such a context internally.
 
     Args:
-        memory: also count the bytes of activations that each stage holds. This intercepts every operation, so the times
-            of such a recording are wrong.
+        memory: also count the bytes of activations that each stage holds. This intercepts every operation, which
+            distorts the recorded times.
 
     Returns:
-        A context manager, whose value is the timeline. Times on a GPU are read when the timeline is read.
+        A context manager that returns the timeline. Reading the timeline waits for the recorded work on GPUs.
 
     >>> from torch import nn
     >>> from gpipe import GPipe
@@ -54,7 +54,8 @@ class Recorder:
     """Collects the actions of several runs in one timeline.
 
     Args:
-        trackers: for a number of stages, what counts the bytes of each of them in a run; by default nothing does.
+        trackers: returns the trackers that count the bytes of each stage in a run, given the number of stages. By
+            default bytes are not counted.
     """
 
     def __init__(self, trackers: Callable[[int], dict[int, AllocationTracker]] = lambda stages: {}) -> None:
@@ -71,7 +72,7 @@ class RunRecorder:
     """Records the actions of one run."""
 
     def __init__(self, timeline: Timeline, clock: Clock, trackers: dict[int, AllocationTracker]) -> None:
-        self._looking = threading.local()  # has a ``look`` while its thread takes an action
+        self._looking = threading.local()  # has a ``look`` while its thread runs an action
         self._timeline = timeline
         self._clock = clock
         self._own: list[Callable[[], Event] | Event] = []
@@ -85,7 +86,7 @@ class RunRecorder:
             yield
         end = self._clock.now(stage.device)
         held = None
-        if tracker is not None:  # gradients of parameters outlive the run: they are no activations
+        if tracker is not None:  # parameter gradients outlive the run, so they are not activations
             held = tracker.alive(without=[p.grad for p in stage.module.parameters() if p.grad is not None])
 
         def event() -> Event:
@@ -111,11 +112,11 @@ class RunRecorder:
 
 
 Instant = Callable[[], float]
-"""A time in seconds, known when it is asked for: that of a GPU is waited for."""
+"""A function that returns a time in seconds; on a GPU it first waits until the time is known."""
 
 
 class Look:
-    """What was recorded of one action so far."""
+    """The partial record of one action."""
 
     def __init__(self, now: Callable[[], Instant]) -> None:
         self._now = now
@@ -124,9 +125,9 @@ class Look:
         self.bytes_moved = 0
 
     def got(self, payload: Activation | list[Tensor | None], *, moved: bool) -> None:
-        """A value has arrived: the time before that was waiting."""
+        """Record the arrival of an input; the time until now counts as waiting."""
         before, self.start = self.start, self._now()
-        # Of a device: from when it was through with what came before, until the copy had arrived.
+        # On a GPU this is the time from the end of its previous work to the end of the copy.
         self.waits.append((before, self.start))
         if moved:
             tensors = payload.tensors if isinstance(payload, Activation) else payload
@@ -134,7 +135,7 @@ class Look:
 
 
 class Clock:
-    """Seconds since this object was made, on the CPU and on GPUs."""
+    """A clock of the seconds since its creation, on the CPU and on GPUs."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -144,7 +145,7 @@ class Clock:
         return moment - self._begin
 
     def now(self, device: torch.device) -> Instant:
-        """The present time; on a GPU the time at which the current stream of ``device`` has done its work."""
+        """Return the present time; on a GPU, the time when the current stream of ``device`` ends its queued work."""
         if not has_streams(device):
             moment = self.at(time.perf_counter())
             return lambda: moment
@@ -159,7 +160,7 @@ class Clock:
 
     def _base(self, device: torch.device) -> tuple[torch.Event, float]:
         if device not in self._bases:
-            # On a stream without other work: waiting for the current one would let the device run idle.
+            # Use an empty stream, because synchronizing the current one would drain its queue and idle the device.
             base = _event(new_stream(device))
             base.synchronize()
             self._bases.setdefault(device, (base, self.at(time.perf_counter())))

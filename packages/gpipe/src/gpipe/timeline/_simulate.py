@@ -31,28 +31,29 @@ def simulate(
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> Timeline:
-    """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
+    """Predict the timeline of ``schedule`` if every action takes exactly its cost.
 
-    A worker does its actions in the order of the schedule, each as soon as its input has arrived.
+    A worker runs its actions in the order of the schedule, each as soon as its input has arrived.
 
     Args:
         schedule: the program of each stage, or the name of a schedule.
         costs: the cost of each stage.
-        microbatches: the number of micro-batches, for a schedule by its name.
-        checkpoint: a mode, or one for each stage: its micro-batches are recomputed just before their backwards, unless
-            the schedule recomputes them. By default ``schedule`` decides.
-        placement: the worker of each stage. By default that of the schedule (schedules in the shape of a V have one),
-            else a worker for each stage.
-        transfer: the seconds of a transfer between workers; or a function that returns them for a number of bytes, such
-            as a :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Workers
-            compute during transfers, and a link carries any number of transfers at once.
+        microbatches: the number of micro-batches, required with the name of a schedule.
+        checkpoint: a mode, or one per stage. Checkpointed micro-batches are recomputed just before their backwards,
+            unless the schedule contains the recomputation. By default only recomputations in ``schedule`` run.
+        placement: the worker of each stage. By default the schedule's placement if it has one, as V-shaped schedules
+            do, else one worker per stage.
+        transfer: the seconds of a transfer between workers, or a function from bytes to seconds such as a
+            :class:`gpipe.simulate.Link`, or a list with one of either per link from a stage to the next. Workers
+            compute during transfers, and concurrent transfers do not slow each other down.
 
     Returns:
         The timeline.
 
     Raises:
-        ValueError: the numbers of stages differ; the workers would wait for each other forever; ``microbatches`` is
-            missing, or given for a schedule that has its own.
+        TypeError: ``transfer`` is neither a number nor a function that returns one.
+        ValueError: an argument is invalid or has the wrong length, the workers wait for each other forever, or
+            ``microbatches`` is missing with the name of a schedule, or given with programs.
 
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
@@ -64,9 +65,9 @@ def simulate(
     events = list[Event]()
     for step, span in replay(walk, seconds, hop_seconds(transfer, crossing)).items():
         j, (kind, i) = step
-        # A forward gets the value of the stage before, a backward the gradient of the stage after.
+        # A forward receives the previous stage's output, a backward the gradient from the next stage.
         into = {Kind.FORWARD: j, Kind.BACKWARD: j + 1, Kind.BACKWARD_INPUT: j + 1}.get(kind, len(costs))
-        moved = [*crossing, None][into] or 0  # nothing comes from beyond the last stage
+        moved = [*crossing, None][into] or 0  # nothing crosses after the last stage
         events.append(Event(j, i, kind, f"device {place[j]}", *span, moved, costs[j].layers, held[step]))
     return Timeline(events, dict(enumerate(place)))
 
@@ -80,17 +81,17 @@ def makespan(
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> float:
-    """The makespan of :func:`simulate`, without a timeline; takes about a microsecond for each action.
+    """Compute the makespan of :func:`simulate` without its timeline, in about a microsecond per action.
 
     Args:
-        schedule, costs, microbatches, checkpoint, placement, transfer: as for :func:`simulate`. Every stage has to do
+        schedule, costs, microbatches, checkpoint, placement, transfer: as for :func:`simulate`. Every stage must run
             the forward of all micro-batches, and the backward of all or none.
 
     Returns:
-        The time at which the last action ends, in seconds.
+        The end of the last action, in seconds.
 
     Raises:
-        ValueError: as :func:`simulate`.
+        TypeError, ValueError: as for :func:`simulate`.
 
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
@@ -115,9 +116,9 @@ def _lanes(
         stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
         return named_lanes(schedule, microbatches, place, stops), place, microbatches
     if microbatches is not None:
-        raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
+        raise ValueError("microbatches: expected None, because schedule is not a name and has its own number")
     whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-    # A walk says which worker it was written for; programs alone get a worker each.
+    # A walk determines the worker of each stage; without it every stage gets its own.
     own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
     place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
     _expect_one_each(len(whole), costs=costs, placement=place)
@@ -130,11 +131,11 @@ def _lanes(
 def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
     for name, given in arguments.items():
         if len(given) != stages:
-            raise ValueError(f"{name}: expected one for each of the schedule's {stages} stages, got {len(given)}")
+            raise ValueError(f"{name}: expected one per stage of the schedule ({stages}), got {len(given)}")
 
 
 def _crossing(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
-    # Between stages of one worker nothing is copied: the output is the input.
+    # Stages on the same worker pass tensors without a copy.
     apart = [False, *(before != own for before, own in pairwise(placement))]
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
 
@@ -150,7 +151,7 @@ def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
             now[j] += bare if (j, i) in recomputed else whole
         elif kind == Kind.RECOMPUTE:
             now[j] += whole - bare
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):  # the part for the weights still reads what was saved
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):  # weight gradients still read the saved tensors
             now[j] -= whole
         found[step] = now[j]
     return found

@@ -1,6 +1,6 @@
-"""A timeline as a picture: a lane for each worker, a cell for each action, time to the right.
+"""Draw a timeline as SVG: a lane per worker, a cell per action, time to the right.
 
-It is light or dark as the reader's browser, and each cell says in its title what it is.
+The picture follows the browser's light or dark mode, and each cell has a tooltip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._timeline import Timeline
 
 LEFT, RIGHT, TOP, LANE, PITCH, BELOW = 92, 60, 34, 30, 40, 76
-"""Pixels: the margins of the lanes, the height of one, from one to the next, and what is below the last."""
+"""Pixels: the margins left of, right of and above the lanes, the height and distance of lanes, and the space below."""
 
 COLOURS: dict[Kind, str] = {
     Kind.FORWARD: "#7fb0f2",
@@ -47,13 +47,13 @@ _STYLE = """
 
 
 def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
-    """The timelines, each under its title, one below the other on the same scale."""
+    """Draw the timelines below each other on the same scale, each under its title."""
     timelines = [timeline for _, timeline in panels]
     cells = max((len(lane) for timeline in timelines for lane in timeline.lanes.values()), default=0)
-    # Wide enough for the names in the cells, within reason.
+    # Make room for the names in the cells, within limits.
     span = max((timeline.makespan for timeline in timelines), default=0.0)
     lane = min(1500.0, max(640.0, 24.0 * cells))
-    pace = lane / span if span > 0 else 0.0  # pixels a second
+    pace = lane / span if span > 0 else 0.0  # pixels per second
     body, y = list[str](), 8
     for title, timeline in panels:
         body += _panel(title, timeline, lane, pace, y)
@@ -83,7 +83,7 @@ def _panel(title: str, timeline: Timeline, width: float, pace: float, y: float) 
         yield _text(8, top + 26, f"stage {', '.join(map(str, stages))}", "faint")
         yield f'<rect class="idle" x="{LEFT}" y="{top}" width="{width:g}" height="{LANE}"/>'
         for event in lane:
-            # Stages that share a worker are told apart by how pale they are.
+            # Stages that share a worker differ in opacity.
             shade = 1 - 0.7 * stages.index(event.stage) / len(stages)
             yield from _cell(event, timeline.start, shade, pace, top)
         yield _text(LEFT + width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
@@ -98,7 +98,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
         f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin))}</title></rect>'
     )
     name = str(event.action)
-    # A letter is about 0.65 of the type's size wide; type below 6.5 pixels cannot be read.
+    # A letter is about 0.65 times as wide as the font size; fonts below 6.5 pixels are illegible.
     size = min(10.0, (width - 2) / (0.65 * len(name)))
     if size >= 6.5:
         yield (
@@ -108,7 +108,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
 
 
 def describe(event: Event, begin: float) -> str:
-    """The text of a cell's title."""
+    """Return the text of a cell's tooltip."""
     held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
     microbatch = "all" if event.kind == Kind.LOSS else event.microbatch
     return (

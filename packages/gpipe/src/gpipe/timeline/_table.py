@@ -1,4 +1,4 @@
-"""A timeline as text."""
+"""Format a timeline as a text table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def heading(timeline: Timeline) -> str:
-    """The summary, in a line."""
+    """Return a one-line summary."""
     if not timeline.events:
         return "no actions"
     return (

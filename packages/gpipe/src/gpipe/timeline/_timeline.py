@@ -1,4 +1,4 @@
-"""A timeline: the events of a run, shown as a table, a picture, a page or a trace."""
+""":class:`Timeline`: the events of a run, shown as a table, a picture, a page or a trace."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _reading = fork_lock()
 class Timeline:
     """The actions of a run: recorded by :func:`gpipe.record`, or predicted by :func:`gpipe.simulate.simulate`.
 
-    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture.
+    ``str()`` returns a table with one line per worker; :meth:`save` writes a picture, a page or a trace.
 
     Args:
-        events: the first actions.
-        workers: the worker of each stage; a stage that is not in it has a worker of the same number.
+        events: the initial actions.
+        workers: the worker of each stage. By default the worker has the index of its stage.
 
     >>> timeline = Timeline([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
     >>> timeline.makespan, timeline.bubble
@@ -38,11 +38,11 @@ class Timeline:
         self._added: deque[Event | Callable[[], Event]] = deque(events)
 
     def add(self, event: Event | Callable[[], Event]) -> None:
-        """Add an action; may be called from any thread.
+        """Add an action. This method is thread-safe.
 
         Args:
-            event: the action, or a function that returns it, which is called once, when the timeline is read: times on
-                a GPU are known only after its work.
+            event: the action, or a function that returns it. The function is called when the timeline is read, because
+                times on a GPU are known only after its work.
         """
         self._added.append(event)
 
@@ -50,7 +50,7 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """All actions, sorted by their start."""
         with _reading:
-            # Nothing is removed before all were read: if a function raises, the next reader finds everything.
+            # Remove nothing until all are read, so that nothing is lost if a function raises.
             settled = [each() if callable(each) else each for each in tuple(self._added)]
             for _ in settled:
                 self._added.popleft()
@@ -93,28 +93,28 @@ class Timeline:
 
     @property
     def utilisation(self) -> dict[int, float]:
-        """For each worker, the share of the makespan in which it does an action."""
-        # A run that takes no time wastes none; and sums are rounded.
+        """The fraction of the makespan that each worker is busy."""
+        # An empty run counts as busy, and rounded sums may exceed the makespan.
         whole = self.makespan
         return {worker: min(1.0, _covered(lane) / whole) if whole else 1.0 for worker, lane in self.lanes.items()}
 
     @property
     def bubble(self) -> float:
-        """The share of the workers' time, between the first start and the last end, in which they are idle."""
-        # Each worker counts alike, whatever number of stages it has.
+        """The idle fraction of the workers' time, between the first start and the last end."""
+        # Each worker has the same weight, however many stages it has.
         shares = self.utilisation.values()
         return 1 - sum(shares) / len(shares) if shares else 0.0
 
     def held(self, *stages: int) -> list[tuple[float, int]]:
-        """The bytes of activations that these stages keep together.
+        """Return the total bytes of activations that these stages hold, over time.
 
         Args:
-            stages: the numbers of stages.
+            stages: the indices of the stages.
 
         Returns:
             Pairs (time, bytes from then on), sorted by time; empty if unknown.
         """
-        # Stages have their peaks at different times: the last figure of each counts until its next.
+        # Stages peak at different times, so the latest value of each stage counts until its next.
         bytes_of: dict[int, int] = {}
         steps = []
         for event in sorted(self.events, key=lambda e: e.end):
@@ -125,28 +125,28 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> dict[int, int] | None:
-        """For each stage the peak of the bytes of activations that it keeps; None if unknown."""
+        """The peak bytes of activations that each stage holds; None if unknown."""
         held = {j: self.held(j) for j in sorted({event.stage for event in self.events})}
         if not any(held.values()):
             return None
         return {j: max((size for _, size in steps), default=0) for j, steps in held.items()}
 
     def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
-        """Write the timeline to a file, in the format that the ending of ``path`` selects.
+        """Write the timeline to a file, in the format of the suffix of ``path``.
 
         ===========  ==============================================================
-        ``.svg``     a picture; a browser shows the details of a cell
-        ``.html``    the table and the picture, in a page
+        ``.svg``     a picture; browsers show the details of a cell as a tooltip
+        ``.html``    a page with the table and the picture
         ``.json``    a trace for https://ui.perfetto.dev and chrome://tracing
         ===========  ==============================================================
 
         Args:
             path: the file.
             title: a title above the picture.
-            beside: further timelines by title, drawn below on the same scale (pictures and pages only).
+            beside: more timelines by title, drawn below on the same scale (pictures and pages only).
 
         Raises:
-            ValueError: ``path`` has another ending.
+            ValueError: ``path`` has a different suffix, or ``.json`` together with ``beside``.
         """
         panels = [(title, self), *(beside or {}).items()]
         tables = "\n\n".join(filter(None, (text for name, each in panels for text in (name, str(each)))))
@@ -163,7 +163,7 @@ class Timeline:
         return len(self._events) + len(self._added)
 
     def __repr__(self) -> str:
-        # No times: these would have to wait for the device, and debuggers call this at any moment.
+        # Omit times, because they may wait for the device, and debuggers call this at any moment.
         return f"<{type(self).__name__} of {len(self)} actions>"
 
     def _repr_html_(self) -> str:
@@ -172,7 +172,7 @@ class Timeline:
 
 
 def _covered(lane: Iterable[Event]) -> float:
-    """The seconds in which at least one of the events, sorted by their start, lasts."""
+    """Return the seconds that at least one of the events covers; they must be sorted by start."""
     total, reach = 0.0, float("-inf")
     for event in lane:
         total += max(0.0, event.end - max(event.start, reach))
