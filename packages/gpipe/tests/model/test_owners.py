@@ -72,6 +72,14 @@ def set_item(model: Any, x: Tensor) -> None:
     model.buffer[:] = mask(x)
 
 
+def add_in_place(model: Any, x: Tensor) -> None:
+    model.buffer += mask(x)
+
+
+def set_by_out(model: Any, x: Tensor) -> None:
+    torch.mul(mask(x), 2, out=model.buffer)
+
+
 def set_view(model: Any, x: Tensor) -> None:
     model.buffer[:, 0].copy_(mask(x)[:, 0])
 
@@ -99,6 +107,8 @@ SHARED: list[tuple[Callable[..., None], Callable[..., Tensor]]] = [
     (set_global, lambda model, x: shared[-1]),
     (set_buffer, lambda model, x: model.buffer),
     (set_item, lambda model, x: model.buffer),
+    (add_in_place, lambda model, x: model.buffer),
+    (set_by_out, lambda model, x: model.buffer),
     (set_view, lambda model, x: model.buffer),
     (set_noise, get_attribute),
     (set_from_number, get_attribute),
@@ -160,6 +170,10 @@ def in_a_table(model: Any, x: Tensor) -> Tensor:
     return model.kept.type_as(x)
 
 
+def by_index(model: Any, x: Tensor) -> Tensor:
+    return model.buffer[(x[:, 0] > 0).long()] + 1
+
+
 def built_once(model: Any, x: Tensor) -> Tensor:
     if model.kept is None:
         model.kept = torch.rand(1)
@@ -173,7 +187,9 @@ def counted(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-@pytest.mark.parametrize("before", [in_a_variable, from_the_micro_batch_before, in_a_table, built_once, counted])
+@pytest.mark.parametrize(
+    "before", [in_a_variable, from_the_micro_batch_before, in_a_table, by_index, built_once, counted]
+)
 def test_what_a_plain_loop_would_find_too_is_equal(before: Callable[..., Tensor], schedule: str) -> None:
     model = Keeping(before, lambda model, own: own)
     plain, x = copy.deepcopy(model.layers), torch.randn(ROWS, WIDTH)

@@ -177,6 +177,7 @@ class Calls:
         """Release all tensors."""
         self.used, self.orders = {}, {}
         self.uses = None  # it refers to the tensors
+        self._owned.clear()
         self.tensors.clear()
 
     def end(self) -> None:
@@ -301,7 +302,7 @@ class Calls:
             watched.left(output)
             collected = {kind: collector()[kind][size:] for kind, size in watched.collected.items()}
             self.tensors.made(collected, (call.args, call.kwargs))
-            self._owned.add(output, self.tensors.stage)
+            self._owned.end_block(output, self.tensors.stage)
             if self.uses is not None:
                 self.uses.record(call.name, output, collected, [tensor.shape for tensor in watched.given])
 
@@ -393,7 +394,7 @@ class Calls:
             raise through_blocks(type(self._run.model).__name__)
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
-        self._owned.end(function, args, output, self.tensors.stage)
+        self._owned.end(output, self.tensors.stage)
         return output if self._after is None else changed(output, self._after.made)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -406,7 +407,10 @@ class Calls:
     def here(self, tensor: Tensor) -> Tensor:
         """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
         self.read(tensor)
-        return self.tensors.here(tensor)
+        found = self.tensors.here(tensor)
+        if found is not tensor:
+            self._owned.add_copy(found, tensor)
+        return found
 
     def read(self, tensor: Tensor) -> None:
         """Note that the model itself uses ``tensor``, which a block may have returned."""

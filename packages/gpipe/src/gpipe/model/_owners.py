@@ -15,6 +15,7 @@ from weakref import ref
 from torch import Tensor
 
 from .._current import current
+from ..values._leaves import version
 from ._tree import changed
 
 
@@ -70,13 +71,15 @@ class Owned:
     def __init__(self, owners: Owners, microbatch: int, model: str, is_of_model: Callable[[Tensor], bool]) -> None:
         self._owners, self._microbatch, self._model, self._is_of_model = owners, microbatch, model, is_of_model
         self._has_values = False  # the model has numbers in Python that depend on its rows
-        self._common: set[int] = set()  # the ids of tensors that the current operation uses, and that have no owner
+        self._given: list[tuple[Tensor, int]] = []  # what the current operation uses, and its versions
+        self._common: set[int] = set()  # the ids of those that have no owner
         self._depends = False
         self._draws = 0
 
     def begin(self) -> None:
         """Begin an operation. Tensors that it uses are passed to :meth:`read` next."""
-        self._common, self._depends, self._draws = set(), self._has_values, current.work.rng.draws
+        self._given, self._common = [], set()
+        self._depends, self._draws = self._has_values, current.work.rng.draws
 
     def read(self, tensor: Tensor, stage: int) -> None:
         """Note that an operation of ``stage`` uses ``tensor``.
@@ -84,6 +87,7 @@ class Owned:
         Raises:
             RuntimeError: it is that of another micro-batch, which depends on timing.
         """
+        self._given.append((tensor, version(tensor)))
         owner = self._owners.of(tensor)
         if owner is None:
             self._common.add(id(tensor))
@@ -97,6 +101,11 @@ class Owned:
                 "same time; keep it in a variable, and pass it on as an argument"
             )
 
+    def add_copy(self, copy: Tensor, tensor: Tensor) -> None:
+        """Note that the operation gets ``copy`` instead of ``tensor``."""
+        if id(tensor) in self._common:
+            self._common.add(id(copy))
+
     def _is_by_chance(self, owner: _Owner, stage: int) -> bool:
         """Return whether the forward may have found another tensor than in a plain loop of micro-batches.
 
@@ -109,16 +118,25 @@ class Owned:
             return owner.microbatch != self._microbatch and not (is_earlier and owner.stage <= stage)
         return bool(self._microbatch) and owner.stage > stage
 
-    def end(self, function: Callable[..., Any], args: tuple[Any, ...], output: Any, stage: int) -> None:
-        """Note the results of an operation of ``stage``."""
-        if not self._depends and current.work.rng.draws == self._draws:
-            return
-        name = getattr(function, "__name__", "")
-        if name.endswith("_") and args and isinstance(args[0], Tensor):  # in place; among others __setitem__
-            for tensor in (args[0], args[0]._base):
-                if tensor is not None:
-                    self._owners.add(tensor, self._microbatch, stage, replaces=True)
-        self._has_values |= output is not None and not isinstance(output, Tensor | tuple | list)
+    def clear(self) -> None:
+        """Release the tensors of the current operation."""
+        self._given = []
+
+    def end(self, output: Any, stage: int) -> None:
+        """Note the results of an operation of ``stage``: its ``output``, and tensors that it has modified in place."""
+        if self._depends or current.work.rng.draws != self._draws:
+            self._has_values |= output is not None and not isinstance(output, Tensor | tuple | list)
+            self.end_block(output, stage)
+        self.clear()
+
+    def end_block(self, output: Any, stage: int) -> None:
+        """Note the results of a block of ``stage``, as for an operation. They depend on its rows."""
+        given, self._given = self._given, []
+        for tensor, before in given:
+            if version(tensor) != before:
+                for each in (tensor, tensor._base):
+                    if each is not None:
+                        self._owners.add(each, self._microbatch, stage, replaces=True)
         self.add(output, stage)
 
     def add(self, output: Any, stage: int) -> None:

@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 def without_advice(pipe: Stepping) -> None:
     """Log no advice on the settings of ``pipe``, which only tries something out."""
-    pipe._told = pipe._told_of_whole = pipe._told_of_one = True
+    pipe._told = pipe._told_of_whole = pipe._pipeline.has_told_of_one = True
 
 
 class Stepping(Divided):
@@ -82,7 +82,6 @@ class Stepping(Divided):
     """The rows that a micro-batch needs: two if batch norm is deferred, which fails on one."""
     _told = False  # of settings that are seldom meant
     _told_of_whole = False
-    _told_of_one = False
     _sums: SeenSums
     _of_models: type[Stepping]
 
@@ -325,8 +324,9 @@ class Stepping(Divided):
 
     def _tell_of_one(self, microbatches: int) -> None:
         """Log that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
-        if not self._told_of_one and torch.is_grad_enabled():
-            self._told_of_one = True
+        # Not an attribute of the pipe, which may be in a layer, whose recomputation would find it changed.
+        if not self._pipeline.has_told_of_one and torch.is_grad_enabled():
+            self._pipeline.has_told_of_one = True
             if microbatches == 1 and len(self._balance) > 1:
                 tell_of_one(chunks=self._chunks, stages=len(self._balance))
 
