@@ -53,13 +53,17 @@ def trainer(kind: str, where: str, folder: Path, out: Path, *, in_pipe: bool) ->
         use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, max_length=32,
     )  # fmt: skip
     torch.manual_seed(2)  # older releases draw the adapters before they set their seed
-    return getattr(trl, f"{kind}Trainer")(
+    found = getattr(trl, f"{kind}Trainer")(
         model=model,
         args=arguments,
         train_dataset=texts(*COLUMNS[kind]),
         processing_class=tokenizer(),
         peft_config=None if where == "in the model" else lora,
     )
+    for parameter in found.model.parameters():  # TRL has made them bfloat16, whose sums depend on the order
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return found
 
 
 def pipe_in(model: Any) -> GPipe:
