@@ -16,7 +16,7 @@ from .._torch import swap_implementations
 
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers in ``block``, and scales of packed weights, which may be no buffers."""
-    from profiler.memory import attached
+    from profiler.memory import attached  # imported here, so that importing gpipe stays quick
 
     place = torch.device("cpu") if device.type == "cpu" else device
     with identities_kept(block):
