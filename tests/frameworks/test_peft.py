@@ -65,6 +65,29 @@ def test_before(checkpoint: str, expected: nn.Module) -> None:
     assert pipe.state_dict().keys() == tuned.state_dict().keys()
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_of_parameters(checkpoint: str, schedule: str) -> None:
+    """Each forward of a layer sets a parametrization, inside of ``parametrize.cached()``, and removes it."""
+    names = ["self_attn.q_proj.weight", "mlp.up_proj.weight"]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+
+    def tuned() -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(FAMILIES["Llama"].make(), config).double().train()
+
+    found, plain = tuned(), tuned()
+    train(plain, plain)
+    pipe = GPipe(found, devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint)
+    optimizer = torch.optim.AdamW([p for p in found.parameters() if p.requires_grad], 0.05)
+    with pipelined(pipe, 1, microbatches=4):
+        for _ in range(2):
+            optimizer.zero_grad()
+            pipe.step(**batch(), schedule=schedule)
+            optimizer.step()
+    assert_same(found, plain)
+
+
 @pytest.mark.parametrize("runs", [0, 1])
 def test_afterwards(runs: int, expected: nn.Module) -> None:
     """Adapters go into modules inside of layers, which the pipe and the model have in common."""
