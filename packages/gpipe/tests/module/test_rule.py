@@ -308,7 +308,7 @@ def test_a_schedule_of_ones_own_may_wait_or_say_when(text: str, loss_fn: Functio
 def test_a_schedule_that_cannot_wait_is_refused_without_gradients() -> None:
     schedule = Schedule.parse("F0 B0 F1 B1")
     pipe = piped(linears(), [3], chunks=2)
-    with pytest.raises(ValueError, match="the schedule begins backwards before all forwards are done"):
+    with pytest.raises(ValueError, match="the schedule starts backwards before all forwards have finished"):
         pipe.step(rows(), rows(), loss_fn=mean, schedule=schedule)
     assert all(p.grad is None for p in pipe.parameters())
     pipe.step(rows(), rows(), loss_fn=mean, reduction="mean", schedule=schedule)
@@ -332,7 +332,7 @@ def test_what_is_said_of_a_loss_has_to_be_what_it_returns() -> None:
     def wrong(output: Tensor, target: Tensor) -> LossSum:
         return mean(output, target)  # type: ignore[return-value]
 
-    with pytest.raises(ValueError, match="returned a scalar, and a LossSum before, or by its annotation"):
+    with pytest.raises(ValueError, match="returned a scalar, but is annotated to return a LossSum"):
         pipe.step(rows(), rows(), loss_fn=wrong)
     assert all(p.grad is None for p in pipe.parameters())
 

@@ -142,7 +142,7 @@ def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
     found = plan(plain, x, CPUS, target=y, **EACH[name], chunks=2)
     with closing(found.build(plain)) as pipe, inline():
         assert len(found.verify(x, y).timeline.events) == 2 * 2 * found.chunks
-        with pytest.raises(ValueError, match="loss_fn returned a scalar, of which is not known how"):
+        with pytest.raises(ValueError, match="loss_fn returned a scalar, but it is not known how"):
             replace(found, schedule="1f1b").verify(x, y, loss_fn=root, pipe=pipe)
 
 
