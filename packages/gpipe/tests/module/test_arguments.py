@@ -114,6 +114,6 @@ def test_an_accelerator_without_streams_or_events(monkeypatch: pytest.MonkeyPatc
 def test_what_says_how_layers_are_divided_cannot_be_set(name: str, value: Any) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     before = repr(pipe)
-    with pytest.raises(AttributeError, match=rf"{name} of a pipe cannot be set; make a new pipe .*GPipe\("):
+    with pytest.raises(AttributeError, match=rf"{name} of a pipe cannot be set; build a new pipe, .*GPipe\("):
         setattr(pipe, name, value)
     assert repr(pipe) == before
