@@ -279,7 +279,7 @@ def _expect_ends() -> None:
         assert rank.last_schedule.name == "1f1b"
         rank.zero_grad()
         if not counts:
-            with pytest.raises((ValueError, RemoteError), match=r'for a sum, or return gpipe\.LossSum'):
+            with pytest.raises((ValueError, RemoteError), match=r"for a sum, or return gpipe\.LossSum"):
                 rank.step(x)
             assert all(parameter.grad is None for parameter in rank.parameters())
 

@@ -320,7 +320,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "got a target but no loss_fn"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
         ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
-        ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, the input 16 rows"),
+        ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, but the input has 16 rows"),
         ({"chunks": True}, TypeError, "chunks must be an int"),
         ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
         ({"profile": replace(KNOWN, rounds=0)}, ValueError, "profile: expected one with seconds"),
