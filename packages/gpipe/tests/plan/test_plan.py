@@ -319,7 +319,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "got a target but no loss_fn"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
-        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
+        ({"reduction": "none"}, ValueError, "reduction must be 'mean', 'sum' or None"),
         ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, but the input has 16 rows"),
         ({"chunks": True}, TypeError, "chunks must be an int"),
         ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
