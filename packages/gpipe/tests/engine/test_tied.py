@@ -287,8 +287,8 @@ def with_forward(layer: nn.Module) -> nn.Module:
 UNSHAREABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(3, dtype=DOUBLE), r"'2\.0\.weight' of partition 2 .* has no shape yet"),
     "compiled": (lambda: torch.compile(linears(1)[0], backend="eager"), r"'2\.0' of partition 2 .* forward was set"),
-    "patched": (lambda: with_forward(linears(1)[0]), r"'2\.0' of partition 2 is '0\.0' of partition 0 too.* forward"),
-    "a pipe": (lambda: pipe_of(linears(1)), r"'2\.0' of partition 2 is '0\.0' of partition 0 too, but it is a pipe"),
+    "patched": (lambda: with_forward(linears(1)[0]), r"'2\.0' of partition 2 is also '0\.0' of partition 0.* forward"),
+    "a pipe": (lambda: pipe_of(linears(1)), r"'2\.0' of partition 2 is also '0\.0' of partition 0, but it is a pipe"),
 }
 
 

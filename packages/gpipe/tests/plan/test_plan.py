@@ -295,7 +295,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"model": nn.Sequential()}, ValueError, "model: expected at least one layer, got none"),
         ({"model": nn.Sequential(*[nn.Linear(3, 3)] * 2)}, ValueError, "duplicate .*: '1' is the same layer as '0'"),
         ({"devices": []}, ValueError, "devices: expected at least one, got none"),
-        ({"devices": ["gpu"]}, ValueError, "'gpu', which is not a device that can be used here"),
+        ({"devices": ["gpu"]}, ValueError, "'gpu', which cannot be used here"),
         ({"devices": "cpu"}, TypeError, "devices must be a list"),
         ({"devices": ["meta"]}, ValueError, "devices: nothing runs on 'meta'; text such as '8x80GB'"),
         ({"devices": ["cpu:0", "cpu:0"]}, ValueError, "devices: expected each one once, got cpu:0, cpu:0"),
