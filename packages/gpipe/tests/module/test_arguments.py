@@ -91,7 +91,9 @@ def test_a_device_that_torch_does_not_know(device: Any) -> None:
 def test_a_device_that_torch_can_use_but_not_order(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = linears()
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
-    with pytest.raises(ValueError, match=r"devices\[0\] is 'xla:0'.*torch\.accelerator, .*does not support 'xla' devices"):
+    with pytest.raises(
+        ValueError, match=r"devices\[0\] is 'xla:0'.*torch\.accelerator, .*does not support 'xla' devices"
+    ):
         GPipe(layers, [1, 2], devices=["xla:0", "cpu"])
 
 
