@@ -134,7 +134,7 @@ def half(module: nn.Module) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]] = {
     "none": (two, None, ValueError, r"'0\.weight' of partition 0 is on 'meta'.*init=.*'reset'.*state dict.*path"),
     "raises": (two, breaks, ArithmeticError, "in the middle"),
-    "leaves out": (two, half, ValueError, r"left '1\.weight', '1\.bias', '1\.running_mean' uninitialized"),
+    "leaves out": (two, half, ValueError, r"left '1\.weight', '1\.bias', '1\.running_mean'"),
     "missing and unexpected": (
         two,
         {k: torch.ones(3) for k in [*two().state_dict(), "a", "b"] if k not in ("0.weight", "3.bias")},
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]
         lambda: nn.Sequential(counts(), nn.Linear(1, 1)),
         "reset",
         ValueError,
-        r"left '0\.calls' uninitialized",
+        r"left '0\.calls'.* uninitialized",
     ),
     "nobody computes a buffer": (
         lambda: nn.Sequential(nn.Linear(1, 1), rotary()),

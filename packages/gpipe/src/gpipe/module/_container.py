@@ -43,10 +43,10 @@ def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[
             continue
         names = [name for name in vars(owner) if hasattr(nn.Sequential, name) and not _harmless(name)]
         if names:
-            yield f"has {_listed(names)} of its own, by class {owner.__qualname__}"
+            yield f"overrides {_listed(names)} in class {owner.__qualname__}"
     own = [name for name in vars(module) if callable(getattr(nn.Sequential, name, None))]
     if own:
-        yield f"has {_listed(own)} of its own, set on the instance"
+        yield f"overrides {_listed(own)} on the instance"
 
 
 def _harmless(name: str) -> bool:
@@ -61,7 +61,7 @@ def _belongings(module: nn.Module) -> Iterator[str]:
             yield f"owns {what} {_listed(names)}"
     empty = [name for name, layer in module._modules.items() if layer is None]
     if empty:
-        yield f"has no layer under {_listed(empty)}, where it is None"
+        yield f"has no layer under {_listed(empty)}, but None"
     hooks = hook_kinds(module)
     if hooks:
         yield f"has {', '.join(hooks)}, which can be registered on the pipe or on a layer instead"

@@ -89,7 +89,7 @@ def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tu
 
 
 def are_cut_by_rows(value: Checked, name: str = "labels") -> bool:
-    """Return whether all tensors are split along dimension 0, including the keyword ``name``."""
+    """Return whether the keyword ``name`` is split, and all tensors that are split are split along dimension 0."""
     leaves, tree = flatten(value.bare)
     found = rules(value.bare, value.spec, value.root)
     by_name: Any = unflatten(

@@ -40,7 +40,7 @@ def identities_kept(block: nn.Module) -> Iterator[None]:
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
-    """Raise ValueError if a tensor in ``block`` cannot be moved to ``device`` without losing its data."""
+    """Raise ValueError if a tensor in ``block`` has no data to move to ``device``, or would lose its data there."""
     for name, tensor in chain(block.named_parameters(), block.named_buffers()):
         if tensor.is_meta != (device.type == "meta") and not is_lazy(tensor):
             raise ValueError(

@@ -52,7 +52,7 @@ class Divided(nn.Module):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers in this process by partition: a read-only view."""
+        """The layers in this process by partition: a view that must not be modified."""
         return self._partitions
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -86,7 +86,7 @@ class Stepping(Divided):
     _of_models: type[Stepping]
 
     def __new__(cls: type[Made], module: Any = None, *args: Any, **kwargs: Any) -> Made:
-        """Create a pipe; a model that is not an ``nn.Sequential`` gets the registered subclass of exactly ``cls``."""
+        """Create a pipe. The subclass registered for ``cls`` is used for a model that is not an ``nn.Sequential``."""
         has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
         made: type[Made] = vars(cls).get("_of_models", cls) if has_own else cls
         return super().__new__(made)

@@ -97,7 +97,7 @@ def whole_arguments(call: Call, device: torch.device) -> tuple[Any, ...]:
 
 
 def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool) -> Any:
-    """Return the loss, followed by metrics, if any, and by the outputs, if requested (None in other processes)."""
+    """Return the loss, then metrics, if any, and outputs, if requested; None for outputs of another process."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
         found.append(losses.metrics)
