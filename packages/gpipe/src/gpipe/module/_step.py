@@ -28,7 +28,7 @@ from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
-from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_settings, whole_loss_of
+from ._training import Unlike, expect_grad_mode, losses_of, returned, warn_about_settings, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
@@ -190,7 +190,9 @@ class Stepping(Divided):
             # Only pretrained models start in evaluation mode; for an nn.Sequential, the caller has chosen it.
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
-            tell_of_settings(training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched)
+            warn_about_settings(
+                training=is_trained, chunks=self._chunks, stages=len(self._balance), is_patched=is_patched
+            )
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._pipeline.section.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)

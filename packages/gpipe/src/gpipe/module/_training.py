@@ -37,7 +37,7 @@ def expect_grad_mode() -> None:
         )
 
 
-def tell_of_settings(*, training: bool, chunks: int, stages: int, is_patched: bool) -> None:
+def warn_about_settings(*, training: bool, chunks: int, stages: int, is_patched: bool) -> None:
     """Warn about settings that are valid but probably unintended."""
     if is_patched:
         _log.warning(
