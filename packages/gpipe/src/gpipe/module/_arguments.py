@@ -77,7 +77,7 @@ def listed(name: str, given: Any, what: str, example: str, most: int | None = No
     return list(islice(entries, most))
 
 
-def meant_by(name: str, known: Iterable[str]) -> str | None:
+def closest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the ``known`` name that ``name`` probably misspells."""
     return next(iter(get_close_matches(name, known, 1, cutoff=0.85)), None)
 

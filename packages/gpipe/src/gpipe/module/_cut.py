@@ -27,7 +27,7 @@ from microbatch import (
 
 from ..values._constants import is_constant
 from ..values._leaves import Arguments
-from ._arguments import meant_by
+from ._arguments import closest_name
 
 
 class Checked(NamedTuple):
@@ -65,7 +65,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
     """Return the rules for the keywords of this call; ValueError if a rule's name looks like a misspelled keyword."""
     for name in spec.keys() - kwargs.keys():
-        if meant := meant_by(name, kwargs.keys() - spec.keys()):
+        if meant := closest_name(name, kwargs.keys() - spec.keys()):
             raise ValueError(
                 f"the spec of the {root} has a rule for {name!r}, which is not given; did you mean {meant!r}?"
             )

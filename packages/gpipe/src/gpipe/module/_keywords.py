@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments, as_arguments
-from ._arguments import meant_by
+from ._arguments import closest_name
 from ._signature import signature_of
 
 
@@ -115,7 +115,7 @@ def _problem(signature: Signature, inputs: Arguments, call: Call) -> str:
         )
     # A layer with **kwargs may ignore a misspelled keyword.
     for name in inputs.kwargs.keys() - names:
-        if meant := meant_by(name, call.options):
+        if meant := closest_name(name, call.options):
             return f"{name!r} is not a keyword of {call.method}(); did you mean {meant!r}?"
     try:
         signature.bind(*inputs.args, **inputs.kwargs)
