@@ -63,18 +63,18 @@ def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
     if isinstance(layer, Part):
         return _walk(layer.path, layer.net, _owner_around(layers, layer.path))
     if isinstance(layer, Own):
-        return iter([Owned(name, layer.of, layer.of if _initialises(layer.of) else _owner_around(layers, name))])
+        return iter([Owned(name, layer.of, layer.of if _initializes(layer.of) else _owner_around(layers, name))])
     return _walk(name, layer, _owner_around(layers, name))
 
 
 def _walk(path: str, module: nn.Module, owner: Any) -> Iterator[Owned]:
-    owner = module if _initialises(module) else owner
+    owner = module if _initializes(module) else owner
     for name, child in module.named_children():
         yield from _walk(f"{path}.{name}" if path else name, child, owner)
     yield Owned(path, module, owner)
 
 
-def _initialises(module: nn.Module) -> bool:
+def _initializes(module: nn.Module) -> bool:
     return callable(getattr(type(module), "_init_weights", None))
 
 
@@ -86,7 +86,7 @@ def _owner_around(layers: Layers, path: str) -> Any:
     for name in path.split("."):
         if module is None:
             break
-        owner = module if _initialises(module) else owner
+        owner = module if _initializes(module) else owner
         module = module._modules.get(name)
     return owner
 
