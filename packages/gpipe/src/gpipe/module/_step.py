@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 def without_advice(pipe: Stepping) -> None:
     """Disable the warnings about the settings of ``pipe``, because it is only used for a trial."""
-    pipe._told = pipe._told_of_whole = True
+    pipe._has_warned = pipe._has_warned_of_whole = True
 
 
 class Stepping(Divided):
@@ -80,8 +80,8 @@ class Stepping(Divided):
     _chunks: int
     _least_rows = 1
     """The number of rows that a micro-batch needs: two with deferred batch norm, which fails on a single row."""
-    _told = False  # whether step() has warned about settings
-    _told_of_whole = False
+    _has_warned = False  # about settings
+    _has_warned_of_whole = False
     _sums: SeenSums
     _of_models: type[Stepping]
 
@@ -185,8 +185,8 @@ class Stepping(Divided):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             # Only pretrained models start in evaluation mode; for an nn.Sequential, the caller has chosen it.
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
@@ -327,8 +327,8 @@ class Stepping(Divided):
     def _tell_of_whole(self, asked: Asked) -> None:
         """Warn once that the outputs of all micro-batches are kept, unless the caller has chosen the schedule."""
         overlaps = min(len(asked.batches), len(self._balance)) > 1
-        if asked.call.trains and asked.schedule is None and overlaps and not self._told_of_whole:
-            self._told_of_whole = True
+        if asked.call.trains and asked.schedule is None and overlaps and not self._has_warned_of_whole:
+            self._has_warned_of_whole = True
             _log.warning(OF_ALL_ROWS if asked.call.loss_fn is not None else OF_MODEL)
 
     def _expect_fit(self, call: Call) -> None:
