@@ -309,7 +309,7 @@ def test_recurrent_layers_of_two_partitions_tie_their_weights(kind: type[nn.RNNB
     for name, _ in a.named_parameters():
         setattr(b, name, getattr(a, name))
     # One partition may hold it twice; two are refused, whatever is around it.
-    with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is '0\.0' of partition 0 too, but .*weight_ih_l0"):
+    with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is also '0\.0' of partition 0, but .*weight_ih_l0"):
         pipe_of(layers(a, a))
     x = rows(24).view(6, 4, 3)
     plain = copy.deepcopy(layers(a, a))

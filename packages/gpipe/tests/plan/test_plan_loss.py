@@ -115,7 +115,7 @@ def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, know
     assert [str(event) for event in found.timeline.events].count("C@1") == 1
     assert Plan.from_json(found.to_json()) == found
     for schedule in set(SCHEDULES) - {*WAITING, "interleaved", "interleaved_zero_bubble", "zbv"}:
-        with pytest.raises(ValueError, match=rf"schedule='{schedule}' begins backwards .*LossSum.*reduction=.*F\."):
+        with pytest.raises(ValueError, match=rf"schedule='{schedule}' starts backwards .*LossSum.*reduction=.*F\."):
             made(devices, **ONCE[name], **options, schedule=schedule)
 
 
