@@ -246,10 +246,10 @@ def test_norms_are_named_by_where_they_are_in_their_layer() -> None:
         ({"chunks": 1}, ValueError, "chunks must be at least 2"),
         ({"chunks": "4"}, TypeError, "chunks"),
         ({"balance": [1]}, ValueError, "balance"),
-        ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
-        ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
+        ({"target": torch.zeros(ROWS)}, TypeError, "got a target but no loss_fn"),
+        ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn accepts only the output"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
-        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
+        ({"reduction": "none"}, ValueError, "reduction must be 'mean', 'sum' or None"),
         (
             {"loss_fn": lambda output: (output.sum(), 3)},
             ValueError,

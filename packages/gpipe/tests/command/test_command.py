@@ -157,7 +157,7 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["check", "some_models:failing", "--sample", "8,8"], "no weights"),
         (["check", "some_models:clean", "--sample", "8,8:float32:5"], "expected a shape"),
         (["check", "some_models:clean", "--sample", "some_models:broken_batch"], "ZeroDivisionError"),
-        (["check", "some_models:clean", "--sample", "a=8,8", "8,8"], "names for all"),
+        (["check", "some_models:clean", "--sample", "a=8,8", "8,8"], "a different name for each argument"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
         (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html or .json or .txt"),

@@ -140,7 +140,7 @@ def _of_plain(value: Any) -> tuple[Tensor, dict[str, Any] | None]:
 def test_a_schedule_that_cannot_wait_is_refused_on_every_rank(worlds: Any, schedule: str) -> None:
     first, last = worlds(2).run(_expect_refused, schedule)
     assert last.startswith(
-        "ValueError: loss_fn returned a scalar, of which is not known how those of micro-batches add"
+        "ValueError: loss_fn returned a scalar, but it is not known how the losses of micro-batches add"
     )
     assert first.startswith("RemoteError: rank 1 failed: ValueError: loss_fn returned a scalar")
 
@@ -235,7 +235,7 @@ def _expect_own(loss: Callable[..., Tensor]) -> None:
     if loss is scaled_by_items:  # its convention is known by now
         _expect_step_of(rank, plain, inputs, schedule="1f1b")
         return
-    with pytest.raises((ValueError, RemoteError), match=r"not known how those of micro-batches.*leave out schedule="):
+    with pytest.raises((ValueError, RemoteError), match=r"not known how the losses of micro-batches.*omit schedule="):
         rank.step(**inputs, schedule="1f1b")
     assert all(parameter.grad is None for parameter in rank.parameters())
     _expect_step_of(rank, plain, inputs)
@@ -279,7 +279,7 @@ def _expect_ends() -> None:
         assert rank.last_schedule.name == "1f1b"
         rank.zero_grad()
         if not counts:
-            with pytest.raises((ValueError, RemoteError), match=r'"mean" or "sum"; or return gpipe\.LossSum'):
+            with pytest.raises((ValueError, RemoteError), match=r"for a sum, or return gpipe\.LossSum"):
                 rank.step(x)
             assert all(parameter.grad is None for parameter in rank.parameters())
 

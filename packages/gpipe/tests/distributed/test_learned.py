@@ -61,7 +61,7 @@ def test_a_schedule_by_name_needs_a_convention_that_is_known(worlds) -> None:
 def _named() -> None:
     rank = Rank(Model(BY_ITEMS[0]), chunks=2)
     inputs = labelled(4, 5, 3, sure=2)
-    with pytest.raises(ValueError, match="not known how those of micro-batches add up"):
+    with pytest.raises(ValueError, match="not known how the losses of micro-batches add up"):
         rank.step(**inputs, schedule="1f1b")
     assert all(parameter.grad is None for parameter in rank.parameters())
     first = rank.step(**inputs)

@@ -113,7 +113,7 @@ class Louder(GPipe):
 
 
 def test_a_forward_of_a_subclass_is_refused_under_step() -> None:
-    with pytest.raises(RuntimeError, match=r"evaluate\(\) does not call the forward of Louder"):
+    with pytest.raises(RuntimeError, match=r"evaluate\(\) .* does not call the forward of Louder"):
         Louder(linears(), [3], devices=["cpu"]).evaluate(rows(), loss_fn=lambda o: o.sum())
 
 

@@ -55,7 +55,7 @@ def test_where_a_device_fails_nothing_has_moved(failing: int, deferred: bool, tr
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_scripted_layer_hides_no_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3))))
-    with pytest.raises(ValueError, match=r"'1.0.weight' of partition 1 .* cannot go to 'meta'"):
+    with pytest.raises(ValueError, match=r"'1.0.weight' of partition 1 .* cannot be moved to 'meta'"):
         GPipe(model, [1, 1], devices=["cpu", "meta"])
 
 

@@ -287,8 +287,8 @@ def with_forward(layer: nn.Module) -> nn.Module:
 UNSHAREABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(3, dtype=DOUBLE), r"'2\.0\.weight' of partition 2 .* has no shape yet"),
     "compiled": (lambda: torch.compile(linears(1)[0], backend="eager"), r"'2\.0' of partition 2 .* forward was set"),
-    "patched": (lambda: with_forward(linears(1)[0]), r"'2\.0' of partition 2 is '0\.0' of partition 0 too.* forward"),
-    "a pipe": (lambda: pipe_of(linears(1)), r"'2\.0' of partition 2 is '0\.0' of partition 0 too, but it is a pipe"),
+    "patched": (lambda: with_forward(linears(1)[0]), r"'2\.0' of partition 2 is also '0\.0' of partition 0.* forward"),
+    "a pipe": (lambda: pipe_of(linears(1)), r"'2\.0' of partition 2 is also '0\.0' of partition 0, but it is a pipe"),
 }
 
 
@@ -309,7 +309,7 @@ def test_recurrent_layers_of_two_partitions_tie_their_weights(kind: type[nn.RNNB
     for name, _ in a.named_parameters():
         setattr(b, name, getattr(a, name))
     # One partition may hold it twice; two are refused, whatever is around it.
-    with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is '0\.0' of partition 0 too, but .*weight_ih_l0"):
+    with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is also '0\.0' of partition 0, but .*weight_ih_l0"):
         pipe_of(layers(a, a))
     x = rows(24).view(6, 4, 3)
     plain = copy.deepcopy(layers(a, a))

@@ -190,7 +190,7 @@ def test_it_is_the_loss_of_the_plain_model(
     if items is not None:
         inputs["num_items_in_batch"] = items
     if loss not in BY_ITEMS and schedule in ("1f1b", "zero_bubble") and -(-count // -(-count // chunks)) > 1:
-        with pytest.raises(ValueError, match=r"not known how those of micro-batches add up.*leave out schedule="):
+        with pytest.raises(ValueError, match=r"not known how the losses of micro-batches add up.*omit schedule="):
             pipe.step(**inputs, schedule=schedule)
         schedule = None
     assert_same(pipe, plain, inputs, schedule)
@@ -281,7 +281,7 @@ def test_a_trial_before_the_first_step_leaves_buffers_and_generators_as_they_wer
     model = counted(contrast, place)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2, blocks="layers")) as pipe:
         before = states()
-        with pytest.raises(ValueError, match="Model computes a loss, of which is not known"):
+        with pytest.raises(ValueError, match="Model computes a loss, but it is not known"):
             pipe.step(**batch(4), schedule="1f1b")
         assert states() == before
         assert counters(model).calls == 0

@@ -268,7 +268,7 @@ def test_it_is_that_of_the_plain_model(
     if loss in BY_ITEMS:
         schedule = None
     if schedule in ("1f1b", "zero_bubble") and -(-count // -(-count // chunks)) > 1:
-        with pytest.raises(ValueError, match=r"not known how those of micro-batches add up.*leave out schedule="):
+        with pytest.raises(ValueError, match=r"not known how the losses of micro-batches add up.*omit schedule="):
             pipe.step(**inputs, schedule=schedule)
         schedule = None
     with nullcontext() if threads else inline():

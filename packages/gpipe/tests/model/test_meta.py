@@ -59,5 +59,7 @@ RUNS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
 def test_what_runs_a_model_says_that_it_has_no_data(what: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=f"{what} runs the model, which is on 'meta' and has no data; give it one"):
+    with pytest.raises(
+        ValueError, match=f"{what} runs the model, which is on 'meta' and has no data; pass a materialized model"
+    ):
         RUNS[what](model, torch.ones(4, 2))

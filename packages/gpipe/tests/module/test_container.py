@@ -74,12 +74,12 @@ BELONGINGS: dict[str, Any] = {
     "state dict hooks": lambda m: m.register_state_dict_post_hook(lambda *_: None),
     "load state dict pre hooks": lambda m: m.register_load_state_dict_pre_hook(lambda *_: None),
     "load state dict post hooks": lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
-    "'forward' of its own, set on the instance": lambda m: setattr(m, "forward", lambda x: x),
+    "overrides 'forward' on the instance": lambda m: setattr(m, "forward", lambda x: x),
     "no layer under 'gap'": lambda m: m.add_module("gap", None),
 }
 KINDS = {OnlyNamed: "", nn.Sequential: "", Residual: "'forward'", Scaled: "'__call__'", Frozen: "'train'"} | {
     Twice: "'__iter__'",
-    Mixed: "'forward' of its own, by class Mixin",
+    Mixed: "overrides 'forward' in class Mixin",
 }
 
 

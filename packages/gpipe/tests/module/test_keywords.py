@@ -121,10 +121,14 @@ class Clashing(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "call", "message"),
     [
-        (Clashing, {"x": X, "target": Y}, r"Clashing\.forward.*'reduction', 'target' can be meant for step\(\) too"),
+        (
+            Clashing,
+            {"x": X, "target": Y},
+            r"Clashing\.forward.*'reduction', 'target' could also be an argument of step",
+        ),
         (Several, {"x": X, "labels": Y}, r"do not fit: got an unexpected keyword argument 'labels'"),
         (Several, {"mask": Y}, r"do not fit: missing a required argument: 'x'"),
-        (Anything, {"x": X, "y": Y, "losss_fn": 3}, r"'losss_fn' is no keyword of step\(\); did you mean 'loss_fn'"),
+        (Anything, {"x": X, "y": Y, "losss_fn": 3}, r"'losss_fn' is not a keyword of step\(\); did you mean 'loss_fn'"),
         (Anything, {"x": X, "y": Y, "schedul": 3}, "did you mean 'schedule'"),
         (Several, {}, r"step\(\) needs a mini-batch: step\(x, \.\.\.\), or step\(\*\*batch\)"),
     ],
@@ -138,5 +142,5 @@ def test_keywords_that_do_not_fit_are_refused(layer: type[nn.Module], call: dict
 
 def test_what_is_said_twice_is_refused() -> None:
     pipe = piped(model(Several()), [2, 2], chunks=2)
-    with pytest.raises(TypeError, match="some keywords are in its input too; pass them once"):
+    with pytest.raises(TypeError, match="its input contains some of the keywords; pass them once"):
         pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)

@@ -33,7 +33,7 @@ PAST: dict[str, Callable[[GPipe], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layer_cannot_be_replaced(name: str) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
-    with pytest.raises(TypeError, match=r"cannot be replaced; make a new pipe .*GPipe\(pipe\[:\]"):
+    with pytest.raises(TypeError, match=r"cannot be replaced; build a new pipe, .*GPipe\(pipe\[:\]"):
         REFUSED[name](pipe)
     assert_trains_like(pipe, linears())
 
@@ -45,7 +45,7 @@ def test_layers_changed_past_the_pipe_are_told_of_before_anything_runs(name: str
     for each in pipe:
         each.register_forward_hook(lambda *_: called.append(None))
     PAST[name](pipe)
-    with pytest.raises(RuntimeError, match=r"make a new pipe .*GPipe\(pipe\[:\]"):
+    with pytest.raises(RuntimeError, match=r"build a new pipe, .*GPipe\(pipe\[:\]"):
         run(pipe)
     assert not called
 

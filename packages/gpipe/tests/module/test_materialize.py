@@ -134,22 +134,32 @@ def half(module: nn.Module) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]] = {
     "none": (two, None, ValueError, r"'0\.weight' of partition 0 is on 'meta'.*init=.*'reset'.*state dict.*path"),
     "raises": (two, breaks, ArithmeticError, "in the middle"),
-    "leaves out": (two, half, ValueError, r"has not written to '1\.weight', '1\.bias', '1\.running_mean'"),
+    "leaves out": (two, half, ValueError, r"left '1\.weight', '1\.bias', '1\.running_mean'"),
     "missing and unexpected": (
         two,
         {k: torch.ones(3) for k in [*two().state_dict(), "a", "b"] if k not in ("0.weight", "3.bias")},
         ValueError,
-        r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; of a checkpoint with more",
+        r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; if the checkpoint contains more",
     ),
     "misshapen": (two, {**two().state_dict(), "3.weight": torch.ones(3)}, RuntimeError, r"size mismatch for 3\.weight"),
-    "no reset": (lambda: nn.Sequential(counts(), nn.Linear(1, 1)), "reset", ValueError, r"not written to '0\.calls'"),
+    "no reset": (
+        lambda: nn.Sequential(counts(), nn.Linear(1, 1)),
+        "reset",
+        ValueError,
+        r"left '0\.calls'.* uninitialized",
+    ),
     "nobody computes a buffer": (
         lambda: nn.Sequential(nn.Linear(1, 1), rotary()),
         nn.Sequential(nn.Linear(1, 1)).state_dict(),
         ValueError,
-        r"not written to '1\.inv_freq'; .* or build them with data",
+        r"left '1\.inv_freq' uninitialized; .* or create them outside",
     ),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "reset", ValueError, r"'0\.weight' is a Uninit.*lazy, call"),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        "reset",
+        ValueError,
+        r"'0\.weight' to be a plain tensor; got a Uninit.*lazy, call",
+    ),
     "a flag": (two, True, TypeError, "init must be 'reset', a function"),
     "another type": (two, 3, TypeError, "init must be 'reset', a function"),
 }
@@ -194,7 +204,7 @@ def test_buffers_may_be_made_by_a_reset() -> None:
 
 
 def test_init_is_for_models_on_meta() -> None:
-    with pytest.raises(ValueError, match="has data already"):
+    with pytest.raises(ValueError, match="is already initialized"):
         piped(two(), [2, 2], init="reset")
     with pytest.raises(ValueError, match="'meta'"):
         GPipe(on_meta(two), [2, 2], devices=["meta"] * 2, init="reset")
@@ -276,9 +286,9 @@ def test_the_model_is_what_was_saved(save: Save, text: bool, tmp_path: Path) -> 
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder \(init='reset' is"):
+    with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder; use init='reset' for"):
         piped(on_meta(two), [1, 3], init="rest")
-    with pytest.raises(FileNotFoundError, match=r"snapshot_download\(...\) for a model of Hugging Face's hub"):
+    with pytest.raises(FileNotFoundError, match=r"snapshot_download\(...\) for a model from the Hugging Face hub"):
         piped(on_meta(two), [1, 3], init="owner/name")
     with pytest.raises(ValueError, match=r"has no checkpoint: expected model\.safetensors\.index\.json or "):
         piped(on_meta(two), [1, 3], init=tmp_path)

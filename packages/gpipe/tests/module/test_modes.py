@@ -27,7 +27,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ([[True, False], "never"], TypeError, r"checkpoint\[0\] must be the mode of partition 0.*torch\.utils\.checkpoint"),
     (["never", [True]], TypeError, r"checkpoint\[1\] must be the mode of partition 1.*got \[True\]"),
     ([True, "never"], TypeError, r"checkpoint\[0\]"),
-    (["never"], ValueError, "each of the 2 partitions; got 1"),
+    (["never"], ValueError, "one mode per partition; got 1 for 2 partitions"),
     (["never", "often"], ValueError, r"checkpoint\[1\] is not one of 'always', 'except_last', 'never': 'often'"),
     ("often", ValueError, "checkpoint is not one of"),
 ]

@@ -96,7 +96,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("value", [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]])
 def test_as_many_entries_as_rows_are_refused(value: Any) -> None:
-    way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"
+    way = r"entries, one per row of the mini-batch.*convert it to a tensor, wrap it in Replicate\(\)"
     for call in (
         lambda pipe: pipe(rows(7), value),
         lambda pipe: pipe(x=rows(7), other=value),
@@ -104,7 +104,7 @@ def test_as_many_entries_as_rows_are_refused(value: Any) -> None:
         lambda pipe: pipe(rows(7), UserDict(deep=[3, value])),
     ):
         pipe = noting()
-        with pytest.raises(TypeError, match=f"^input has a .* of 7, {way}"):
+        with pytest.raises(TypeError, match=f"^input has a .* of 7 {way}"):
             call(pipe)
         assert not pipe[0].seen
 
@@ -118,7 +118,7 @@ def test_containers_of_tensors_may_have_as_many_parts(make: Callable[[list[Tenso
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.zeros((7, 3)), "ndarray, which cannot be cut by rows; make a tensor of it, or put Replicate"),
+        (np.zeros((7, 3)), "ndarray, which cannot be split by rows; convert it to a tensor, wrap it in Replicate"),
         (Hiding(), "Hiding, "),
         (set(range(7)), "set, "),
     ],

@@ -115,7 +115,7 @@ def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, know
     assert [str(event) for event in found.timeline.events].count("C@1") == 1
     assert Plan.from_json(found.to_json()) == found
     for schedule in set(SCHEDULES) - {*WAITING, "interleaved", "interleaved_zero_bubble", "zbv"}:
-        with pytest.raises(ValueError, match=rf"schedule='{schedule}' begins backwards .*LossSum.*reduction=.*F\."):
+        with pytest.raises(ValueError, match=rf"schedule='{schedule}' starts backwards .*LossSum.*reduction=.*F\."):
             made(devices, **ONCE[name], **options, schedule=schedule)
 
 
@@ -142,7 +142,7 @@ def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
     found = plan(plain, x, CPUS, target=y, **EACH[name], chunks=2)
     with closing(found.build(plain)) as pipe, inline():
         assert len(found.verify(x, y).timeline.events) == 2 * 2 * found.chunks
-        with pytest.raises(ValueError, match="loss_fn returned a scalar, of which is not known how"):
+        with pytest.raises(ValueError, match="loss_fn returned a scalar, but it is not known how"):
             replace(found, schedule="1f1b").verify(x, y, loss_fn=root, pipe=pipe)
 
 

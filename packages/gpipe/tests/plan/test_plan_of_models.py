@@ -207,7 +207,7 @@ def test_the_loss_that_the_model_computes(
         with inline():
             assert found.verify(inputs).byte_ratios == pytest.approx([1, 1], rel=0.15)
     if whole:
-        with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' begins backwards"):
+        with pytest.raises(ValueError, match=r"Model computes a loss, .*schedule='1f1b' starts backwards"):
             plan(plain, inputs, CPUS, chunks=4, schedule="1f1b", calibrate=False)
 
 

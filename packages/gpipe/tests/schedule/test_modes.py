@@ -48,6 +48,6 @@ def test_the_attribute_stays_as_it_was_given():
     for again in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
         assert again.checkpoint == ["always", "never"]
     pipe.checkpoint = "never"
-    with pytest.raises(ValueError, match="a list of one for each of the 2 partitions; got 3"):
+    with pytest.raises(ValueError, match="one mode per partition; got 3 for 2 partitions"):
         pipe.checkpoint = ["always"] * 3
     assert pipe.checkpoint == "never"

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The ``gpipe`` command-line interface."""
 
 from ._app import run as run
 

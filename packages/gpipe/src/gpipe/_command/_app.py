@@ -1,4 +1,4 @@
-"""The command line as a whole, and how it ends."""
+"""The command-line application and its exit status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from ._commands import check, plan, profile, simulate, timeline
 
 app = App(name="gpipe", help="Pipeline-parallel training of PyTorch models.", version_flags=["--version"])
-"""Every command takes a model, ``package.module:name``: a module, or a function without arguments that makes one."""
+"""Commands take a model as ``package.module:name``: a module, or a function without arguments that returns one."""
 
 for command in (plan, check, profile, simulate, timeline):
     app.command(command)
@@ -20,15 +20,15 @@ for command in (plan, check, profile, simulate, timeline):
 def run(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit status.
 
-    It is 0 if all is well, 1 if a check found something or no plan fits, 2 if the input cannot be used, 130 after an
-    interrupt.
+    The status is 0 on success, 1 if a check found something or no plan fits, 2 if an argument is invalid or an error
+    was raised, and 130 after an interrupt.
     """
-    # cyclopts would print a box and exit by itself; here every error is one line, and the status is ours.
+    # By default, cyclopts prints errors in a box and exits. Here an error is one line, and run() returns the status.
     try:
         return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:
         return 130
-    except (Exception, SystemExit) as error:  # models fail on samples that are not theirs in any way they like
+    except (Exception, SystemExit) as error:  # a model may raise anything on a wrong sample
         plain = isinstance(error, (TypeError, ValueError, cyclopts.CycloptsError))
         lines = [f"gpipe: {'' if plain else f'{type(error).__name__}: '}{error}", *getattr(error, "__notes__", [])]
         text = "; ".join(line.strip() for line in "\n".join(lines).splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""The commands: plan and check a model, profile its layers, predict a step of a pipeline, and record one."""
+"""The subcommands: ``plan``, ``check``, ``profile``, ``simulate`` and ``timeline``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,9 @@ _SAMPLE = "A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:5
 
 Target = Annotated[str, Parameter(help="The model: package.module:name.")]
 Sample = Annotated[list[str], _MANY, Parameter(help=_SAMPLE)]
-Loss = Annotated[str | None, Parameter(help="The loss: package.module:function, of output and target.")]
-Reduction = Annotated[
-    Literal["mean", "sum"] | None,
-    Parameter(help="How the losses of micro-batches add up: as means over rows, or sums."),
-]
-LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, as a sample.")]
+Loss = Annotated[str | None, Parameter(help="The loss, called with output and target: package.module:function.")]
+Reduction = Annotated[Literal["mean", "sum"] | None, Parameter(help="Whether the loss is a mean over rows or a sum.")]
+LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, in the format of a sample.")]
 Texts = Annotated[list[str], _MANY]
 Devices = Annotated[tuple[str, ...], _MANY]
 Numbers = Annotated[list[int] | None, _MANY]
@@ -76,19 +73,19 @@ def plan(
 ) -> int:
     """Find the balance, the number of micro-batches, the schedule, and which stages recompute.
 
-    Exits with 1 if nothing fits into the memory, and says what would.
+    If nothing fits into memory, exits with status 1 and suggests changes.
 
     Args:
-        devices: One for each stage.
-        fake: Instead of devices, some that are not there, such as 8x80GB or 8xH100; nothing runs, and all figures are
+        devices: One device per stage.
+        fake: Hypothetical devices to plan for instead, such as 8x80GB or 8xH100; nothing is run, and all figures are
             estimates.
-        bandwidth: Of fake devices, what each sends in a second to another one, such as 50GB.
-        latency: Of the same links, in seconds.
-        optimizer: A name such as adam or sgd: what its state takes.
-        memory: What each device may hold, once or for each, such as 80GB or 24GiB.
-        chunks: Numbers of micro-batches to look at.
-        quick: Do not train a copy for a few steps to choose between the best.
-        html: Save the plan there, as a page.
+        bandwidth: Bytes per second between two fake devices, such as 50GB.
+        latency: Seconds of latency between two fake devices.
+        optimizer: The optimizer, such as adam or sgd, for the memory of its state.
+        memory: The memory limit of all devices, or one per device, such as 80GB or 24GiB.
+        chunks: Numbers of micro-batches to try.
+        quick: Do not train a copy for a few steps to choose between the best plans.
+        html: Save the plan to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
     chosen = _devices(devices, fake)
@@ -106,7 +103,7 @@ def plan(
             bandwidth=bandwidth,
             latency=latency,
         )
-    except Infeasible as error:  # a finding rather than a mistake: its own status, and JSON of its own
+    except Infeasible as error:  # a result and not an error, with a separate status and JSON
         facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}
         finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None)
         return 1
@@ -126,14 +123,14 @@ def check(
     json: Json = False,
     html: str | None = None,
 ) -> int:
-    """Find out whether a model computes in micro-batches what it computes on the whole mini-batch.
+    """Check that a model computes the same in micro-batches as on the full mini-batch.
 
-    Exits with 1 if there is an error or a warning.
+    Exits with status 1 if there is an error or a warning.
 
     Args:
-        balance: Layers of each stage.
-        chunks: Micro-batches.
-        html: Save the report there, as a page.
+        balance: Number of layers of each stage.
+        chunks: Number of micro-batches.
+        html: Save the report to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
     model, mini_batch, training = _training(target, sample, loss, loss_target, reduction)
@@ -145,11 +142,11 @@ def check(
 def profile(
     target: Target, *, sample: Sample, device: str = "cpu", chunks: int = 1, timeout: float = 1.0, json: Json = False
 ) -> None:
-    """Measure what each layer costs.
+    """Measure the time and memory of each layer.
 
     Args:
-        device: Where to measure.
-        chunks: Micro-batches that the mini-batch is cut into; one is measured.
+        device: The device to measure on.
+        chunks: Number of micro-batches; one of them is measured.
         timeout: Seconds to measure for.
     """
     mini_batch = sample_of(sample)
@@ -171,17 +168,17 @@ def simulate(
     json: Json = False,
     html: str | None = None,
 ) -> None:
-    """Measure the layers, and predict a step of a pipeline of them.
+    """Measure the layers, and predict a training step of their pipeline.
 
     Args:
-        devices: One for each stage; layers are measured on the first. Stages on one device take turns; a plain cpu is
-            one for each stage.
-        balance: Layers of each stage; by default the best for the measured times.
-        chunks: Micro-batches.
+        devices: One device per stage; layers are measured on the first. Stages on the same device take turns, except on
+            cpu without an index.
+        balance: Number of layers of each stage; by default the best balance for the measured times.
+        chunks: Number of micro-batches.
         schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv or dualpipev.
         checkpoint: never, except_last or always.
         timeout: Seconds to measure for.
-        html: Save the timeline there, as a page.
+        html: Save the timeline to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
@@ -207,18 +204,18 @@ def timeline(
     json: Json = False,
     html: str | None = None,
 ) -> None:
-    """Run a step of a pipeline twice, and show what each stage did in the second.
+    """Run two training steps of a pipeline, and show the timeline of the second.
 
     The loss is the mean square of the output.
 
     Args:
-        devices: One for each stage.
-        balance: Layers of each stage; by default even by the bytes of their parameters.
-        chunks: Micro-batches.
+        devices: One device per stage.
+        balance: Number of layers of each stage; by default balanced by the bytes of their parameters.
+        chunks: Number of micro-batches.
         schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv, dualpipev, or
             auto.
         checkpoint: never, except_last or always.
-        html: Save the timeline there, as a page.
+        html: Save the timeline to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
@@ -227,7 +224,7 @@ def timeline(
         sizes = balance_by_parameters(len(devices), model)
     mini_batch = as_input(model, mini_batch)
     with closing(GPipe(model, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)) as pipe:
-        for _ in range(2):  # the first step opens threads and warms up kernels
+        for _ in range(2):  # the first step starts threads and warms up kernels
             with record() as recorded:
                 pipe.step(mini_batch, loss_fn=mean_square, reduction="mean", schedule=schedule)
     finish(recorded, (lambda: trace(recorded)) if json else None, html, recorded.save)
@@ -236,7 +233,7 @@ def timeline(
 def _training(
     target: str, sample: Sequence[str], loss: str | None, loss_target: Sequence[str] | None, reduction: str | None
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """The model, the mini-batch, and what a step of training takes beside them."""
+    """Return the model, the mini-batch, and the further arguments of a training step."""
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     loss_fn = None if loss is None else load(loss, "loss")
@@ -244,9 +241,9 @@ def _training(
 
 
 def _devices(given: Sequence[str] | None, fake: str | None) -> Sequence[str] | str:
-    """The devices ``given``, or those that are ``fake``; ValueError unless it is one of the two."""
+    """Return the devices ``given``, or the ``fake`` ones; ValueError unless exactly one of the two is set."""
     if fake is None and given is not None:
         return given
     if fake is None or given is not None:
-        raise ValueError(f"devices: give either --devices or --fake, got {'neither' if fake is None else 'both'}")
+        raise ValueError(f"devices: pass either --devices or --fake, got {'neither' if fake is None else 'both'}")
     return fake

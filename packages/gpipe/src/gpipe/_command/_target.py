@@ -1,8 +1,8 @@
-"""Models and samples by name, as command lines take them.
+"""Parse the models and samples named on a command line.
 
-A model is ``package.module:build``: a module of PyTorch, or a function that makes one. A sample is a shape,
-``64,3,224,224``, with a dtype and a bound if it needs them, ``8,128:int64:50257``, and the name of the argument if it
-has one, ``input_ids=8,128:int64:50257``; or ``package.module:function``, which makes it.
+A model is ``package.module:build``: an ``nn.Module``, or a function that returns one. A sample is a shape,
+``64,3,224,224``, optionally with a dtype and an exclusive upper bound, ``8,128:int64:50257``, and with the name of an
+argument, ``input_ids=8,128:int64:50257``; or ``package.module:function``, which returns the sample.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>\w
 
 
 def load(path: str, what: str) -> Any:
-    """The object that ``package.module:name`` names. Modules in the working directory are found too.
+    """Import the object ``package.module:name``. Modules in the working directory can be imported as well.
 
     Args:
-        path: the name.
-        what: the argument, for errors.
+        path: the module and the name.
+        what: the name of the argument in errors.
 
     Returns:
         The object.
 
     Raises:
-        ValueError: ``path`` is no such text.
-        ImportError, AttributeError: there is no such module, or no such name in it.
+        ValueError: ``path`` does not have this form.
+        ImportError, AttributeError: the module, or the name in it, does not exist.
     """
     module, _, name = path.partition(":")
     if not (module and name):
         raise ValueError(f"{what}: expected package.module:name, got {path!r}")
-    if os.getcwd() not in sys.path:  # where `python -m` looks, and a console script does not
+    if os.getcwd() not in sys.path:  # `python -m` adds it, but a console script does not
         sys.path.insert(0, os.getcwd())
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def model_of(path: str) -> nn.Module:
-    """The model that ``package.module:build`` names or returns."""
+    """Return the model ``package.module:build``, or the model that this function returns."""
     found = load(path, "target")
     model = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not isinstance(model, nn.Module):
@@ -53,20 +53,20 @@ def model_of(path: str) -> nn.Module:
 
 
 def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
-    """The sample that ``texts`` describe: a random tensor, a dict of tensors if they have names, a tuple if several.
+    """Create a sample from ``texts``: a random tensor, a tuple if there are several, or a dict if they have names.
 
     >>> sample_of(["4,3"]).shape
     torch.Size([4, 3])
     >>> sample_of(["tokens=2,5:int64:10"])["tokens"].dtype
     torch.int64
     """
-    # A shape with a dtype has a colon too.
+    # A shape with a dtype contains a colon as well.
     if len(texts) == 1 and ":" in texts[0] and _SHAPE.fullmatch(texts[0]) is None:
         return load(texts[0], what)()
     parsed = [_tensor(text, what) for text in texts]
     names = [name for name, _ in parsed if name is not None]
     if len(set(names)) != len(names) or len(names) not in (0, len(parsed)):
-        raise ValueError(f"{what}: expected names for all arguments, or none, each once; got {' '.join(texts)}")
+        raise ValueError(f"{what}: expected a different name for each argument, or no names; got {' '.join(texts)}")
     tensors = [tensor for _, tensor in parsed]
     if names:
         return dict(zip(names, tensors, strict=True))
@@ -79,8 +79,8 @@ def _tensor(text: str, what: str) -> tuple[str | None, Tensor]:
     whole = isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
     if match is None or not isinstance(dtype, torch.dtype) or (match["below"] and not whole):
         raise ValueError(
-            f"{what}: expected a shape such as 64,3,224,224, one with a name, a dtype and a bound for whole numbers, "
-            f"such as input_ids=8,128:int64:50257, or package.module:function; got {text!r}"
+            f"{what}: expected a shape such as 64,3,224,224, a shape with a name, a dtype and an upper bound for "
+            f"integers, such as input_ids=8,128:int64:50257, or package.module:function; got {text!r}"
         )
     shape = [int(size) for size in match["shape"].split(",")]
     if whole:

@@ -40,7 +40,7 @@ class Pipeline:
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
         trainers: the threads that have run the pipe with gradients.
-        has_told_of_one: whether it was logged that a mini-batch is a single micro-batch.
+        has_warned_of_one: whether the first mini-batch that trains was checked for being a single micro-batch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Pipeline:
         self.begins = all(stage.index == 0 for stage in stages[:1])
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
         self.trainers = WeakSet[Thread]()
-        self.has_told_of_one = False
+        self.has_warned_of_one = False
         interception.prepare()
         _attention.prepare()
         _parametrized.prepare()

@@ -1,1 +1,1 @@
-"""GPipe as a module: its arguments, layers, partitions and devices, and what it refuses."""
+"""GPipe as an ``nn.Module``: its arguments, layers, partitions and devices, and the checks of all of them."""

@@ -1,4 +1,4 @@
-"""Which sequential containers a pipe accepts: those that only compute their layers."""
+"""Accept only sequential containers that do nothing but run their layers in order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 
 from .._hooks import hook_kinds
 
-# Attributes that a subclass may define: none of them changes what is computed or kept.
+# Attributes that a subclass may define, because they affect neither results nor state.
 _HARMLESS = ("_get_name", "extra_repr", "dump_patches", "call_super_init")
 _SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__")
 
 
 def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ()) -> None:
-    """Raise TypeError unless ``module``, or a class that is ``known``, only computes its layers in order.
+    """Raise TypeError unless ``module`` only runs its layers in order. Methods of ``known`` classes are allowed.
 
     A pipe takes the layers out of their container, and would lose its methods, parameters, buffers and hooks.
     """
@@ -23,7 +23,7 @@ def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ())
         raise TypeError(
             "a pipe computes the layers of an nn.Sequential and nothing else, but this "
             f"{type(module).__name__} {'; it '.join(problems)}; "
-            "let a layer do it, or a module around the pipe, or take the layers alone: "
+            "move this to a layer or to a module around the pipe, or pass only the layers: "
             "nn.Sequential(OrderedDict(model.named_children()))"
         )
 
@@ -43,10 +43,10 @@ def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[
             continue
         names = [name for name in vars(owner) if hasattr(nn.Sequential, name) and not _harmless(name)]
         if names:
-            yield f"has {_listed(names)} of its own, by class {owner.__qualname__}"
+            yield f"overrides {_listed(names)} in class {owner.__qualname__}"
     own = [name for name in vars(module) if callable(getattr(nn.Sequential, name, None))]
     if own:
-        yield f"has {_listed(own)} of its own, set on the instance"
+        yield f"overrides {_listed(own)} on the instance"
 
 
 def _harmless(name: str) -> bool:
@@ -61,7 +61,7 @@ def _belongings(module: nn.Module) -> Iterator[str]:
             yield f"owns {what} {_listed(names)}"
     empty = [name for name, layer in module._modules.items() if layer is None]
     if empty:
-        yield f"has no layer under {_listed(empty)}, where it is None"
+        yield f"has no layer under {_listed(empty)}, but None"
     hooks = hook_kinds(module)
     if hooks:
         yield f"has {', '.join(hooks)}, which can be registered on the pipe or on a layer instead"

@@ -1,4 +1,4 @@
-"""Check mini-batches and targets, move them to their device, and cut them by rows."""
+"""Validate mini-batches and targets, move them to their device, and split them by rows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from microbatch import (
 
 from ..values._constants import is_constant
 from ..values._leaves import Arguments
-from ._arguments import meant_by
+from ._arguments import closest_name
 
 
 class Checked(NamedTuple):
-    """A value that can be cut.
+    """A value that can be split.
 
     Attributes:
-        bare: the value as it was passed, without rules around its parts.
-        spec: a spec with these rules.
+        bare: the value without the rules that the caller wrapped around its parts.
+        spec: a spec that contains these rules.
         root: the name of the value in errors.
     """
 
@@ -45,9 +45,9 @@ class Checked(NamedTuple):
 
 
 def checked(value: Any, spec: Any, root: str = "input") -> Checked:
-    """Check that ``value`` can be cut as ``spec`` says. Other leaves than tensors are passed whole to each micro-batch.
+    """Check that ``value`` can be split according to ``spec``. Non-tensor leaves are passed whole to each micro-batch.
 
-    If ``spec`` is a tree, it has to contain ``Replicate()`` for these.
+    If ``spec`` is a tree, it must contain ``Replicate()`` for them.
     """
     if isinstance(value, Tensor) and spec is None:
         return Checked(value, None, root)
@@ -63,9 +63,9 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 
 
 def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """The rules of those keywords that this call has; ValueError if one of the others may be misspelt."""
+    """Return the rules for the keywords of this call; ValueError if a rule's name looks like a misspelled keyword."""
     for name in spec.keys() - kwargs.keys():
-        if meant := meant_by(name, kwargs.keys() - spec.keys()):
+        if meant := closest_name(name, kwargs.keys() - spec.keys()):
             raise ValueError(
                 f"the spec of the {root} has a rule for {name!r}, which is not given; did you mean {meant!r}?"
             )
@@ -73,18 +73,23 @@ def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dic
 
 
 def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tuple[list[Batch], Versions]:
-    """The micro-batches of ``value`` on ``device``, and what makes in-place changes known between both.
+    """Split ``value`` on ``device`` into micro-batches.
 
-    ``least`` is the number of rows that each needs.
+    Args:
+        chunks: the maximum number of micro-batches.
+        least: the minimum number of rows per micro-batch.
+
+    Returns:
+        The micro-batches, and an object that synchronizes the version counters of the mini-batch and of its parts.
     """
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
-    # Each view has its own version counter: a layer in place on one does not count as a change of the others.
+    # Each view has its own version counter, so an in-place layer on one does not count as a change of the rest.
     return scatter_views(there, chunks, value.spec, value.root, least=least)
 
 
 def are_cut_by_rows(value: Checked, name: str = "labels") -> bool:
-    """Return whether tensors are cut along dimension 0, and the keyword ``name`` among them."""
+    """Return whether the keyword ``name`` is split, and all tensors that are split are split along dimension 0."""
     leaves, tree = flatten(value.bare)
     found = rules(value.bare, value.spec, value.root)
     by_name: Any = unflatten(
@@ -103,24 +108,24 @@ def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
     # Equal numbers of micro-batches do not suffice: 3 rows in 2 chunks are 2 and 1, but 4 rows are 2 and 2.
     if any(column not in others for column in own):
         raise ValueError(
-            f"target has {_described(own)}, the input {_described(others)}; a target has a row for each row of the "
-            "input; reshape it, or put Split(..., dim) or Replicate(...) around a part of it with other rows"
+            f"target has {_described(own)}, but the input has {_described(others)}; a target needs one row per input "
+            "row: reshape it, or wrap parts with different rows in Split(..., dim) or Replicate(...)"
         )
 
 
 def expect_proportional(inputs: Sequence[Batch]) -> None:
-    """Raise ValueError unless tensors of n and of k·n rows are cut at the same samples.
+    """Raise ValueError unless tensors with n and k·n rows are split at the same samples.
 
-    10 rows in 4 chunks are 3, 3, 3 and 1, where 20 are 5 each.
+    In 4 chunks, 10 rows are split into 3, 3, 3 and 1, but 20 rows into 5 each.
     """
     if len(inputs[0].rows) < 2:
         return
     first, *others = columns = _columns(inputs)
     if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
         raise ValueError(
-            f"tensors of the input have {_described(columns)}, which do not belong together; give all a row for each "
-            "sample, or as many for each that both divide evenly into the chunks; or put Replicate(...) around one "
-            "that goes whole to each micro-batch, Split(..., counts=...) around one with other numbers for each sample"
+            f"tensors of the input have {_described(columns)}, which cannot be split at the same samples; give all the "
+            "same number of rows per sample, wrap a tensor that every micro-batch needs whole in Replicate(...), and "
+            "one with varying rows per sample in Split(..., counts=...)"
         )
 
 
@@ -139,7 +144,7 @@ def _described(columns: Sequence[tuple[int, ...]]) -> str:
 
 
 def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> Arguments:
-    """``value`` with ``Replicate()`` around constants among the keywords that a spec has not ``named``."""
+    """Wrap constants in ``value`` in ``Replicate()``, except for the keywords that a spec has ``named``."""
     kept = {name: Replicate(each) for name, each in value.kwargs.items() if name in named}
     found = replicated(Arguments(tuple(map(Replicate, value.args)), {**value.kwargs, **kept}), root)
     return Arguments(
@@ -148,18 +153,23 @@ def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> A
 
 
 _WAY_OUT = (
-    "make a tensor of it, or put Replicate() around it if each micro-batch is to get it whole, or microbatch.Entries() "
-    "if it is a list with an entry for each row"
+    "convert it to a tensor, wrap it in Replicate() if every micro-batch needs it whole, or wrap it in "
+    "microbatch.Entries() if it is a list with one entry per row"
 )
 _CUT = Tensor | Split | Replicate | Entries
-"""Leaves that say how they are cut."""
+"""Types of leaves with a known rule for splitting."""
 
 
 def replicated(value: Any, root: str, dim: int = 0) -> Any:
-    """``value``, called ``root`` in errors, with ``Replicate()`` around constants, such as numbers and strings.
+    """Wrap constants in ``value``, such as numbers and strings, in ``Replicate()``, if it contains tensors.
 
-    A value without tensors does not change. TypeError if another leaf is no tensor, or a list of constants has as many
-    entries as the mini-batch has rows, along ``dim``: they would not be cut.
+    Args:
+        root: the name of the value in errors.
+        dim: the dimension of rows.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a constant, or a list of constants has one entry per row of the
+            mini-batch, and would not be split.
     """
     if is_flat(value):
         return value
@@ -170,14 +180,14 @@ def replicated(value: Any, root: str, dim: int = 0) -> Any:
     for found in _lists(value):
         if len(found) in totals:
             raise TypeError(
-                f"{root} has a {type(found).__name__} of {len(found)}, as many as the mini-batch has rows, but cannot "
-                f"be cut into micro-batches: {found!s:.60}; {_WAY_OUT}"
+                f"{root} has a {type(found).__name__} of {len(found)} entries, one per row of the mini-batch, which "
+                f"cannot be split into micro-batches: {found!s:.60}; {_WAY_OUT}"
             )
     for k, leaf in enumerate(leaves):
         if leaf is not None and not isinstance(leaf, _CUT):
             if not is_constant(leaf):
                 path = list(leaf_paths(value, root))[k]
-                raise TypeError(f"{path} is of type {type(leaf).__name__}, which cannot be cut by rows; {_WAY_OUT}")
+                raise TypeError(f"{path} is of type {type(leaf).__name__}, which cannot be split by rows; {_WAY_OUT}")
             leaves[k] = Replicate(leaf)
     return unflatten(leaves, tree)
 
@@ -194,7 +204,7 @@ def _lists(value: Any) -> Iterator[Sequence[Any]]:
         parts = list(value.values())
     elif isinstance(value, list | tuple) and not is_constant(value):
         parts = list(value)
-        # With tensors in it, it has as many parts as its author wanted.
+        # A list that contains tensors is a structure, whose length is unrelated to rows.
         if not any(isinstance(leaf, _CUT) for leaf in flatten(value)[0]):
             yield value
     else:

@@ -1,4 +1,4 @@
-"""Models with data, and models on ``meta``."""
+"""Detect models on ``meta``, whose tensors have no values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def has_data(model: nn.Module) -> bool:
 
 
 def expect_data(model: nn.Module, what: str) -> None:
-    """Raise ValueError if ``model``, which ``what`` runs, is on ``meta``."""
+    """Raise ValueError if ``model`` is on ``meta``, because ``what`` has to run it."""
     if not has_data(model):
         raise ValueError(
-            f"{what} runs the model, which is on 'meta' and has no data; give it one with data, such as a few of its "
-            "layers, or balance by bytes: gpipe.balance.balance_by_size(..., device='meta')"
+            f"{what} runs the model, which is on 'meta' and has no data; pass a materialized model, such as a few of "
+            "its layers, or balance by bytes: gpipe.balance.balance_by_size(..., device='meta')"
         )

@@ -1,4 +1,4 @@
-"""Move layers to their devices: all of them, or none."""
+"""Move layers to their devices, all or none."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def move(block: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def identities_kept(block: nn.Module) -> Iterator[None]:
-    """A context in which parameters and buffers keep their identity when ``block`` is moved or changes its dtype.
+    """Preserve the identity of parameters and buffers while ``block`` is moved or cast to a different dtype.
 
-    Torch replaces buffers, and parameters if they go to a device of another type. But those of a flattened model must
-    remain the model's own, shared ones shared, and an optimizer's those that are trained.
+    Torch replaces buffers, and also parameters if the device type changes. Here they must stay the objects that the
+    model, other partitions and optimizers refer to.
     """
     held: list[dict[str, Any]] = [own for m in block.modules() for own in (m._parameters, m._buffers)]
     before = [(own, name, tensor) for own in held for name, tensor in own.items()]
@@ -46,30 +46,30 @@ def identities_kept(block: nn.Module) -> Iterator[None]:
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
-    """Raise ValueError, naming the tensor, if ``block`` cannot be moved to ``device`` without loss of data."""
+    """Raise ValueError if a tensor in ``block`` has no data to move to ``device``, or would lose its data there."""
     for name, tensor in chain(block.named_parameters(), block.named_buffers()):
         if tensor.is_meta != (device.type == "meta") and not is_lazy(tensor):
             raise ValueError(
-                f"{name!r} of partition {partition} is on {str(tensor.device)!r} and cannot go to {str(device)!r}: "
-                + (_NO_DATA if tensor.is_meta else _DATA_LOST)
+                f"{name!r} of partition {partition} is on {str(tensor.device)!r} and cannot be moved to "
+                f"{str(device)!r}: " + (_NO_DATA if tensor.is_meta else _DATA_LOST)
             )
 
 
-_DATA_LOST = "what is on 'meta' has no data; give a device that can hold it, such as 'cpu'"
+_DATA_LOST = "tensors on 'meta' have no values; pass a device that can hold them, such as 'cpu'"
 _NO_DATA = (
     "there is no data to move; pass GPipe(..., init=...): 'reset' for the layers' own reset_parameters(), a function "
-    "of a module, a state dict, or the path of a checkpoint; or call to_empty(device='cpu') and initialise it first"
+    "of a module, a state dict, or the path of a checkpoint; or call to_empty(device='cpu') and initialize it first"
 )
 
 
 @contextmanager
 def untouched_on_failure(root: nn.Module) -> Iterator[None]:
-    """A context that restores everything in ``root`` if it raises: modules, parameters, buffers, and their devices."""
+    """If the body raises, restore everything in ``root``: modules, parameters, buffers, and their devices."""
     every = [each for m in root.modules() for each in (vars(m), m._modules, m._parameters, m._buffers)]
     held = [each for each in every if isinstance(each, dict)]  # scripted modules have no dicts
     entries = [(each, dict(each)) for each in held]
     tensors = [(t, t.data, t.grad if t.is_leaf else None) for t in (*root.parameters(), *root.buffers())]
-    # Moving a module keeps the identity of a parameter and of its gradient, and replaces the data of both.
+    # Moving a module keeps a parameter and its gradient as objects, and replaces the data of both.
     gradients = [(grad, grad.data) for _, _, grad in tensors if grad is not None]
     try:
         yield
@@ -82,16 +82,16 @@ def untouched_on_failure(root: nn.Module) -> Iterator[None]:
                 give_data(tensor, data)
         for gradient, data in gradients:
             gradient.data = data
-        for tensor, _, grad in tensors:  # last: torch checks that both are on one device
+        for tensor, _, grad in tensors:  # last, because torch checks that both are on the same device
             if grad is not None:
                 tensor.grad = grad
         raise
 
 
 def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
-    """Raise TypeError if ``fn``, which a module applies to all its ``tensors``, would move one to another device."""
+    """Raise TypeError if ``fn``, as passed to ``nn.Module._apply``, would move one of the ``tensors``."""
     for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
-        # The function is a closure of torch that only tensors can be asked about: one without elements costs nothing.
+        # A closure of torch shows its effect only on a tensor. An empty one costs nothing.
         there = fn(torch.empty(0, dtype=dtype, device=device)).device
         if there != device:
             raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")
@@ -100,33 +100,33 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
 def device_map(
     layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]
 ) -> dict[str, str | torch.device]:
-    """The device of each layer and parameter, by name. accelerate moves a model whose map has less than two entries."""
+    """Map names of layers and parameters to devices. accelerate moves a model whose map has fewer than two entries."""
     places = layers | {name: parameter.device for name, parameter in parameters}
-    # Torch knows no numbers of CPUs. The string "cpu" would be for offloaded weights, which peft moves.
+    # Without an index for CPUs, and not the string "cpu", which marks offloaded weights: peft would move them.
     return {name: torch.device("cpu") if place.type == "cpu" else str(place) for name, place in places.items()}
 
 
 def replicating_denied() -> RuntimeError:
     return RuntimeError(
-        "nn.DataParallel cannot replicate a pipe, which computes on devices of its own; use the devices for more "
-        "partitions, DistributedDataParallel for more processes, or with Hugging Face's Trainer let this process see "
-        "only the devices of the pipe (CUDA_VISIBLE_DEVICES)"
+        "nn.DataParallel cannot replicate a pipe, which already has its own devices; use the other devices for more "
+        "partitions, use DistributedDataParallel with more processes, or with Hugging Face's Trainer make only the "
+        "pipe's devices visible to this process (CUDA_VISIBLE_DEVICES)"
     )
 
 
 def moving_denied(how: str) -> TypeError:
     return TypeError(
         f"denied to move parameters and buffers by {how}, because GPipe manages device placement; pass devices=... "
-        "when you make it, and move the modules around it separately"
+        "when creating it, and move the modules around it separately"
     )
 
 
 def swap_data(tensor: Tensor, other: Tensor) -> None:
-    """Give ``tensor`` the device and data of ``other``. It keeps its identity, class, attributes and hooks.
+    """Give ``tensor`` the device and data of ``other``; it keeps its identity, class, attributes and hooks.
 
-    So parameters remain tied, and references to them remain valid.
+    Parameters thus remain tied, and references to them remain valid.
     """
-    # `tensor.data = ...` cannot change a tensor from or to meta.
+    # `tensor.data = ...` cannot move a tensor from or to meta.
     before, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     swap_implementations(tensor, other)
     if before:
@@ -139,11 +139,11 @@ def swap_data(tensor: Tensor, other: Tensor) -> None:
 def give_data(tensor: Tensor, other: Tensor) -> None:
     try:
         tensor.data = other
-    except RuntimeError:  # torch allows this between the usual types of devices only
+    except RuntimeError:  # torch allows this only between common device types
         swap_data(tensor, leaf_of(other, tensor.requires_grad))
 
 
 def leaf_of(data: Tensor, requires_grad: bool) -> Tensor:
-    """``data`` as a separate tensor, for :func:`swap_data`."""
-    # Not by detach(), after which torch forbids `.data = ...`.
+    """Return ``data`` as a separate leaf tensor, for :func:`swap_data`."""
+    # Not detach(): torch forbids `.data = ...` on its result.
     return nn.Parameter(data, requires_grad=requires_grad)

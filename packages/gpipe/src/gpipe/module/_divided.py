@@ -1,4 +1,4 @@
-"""The layers of a pipe: registered under the names that they have in the model, and listed by partition."""
+"""The layers of a pipe, registered under the model's names and grouped by partition."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ Pipe = TypeVar("Pipe", bound="Divided")
 
 
 class Divided(nn.Module):
-    """The part of a pipe that holds its layers."""
+    """Hold the layers of a pipe."""
 
     _balance: list[int]
     _checkpoint: Modes
     _partitions: nn.ModuleList
     _pipeline: Pipeline
     _model: nn.Module | None = None
-    """The model that the layers belong to, or the part of it that is in this process."""
+    """The model that contains the layers, or the part of it that is in this process."""
     _laid_out: list[list[nn.Module]]
-    """The layers of each partition that the stages were made of."""
-    _ANEW = "; make a new pipe of its layers or others: GPipe(pipe[:], balance=...); the same optimizer may go on"
+    """The layers of each partition when the stages were created."""
+    _ANEW = "; build a new pipe, as in GPipe(pipe[:], balance=...), and keep the optimizer"
 
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
-        """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
+        """Register the layers of ``partitions`` under the names of the wrapped module, whatever the balance.
 
-        Of layers from inside of a model, its own modules are registered, in its own order.
+        If the layers were taken out of a model, its modules are registered instead, in their order in the model.
         """
         model = tree_of(layers, partitions)
         if model is None:
             for partition in partitions:
-                self._modules.update(partition._modules)  # where a layer may have the name of an attribute
+                self._modules.update(partition._modules)  # not add_module: a layer may have the name of an attribute
         else:
-            # The dicts themselves, so that whatever is set on the model later is the pipe's too.
+            # The dicts themselves, so that later changes of the model also apply to the pipe.
             self.__dict__.update({name: vars(model)[name] for name in _REGISTERED})
-        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers. The model comes first, so
-        # that it is copied before the layers that look at it.
+        # Set without nn.Module.__setattr__, which would register the layers twice. The model is the first entry, so
+        # that deepcopy copies it before the layers that refer to it.
         self.__dict__.update(_model=model, _partitions=partitions)
 
     @property
@@ -52,7 +52,7 @@ class Divided(nn.Module):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers in this process by partition: a view, which must not be changed."""
+        """The layers in this process by partition: a view that must not be modified."""
         return self._partitions
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -64,33 +64,33 @@ class Divided(nn.Module):
         return [list(partition._modules.values()) for partition in self._partitions]  # type: ignore[arg-type]
 
     def _expect_layers(self) -> None:
-        """Before a run: expect the layers that the stages were made of."""
+        """Raise RuntimeError if layers were added, removed or replaced since the stages were created."""
         held = self._held()
         moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
         if moved or held != self._laid_out:
             raise RuntimeError(
-                "the layers of this pipe, or of its partitions, are not those that it was made of: some were added, "
-                f"removed or replaced{self._ANEW}"
+                "layers of this pipe, or of its partitions, were added, removed or replaced after it was created"
+                f"{self._ANEW}"
             )
 
     def _layers(self) -> dict[str, nn.Module]:
         return {name: layer for partition in self._partitions for name, layer in partition.named_children()}
 
     def _end(self, at: int) -> nn.Module:
-        """The first layer of this process for 0, the last for -1."""
+        """Return the first layer of this process for 0, the last for -1."""
         layer = [*self._partitions[at]._modules.values()][at]
         assert layer is not None
         return layer
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
-        """Set the mode of the layers, as any module does."""
+        """Set the training mode of all layers, as for any module."""
         super().train(mode)
         self._partitions.train(mode)
         return self
 
     @property
     def training(self) -> bool:
-        """Whether the pipe is in training mode; of a model, whether that is."""
+        """True in training mode; a pipe of a model has the mode of the model."""
         mode: bool = vars(self)["training"] if self._model is None else self._model.training
         return mode
 
@@ -99,7 +99,7 @@ class Divided(nn.Module):
         vars(self if self._model is None else self._model)["training"] = mode
 
     def _follow_model(self, inputs: Any, part: nn.Module | None = None) -> None:
-        """Before a run: expect the layers that the stages were made of. RuntimeError if one was replaced."""
+        """Check the layers before a run; RuntimeError if one was replaced."""
         self._expect_layers()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -107,7 +107,7 @@ class Divided(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _size(self, microbatches: int, *, trains: bool) -> Size:
-        """The size of a run; nothing is checkpointed in evaluation mode, nor where no backward follows."""
+        """Return the size of a run. Without a backward, and in evaluation mode, no stage is checkpointed."""
         modes = self._checkpoint if self.training and trains else "never"
         return self._pipeline.size(microbatches, checkpoint_stops(modes, microbatches, len(self._balance)))
 

@@ -1,4 +1,4 @@
-"""Layers whose gradient depends on the whole mini-batch: those of micro-batches do not add up to it."""
+"""Reject layers whose gradients for micro-batches do not add up to the gradient for the mini-batch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def expect_sums(module: nn.Module, chunks: int) -> None:
-    """Raise ValueError if a layer of ``module`` scales gradients by frequencies, and there are several ``chunks``.
+    """Raise ValueError if an embedding in ``module`` has ``scale_grad_by_freq`` and there are several ``chunks``.
 
-    ``scale_grad_by_freq`` divides the gradient of a word by how often the word occurs: in a micro-batch, while the
-    plain model counts the mini-batch. Also where the layer is frozen, since it may be trained later.
+    This option divides the gradient of a word by its number of occurrences, which would be counted per micro-batch
+    instead of in the mini-batch. Frozen layers are rejected as well, because they may be unfrozen later.
     """
     if chunks == 1:
         return
@@ -17,5 +17,5 @@ def expect_sums(module: nn.Module, chunks: int) -> None:
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.scale_grad_by_freq:
             raise ValueError(
                 f"chunks={chunks}: {name!r} ({type(each).__name__}) has scale_grad_by_freq=True, which would count "
-                "words by micro-batch, and not in the mini-batch; set that to False, or use chunks=1"
+                "words per micro-batch instead of in the mini-batch; set it to False, or use chunks=1"
             )

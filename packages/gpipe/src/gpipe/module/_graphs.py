@@ -1,7 +1,6 @@
-"""Detect CUDA graphs in layers, which a pipeline refuses.
+"""Detect layers that replay CUDA graphs, which a pipeline cannot run.
 
-A graph writes its outputs, and what its backward needs, into the same memory at each replay, while a pipeline still
-needs those of the micro-batch before.
+Every replay overwrites the outputs and saved tensors of the previous micro-batch, while a pipeline still needs them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ def expect_no_graphs(block: nn.Module, device: torch.device, partition: int) -> 
     for name, module in block.named_modules() if device.type == "cuda" else ():
         if _is_graphed(module) or any(map(_has_graphs, _compilers(module))):
             raise ValueError(
-                f"{name!r} of partition {partition} replays a CUDA graph, by torch.compile or "
-                "torch.cuda.make_graphed_callables, whose memory the next micro-batch would overwrite while this one "
-                "is still needed; use torch.compile(mode='default' or 'max-autotune-no-cudagraphs'), or the plain layer"
+                f"{name!r} of partition {partition} replays a CUDA graph (torch.compile or "
+                "torch.cuda.make_graphed_callables), so the next micro-batch would overwrite tensors that this one "
+                "still needs; use torch.compile(mode='default' or 'max-autotune-no-cudagraphs'), or the plain layer"
             )
 
 
@@ -28,7 +27,7 @@ def _is_graphed(module: nn.Module) -> bool:
 
 
 def _compilers(module: nn.Module) -> Iterator[Any]:
-    """The compilers of a module, as ``torch.compile(module)`` and ``module.compile()`` keep them."""
+    """Yield the compilers of a module, as stored by ``torch.compile(module)`` and ``module.compile()``."""
     context = vars(module).get("dynamo_ctx")
     if context is not None:
         yield context.callback

@@ -13,28 +13,28 @@ from microbatch import Arguments
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    if inspect.ismethod(function):  # without its object: a model would live as long as the cache
+    if inspect.ismethod(function):  # without its object, because the cache would keep the model alive
         return _names_of_method(function.__func__)[1:]
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # no signature
         return ()
     return tuple(each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD)
 
 
-# Every run needs them again.
+# Cached, because every run needs them.
 _names_of_method = lru_cache(maxsize=64)(_names)
 
 
 class Inputs(NamedTuple):
-    """Positional and named arguments of a model."""
+    """The positional and keyword arguments of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
-        """Return the arguments in ``value``: named ones for a mapping, positional ones for a tuple, else one."""
+        """Return the arguments in ``value``: keywords for a mapping, positional ones for a tuple, else a single one."""
         if isinstance(value, Arguments):
             return cls(tuple(value.args), dict(value.kwargs))
         if isinstance(value, Mapping):
@@ -45,5 +45,5 @@ class Inputs(NamedTuple):
         return model(*self.args, **self.kwargs)
 
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the arguments by the names that ``function`` has for them, as far as it has any."""
+        """Return a dict of all arguments; positional ones get their parameter names in ``function``, or are omitted."""
         return {**dict(zip(_names(function), self.args, strict=False)), **self.kwargs} if self.args else self.kwargs

@@ -1,4 +1,4 @@
-"""The arguments of the first layer, from those of ``step`` and ``evaluate``: keywords, or one value."""
+"""Bind the arguments of ``step`` and ``evaluate`` to the first layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments, as_arguments
-from ._arguments import meant_by
+from ._arguments import closest_name
 from ._signature import signature_of
 
 
@@ -26,10 +26,10 @@ class Call(NamedTuple):
     """A call of ``step`` or ``evaluate``.
 
     Attributes:
-        method: which of both.
-        input: the first positional argument; :data:`NOTHING` if there is none.
+        method: ``"step"`` or ``"evaluate"``.
+        input: the first positional argument; :class:`NOTHING` if it was omitted.
         target: the second positional argument, or None.
-        arguments: keywords that are not the method's own, hence those of the first layer.
+        arguments: all keywords that are not the method's, so they are for the first layer.
     """
 
     method: str
@@ -47,16 +47,16 @@ class Call(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """The ``normalizer`` as a number, checked, with ``reduction``."""
+        """The ``normalizer`` as a number, after validating it and ``reduction``."""
         if self.reduction not in (None, "mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', or left out; got {self.reduction!r}")
+            raise ValueError(f"reduction must be 'mean', 'sum' or None; got {self.reduction!r}")
         if self.normalizer is None:
             return 1.0
         divisor = _number(self.normalizer)
         if divisor == 0:
-            raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
+            raise ValueError("normalizer must not be 0: the sum of all losses is divided by it")
         if self.reduction != "sum":
-            raise ValueError("normalizer goes with reduction='sum'; it is what the sum of all losses is divided by")
+            raise ValueError("normalizer requires reduction='sum': the sum of all losses is divided by it")
         return divisor
 
     @property
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 
 def given_to(call: Call) -> Any:
-    """The mini-batch of a call, not checked: :data:`NOTHING` if there is none."""
+    """Return the mini-batch of a call, without checks; :class:`NOTHING` if it has none."""
     if not call.arguments:
         return call.input
     args, kwargs = Arguments((), {}) if call.input is NOTHING else as_arguments(call.input)
@@ -80,9 +80,10 @@ def _number(normalizer: Any) -> float:
 
 
 def called_with(layer: nn.Module, call: Call) -> Any:
-    """The mini-batch as the first ``layer`` takes it; TypeError if an argument is missing, unknown, or given twice.
+    """Return the mini-batch in the form that the first ``layer`` accepts. A mapping is one argument, as for any module.
 
-    A mapping is one argument, as in a call of any module; keywords are given by ``**``.
+    Raises:
+        TypeError: an argument is missing, unknown, or passed twice.
     """
     if not call.arguments:
         if call.input is NOTHING:
@@ -92,32 +93,32 @@ def called_with(layer: nn.Module, call: Call) -> Any:
             )
         return call.input
     inputs, kwargs = given_to(call), {} if call.input is NOTHING else as_arguments(call.input)[1]
-    # Asked here and not left to the layer, which fails on a worker, after the batch was cut and moved.
+    # Checked here, because the layer would raise on a worker, after the batch was split and moved.
     signature = signature_of(layer) or _ANYTHING
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():
         raise TypeError(
             f"the first layer is {type(layer).__name__}.forward{signature}; the arguments of "
-            f"{call.method}() do not fit: {problem or 'some keywords are in its input too; pass them once'}"
+            f"{call.method}() do not fit: {problem or 'its input contains some of the keywords; pass them once'}"
         )
     return inputs
 
 
 def _problem(signature: Signature, inputs: Arguments, call: Call) -> str:
-    """What is wrong if ``inputs`` are passed to what has this ``signature``; empty if nothing is."""
+    """Return the problem with passing ``inputs`` to a function with this ``signature``; empty if there is none."""
     names = {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
     clashing = sorted(names & {"target", *call.options})
     if clashing:
         return (
-            f"{', '.join(map(repr, clashing))} can be meant for {call.method}() too; give what is the layer's as "
-            f"{call.method}(Arguments(args, kwargs), target, ...)"
+            f"{', '.join(map(repr, clashing))} could also be an argument of {call.method}(); pass the layer's "
+            f"arguments as {call.method}(Arguments(args, kwargs), target, ...)"
         )
-    # A layer may take any keywords, and ignore them.
+    # A layer with **kwargs may ignore a misspelled keyword.
     for name in inputs.kwargs.keys() - names:
-        if meant := meant_by(name, call.options):
-            return f"{name!r} is no keyword of {call.method}(); did you mean {meant!r}?"
+        if meant := closest_name(name, call.options):
+            return f"{name!r} is not a keyword of {call.method}(); did you mean {meant!r}?"
     try:
         signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:
-        return f"{error}; leave out what it does not take"
+        return f"{error}; omit arguments that it does not accept"
     return ""

@@ -1,4 +1,4 @@
-"""The argument ``checkpoint`` of a pipe: one mode, or one for each partition."""
+"""The ``checkpoint`` argument of a pipe: one mode, or one per partition."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def checked_modes(checkpoint: Any) -> Modes:
 def expect_fitting(modes: Modes, partitions: int) -> Modes:
     if not isinstance(modes, str) and len(modes) != partitions:
         raise ValueError(
-            f"checkpoint must be one mode, or a list of one for each of the {partitions} partitions; got "
-            f"{len(modes)}: {modes!r}"
+            f"checkpoint must be one mode, or a list with one mode per partition; got {len(modes)} for {partitions} "
+            f"partitions: {modes!r}"
         )
     return modes
 
 
 def laid_out(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -> tuple[list[Stage], SkipLayout]:
-    """A stage for each partition, and the skips between them."""
+    """Return one stage per partition, and the layout of the skips between them."""
     modules = list(partitions)
     layout = inspect_skip_layout(modules)
     return stages_of(modules, devices, layout), layout

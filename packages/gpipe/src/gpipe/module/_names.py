@@ -1,4 +1,4 @@
-"""Layers from inside of containers keep the names of their parameters in state dicts."""
+"""Keep the parameter names of a model in the state dicts of layers that were taken out of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 
 class Part(nn.Module):
-    """A layer from inside of a model. In state dicts its module ``net`` has the name that it has in the model.
+    """A layer that was taken out of a model. In state dicts its module ``net`` keeps its name in the model.
 
     Args:
-        path: this name.
+        net: the module.
+        path: the name of ``net`` in the model.
     """
 
     def __init__(self, net: nn.Module, path: str) -> None:
@@ -22,20 +23,20 @@ class Part(nn.Module):
         self.path = path
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """As of any module, under the model's own names; ``prefix``, that of this layer, is left out."""
+        """Return the state dict under the model's names: ``path`` replaces the name of this layer in ``prefix``."""
         around = prefix[:-1].rpartition(".")[0]
         names = [name for name in (around, self.path) if name]
         prefix = "".join(f"{name}." for name in names)
         return self.net.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def own_names(self) -> dict[str, str]:
-        """For each entry of the state dict, as it is called in the model, its name in this layer."""
+        """Map the names of state dict entries in the model to their names in this layer."""
         around = f"{self.path}." if self.path else ""
         return {around + name: f"net.{name}" for name in self.net.state_dict(keep_vars=True)}
 
 
 def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Rename the entries of ``state`` that belong to parts in ``layers`` to what these are loaded by."""
+    """Rename the entries of ``state`` that belong to a :class:`Part` in ``layers`` from model names to layer names."""
     found: dict[str, Any] = {}
     known: set[str] = set()
     for name, layer in layers._modules.items():
@@ -50,12 +51,12 @@ def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 class Flattened(nn.Sequential):
-    """Layers from inside of a model, under its names. ``model`` is None if some layers are missing."""
+    """The layers of a model, under its parameter names. ``model`` is None if some layers are missing."""
 
     model: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The model first, so that it is copied before the layers that look at it."""
+        """Put the model first, so that deepcopy copies it before the layers that refer to it."""
         return {"model": self.model, **vars(self)}
 
     def __getitem__(self, index: Any) -> Any:
@@ -64,7 +65,7 @@ class Flattened(nn.Sequential):
         return found.of(self.model) if is_all else found
 
     def train(self, mode: bool = True) -> Flattened:
-        """Also the model, whose modes the layers follow in a pipe; last, since it may keep norms in evaluation."""
+        """Set the mode of the layers, then the model's, whose own ``train()`` may keep norms in evaluation mode."""
         super().train(mode)
         if self.model is not None:
             self.model.train(mode)
@@ -80,9 +81,11 @@ class Flattened(nn.Sequential):
 
 
 def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | None:
-    """The model that ``layers`` were made of, with the modules of these ``partitions`` alone, in the model's order.
+    """Return the model of ``layers``, reduced to the modules in ``partitions``, in the order of the model.
 
-    It is the model itself if it has no others, and None if there is none, or it has not all parameters.
+    Returns:
+        The model itself if all its parameters are in ``partitions``; None if ``layers`` has no model, or a parameter of
+        ``partitions`` is not in it.
     """
     model = layers.model if isinstance(layers, Flattened) else None
     partitions = list(partitions)
@@ -96,7 +99,7 @@ def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | N
 
 
 def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collection[Tensor]) -> nn.Module | None:
-    """``module`` if it is among ``modules``, else a copy that has what is among these and ``tensors``, if any."""
+    """Return ``module`` if it is in ``modules``, else a copy reduced to ``modules`` and ``tensors``; None if empty."""
     if module in modules:
         return module
     part = _shell_of(module)
@@ -113,8 +116,8 @@ def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collect
 
 
 def _shell_of(module: nn.Module) -> nn.Module:
-    """Return a shallow copy with the same tensors, children and hooks, in dicts and sets of its own."""
-    shell: nn.Module = object.__new__(type(module))  # some classes refuse copy.copy, such as parametrized ones
+    """Return a shallow copy with the same tensors, children and hooks, but separate dicts and sets."""
+    shell: nn.Module = object.__new__(type(module))  # copy.copy raises for some classes, such as parametrized ones
     for name, value in vars(module).items():
         is_own = isinstance(value, dict | set) and name.startswith("_")
         vars(shell)[name] = copy.copy(value) if is_own else value

@@ -1,4 +1,4 @@
-"""Check a sequential module, and cut it into partitions."""
+"""Validate a sequential module and split it into partitions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BalanceError(ValueError):
 
 
 def recommend_auto_balance(message: str) -> str:
-    """``message``, with an example of how to find a balance.
+    """Append an example of how to find a balance to an error message.
 
     Args:
-        message: the error.
+        message: the error message.
 
     Returns:
-        A text of several lines.
+        The message and the example, in several lines.
 
     >>> print(recommend_auto_balance("no balance"))
     no balance
@@ -61,15 +61,15 @@ A balance says how many layers each partition gets. To find a good one:
 
 
 def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -> None:
-    """Raise unless ``module`` can be cut into stages that share nothing.
+    """Check that ``module`` can be split into stages that share no layer or parameter.
 
     Args:
         module: the model.
         balance: the number of layers of each partition. If given, layers of one partition may share parameters.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers.
-        ValueError: a layer occurs twice, or a parameter in two layers or, given a balance, in two partitions.
+        TypeError: ``module`` is not an ``nn.Sequential``, or does more than run its layers in order.
+        ValueError: a layer occurs twice, or a parameter is in two layers or, with ``balance``, in two partitions.
     """
     expect_sequential(module)
     children = list(module._modules.items())
@@ -81,8 +81,8 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 def expect_sequential(module: object) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; gpipe.GPipe itself, not a "
-            "subclass of it, takes any other model: GPipe(model, devices=...)"
+            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; "
+            "gpipe.GPipe(model, devices=...) itself, but not a subclass, accepts any model"
         )
     expect_plain(module, known=(StageLayers, Flattened))
 
@@ -90,20 +90,20 @@ def expect_sequential(module: object) -> None:
 def split_module(
     module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device]
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """Cut ``module`` into partitions and move each to its device. On any error no layer has moved.
+    """Split ``module`` into partitions and move each to its device. If this fails, no layer has been moved.
 
     Args:
         module: the model; its layers are moved, not copied.
         balance: the number of layers of each partition.
-        devices: at least one for each partition; further ones are ignored.
+        devices: at least one device per partition; further ones are ignored.
 
     Returns:
         ``(partitions, balance, devices)``, of the same length. The layers in a partition keep their names.
 
     Raises:
-        BalanceError: ``balance`` does not fit the number of layers, or is not made of positive integers.
+        BalanceError: the sum of ``balance`` is not the number of layers, or an entry is not positive.
         IndexError: there are fewer devices than partitions.
-        TypeError, ValueError: as for :func:`verify_module`; or a device cannot hold its partition.
+        TypeError, ValueError: the same as for :func:`verify_module`; or a device cannot hold its partition.
     """
     expect_sequential(module)
     sizes = checked_balance(balance, len(module))
@@ -119,7 +119,7 @@ def divide(
     initializer: Initializer | None = None,
     norm_chunks: int = 0,
 ) -> nn.ModuleList:
-    """The partitions of ``module``, each on its place. What several of them share is on that of the first."""
+    """Split ``module`` into partitions on their devices. Shared tensors are placed with the first partition."""
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
     place_partitions(dict(module.named_children()), list(partitions), places, initializer, norm_chunks)
@@ -127,13 +127,13 @@ def divide(
 
 
 def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
-    """The partitions of ``module``. Its layers are not moved."""
+    """Split ``module`` into partitions, without moving its layers."""
     children = list(module._modules.items())
     refuse_duplicate_layers(children)
     partitions = nn.ModuleList()
     for block in _blocks(children, balance):
         partition = StageLayers()
-        partition._modules.update(block)  # past add_module: a layer may have the name of an attribute
+        partition._modules.update(block)  # not add_module: a layer may have the name of an attribute
         partition.training = module.training
         partitions.append(partition)
     return partitions
@@ -146,32 +146,32 @@ def place_partitions(
     initializer: Initializer | None,
     norm_chunks: int,
 ) -> None:
-    """Move each of the ``partitions`` to its place, after all were checked.
+    """Check all ``partitions``, then move each to its device.
 
     Args:
-        layers: the layers of the model, by name.
-        initializer: if given, gives values to what is on ``meta``, on its place.
-        norm_chunks: the ``chunks`` of the deferred batch norms that replace those of the partitions; 0 if none are.
+        layers: maps names to the layers of the model.
+        initializer: initializes tensors on ``meta``; None if there are none.
+        norm_chunks: the ``chunks`` of deferred batch norms, which replace all batch norms; 0 to keep these.
     """
     if initializer is not None:
         expect_materializable(layers, places, initializer)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         if initializer is None:
-            expect_movable(partition, place, j)  # all of them before the first moves
+            expect_movable(partition, place, j)  # all of them, before the first one is moved
         expect_no_graphs(partition, place, j)
     every = nn.ModuleList(partitions)
     with untouched_on_failure(every):
         if initializer is not None:
             materialize(layers, partitions, places, initializer)
-        move_all(partitions, places)  # a shared tensor may be on the device where it was needed last
+        move_all(partitions, places)  # a shared tensor may be on the device of its last partition
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(every, norm_chunks)
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """``balance`` as a list of int; an error unless it assigns each of the ``layers`` to one partition."""
+    """Return ``balance`` as a list of int; raise an error unless its sum is ``layers`` and all entries are positive."""
     example = f"balance={[layers // 2, layers - layers // 2]}"
-    sizes = listed("balance", balance, "a list of the numbers of layers of each partition", example)
+    sizes = listed("balance", balance, "a list with the number of layers of each partition", example)
     for j, size in enumerate(sizes):
         try:
             sizes[j] = whole(size)

@@ -1,7 +1,8 @@
-"""How the losses of micro-batches add up to that of the mini-batch, where that is known.
+"""Determine how the losses of micro-batches add up to the loss of the mini-batch.
 
-It is known if the caller says so, if ``loss_fn`` returns a :class:`gpipe.LossSum`, or if it is one of torch's losses.
-Nothing is inferred from what a loss function computes: any other loss is computed once, on the outputs of all rows.
+This is known if the caller passes ``reduction``, if ``loss_fn`` returns a :class:`gpipe.LossSum`, if it is one of
+torch's losses, or if the model follows the convention of ``num_items_in_batch``. The code of a loss function is never
+analyzed: any other loss is computed once, on the outputs of the full mini-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ._torch_losses import torch_loss
 
 
 class HasRows(Protocol):
-    """A micro-batch, or what is known of one elsewhere."""
+    """A micro-batch, or a description of one that is in another process."""
 
     @property
     def rows(self) -> Sequence[int]:
@@ -35,12 +36,12 @@ class HasRows(Protocol):
 
 
 class Rule(NamedTuple):
-    """How losses of micro-batches add up.
+    """A weighted sum of the losses of micro-batches.
 
     Attributes:
-        loss_fn: is called with the output of each micro-batch, and its target.
+        loss_fn: called with the output and the target of each micro-batch.
         weights: the weight of each loss, a number or a tensor; None if ``loss_fn`` returns a :class:`LossSum`.
-        more: for each micro-batch, further arguments of ``loss_fn``.
+        more: the further arguments of ``loss_fn`` for each micro-batch.
     """
 
     loss_fn: LossFunction
@@ -49,11 +50,11 @@ class Rule(NamedTuple):
 
 
 def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_sums: bool, adds: bool) -> Rule | None:
-    """The rule for a call of ``step`` or ``evaluate``; None if it is not known how the losses add up.
+    """Return the rule for a call of ``step`` or ``evaluate``; None if it is not known how the losses add up.
 
     Args:
         batches: the micro-batches, with their numbers of rows.
-        out_spec: of the pipe, which says how an output that is the loss is joined.
+        out_spec: the pipe's ``out_spec``; ``Mean`` and ``Sum`` determine how outputs that are losses add up.
         returns_sums: whether ``loss_fn`` is known to return a :class:`LossSum`.
         adds: whether the model computes its loss by the convention of ``num_items_in_batch``.
     """
@@ -80,14 +81,14 @@ def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_su
 
 
 def shares_of(batches: Sequence[HasRows]) -> list[float]:
-    """The share of all rows that each micro-batch has."""
-    # The first number of rows is that of the samples, also where other tensors have several rows for each.
+    """Return each micro-batch's fraction of the rows of the mini-batch."""
+    # The first tensor has one row per sample, even if others have several.
     rows = [batch.rows[0] for batch in batches]
     return [row / max(1, sum(rows)) for row in rows]
 
 
 def _cut_alike(rows: int, batches: Sequence[HasRows]) -> tuple[int, ...]:
-    """The rows of micro-batches of a target of so many ``rows``, if a tensor of the input has as many; else nothing."""
+    """Return the sizes of the parts of a target of ``rows`` rows, if an input tensor has that many; else ``()``."""
     columns = zip(*[batch.rows for batch in batches], strict=True)
     return next((column for column in columns if sum(column) == rows), ())
 
@@ -97,58 +98,57 @@ def has_loss(schedule: Schedule | str | None) -> bool:
 
 
 def is_left_open(schedule: Schedule | str | None) -> bool:
-    """Whether the caller leaves it to the pipe which schedule a step has."""
+    """Return whether the caller lets the pipe choose the schedule of a step."""
     return schedule is None or (isinstance(schedule, str) and schedule.lower() == "auto")
 
 
 def named_for(schedule: str | None, *, whole: bool) -> str:
-    """The name of the schedule: by default, the one that holds the least for this kind of loss."""
+    """Return the name of the schedule: by default, the one with the lowest memory for this kind of loss."""
     if whole and is_left_open(schedule):
         return "fill_drain"
     return "1f1b" if schedule is None else schedule
 
 
 def unlike(call: Call, schedule: Schedule | str | None) -> Callable[[LossValue], ValueError]:
-    """What makes the error for a loss function that does not return what its rule says."""
+    """Return a function that makes the error for a loss that contradicts its rule."""
 
     def error(value: LossValue) -> ValueError:
         if value.count is not None and call.reduction is None:
             return ValueError(
-                "the last layer returned a LossSum, by which losses are combined, beside out_spec=; make the pipe "
-                "without it"
+                "the last layer returned a LossSum, which conflicts with out_spec=; create the pipe without it"
             )
         if value.count is not None:
             return ValueError(
-                f"loss_fn returned a LossSum, by which losses are combined, beside reduction={call.reduction!r}; "
-                "return a scalar, or leave out reduction= and normalizer="
+                f"loss_fn returned a LossSum, which conflicts with reduction={call.reduction!r}; return a scalar, or "
+                "omit reduction= and normalizer="
             )
         if call.loss_fn is None:
             return ValueError(
-                "the last layer returned the loss of a micro-batch, of which is not known how those of all add up; say "
-                'that it is a mean over rows, or a sum: reduction="mean" or "sum"; or return gpipe.LossSum(total, '
+                "the last layer returned the loss of a micro-batch, but it is not known how these losses add up; pass "
+                'reduction="mean" for a mean over rows, or reduction="sum" for a sum, or return gpipe.LossSum(total, '
                 "count)"
             )
         if schedule is None:
             return ValueError(
-                f"loss_fn returned a scalar, and a LossSum before, or by its annotation; {_WAYS}; or give "
-                "another function for each kind"
+                "loss_fn returned a scalar, but is annotated to return a LossSum, or has returned one before; "
+                f"{_WAYS}; or use a separate function for each kind"
             )
         return ValueError(
-            "loss_fn returned a scalar, of which is not known how those of micro-batches add up, and "
-            f"{_titled(schedule)} begins backwards before all forwards are done; {_WAYS}; or leave out schedule=: then "
-            "the loss is computed once, on the outputs of all rows"
+            "loss_fn returned a scalar, but it is not known how the losses of micro-batches add up, and "
+            f"{_titled(schedule)} starts backwards before all forwards have finished; {_WAYS}; or omit schedule=, so "
+            "that the loss is computed once, on the outputs of the full mini-batch"
         )
 
     return error
 
 
 def of_model_under(model: str, schedule: Schedule | str | None) -> ValueError:
-    """The error for a model's own loss under a schedule that cannot wait for all rows."""
+    """Return the error for a model's own loss with a schedule that cannot wait for the full mini-batch."""
     return ValueError(
-        f"{model} computes a loss, of which is not known how those of micro-batches add up, and {_titled(schedule)} "
-        "begins backwards before all forwards are done; leave out schedule=: then the loss is computed once, on all "
-        'rows; or say how they add up: reduction="mean", or "sum" beside num_items_in_batch=; or give a loss_fn that '
-        "returns gpipe.LossSum(total, count), of the part of the output that it needs"
+        f"{model} computes a loss, but it is not known how the losses of micro-batches add up, and {_titled(schedule)} "
+        "starts backwards before all forwards have finished; omit schedule=, so that the loss is computed once, on the "
+        'full mini-batch; or pass reduction="mean", or "sum" with num_items_in_batch=; or pass a loss_fn that returns '
+        "gpipe.LossSum(total, count) for the part of the output that it needs"
     )
 
 
@@ -157,34 +157,34 @@ def _titled(schedule: Schedule | str | None) -> str:
 
 
 _WAYS = (
-    'return gpipe.LossSum(total, count); or say that it is a mean over rows, or a sum: reduction="mean" or "sum"; or '
-    "give one of torch's losses itself, such as F.cross_entropy"
+    'return gpipe.LossSum(total, count); or pass reduction="mean" for a mean over rows, or reduction="sum" for a sum; '
+    "or pass one of torch's losses itself, such as F.cross_entropy"
 )
 
 OF_ALL_ROWS = (
-    "the loss of step() is computed once, on the outputs of all micro-batches, since it is not known how their losses "
-    f"add up: all outputs are kept until then. To begin backwards earlier (1F1B): {_WAYS}"
+    "the loss of step() is computed once, on the outputs of all micro-batches, because it is not known how their "
+    f"losses add up: all outputs are kept until then. To start backwards earlier (1F1B): {_WAYS}"
 )
 
 OF_MODEL = (
-    "the loss of step() is computed once, by the model, on what its blocks returned for all micro-batches, since it is "
-    "not known how their losses add up: all activations are kept until then. To begin backwards earlier (1F1B), say "
-    'how: step(**batch, num_items_in_batch=count, reduction="sum") for a model that divides the sum of its losses by '
-    'that number, reduction="mean" for a mean over rows'
+    "the loss of step() is computed once, by the model, on the outputs of its blocks for all micro-batches, because it "
+    "is not known how their losses add up: all activations are kept until then. To start backwards earlier (1F1B), use "
+    'step(**batch, num_items_in_batch=count, reduction="sum") for a model that divides the sum of its losses by that '
+    'number, or reduction="mean" for a mean over rows'
 )
 
 _LEAST = torch.finfo(torch.float32).tiny
 
 
 class SeenSums:
-    """The loss functions that have returned a :class:`LossSum`, or are annotated so."""
+    """The set of loss functions that have returned a :class:`LossSum`, or are annotated to return one."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
     def add(self, loss_fn: LossFunction) -> None:
         owner, function = _identity(loss_fn)
-        with suppress(TypeError):  # of what cannot be hashed, or referred to weakly
+        with suppress(TypeError):  # unhashable, or without weak references
             self._seen.setdefault(owner, set()).add(function)
 
     def __contains__(self, loss_fn: LossFunction) -> bool:
@@ -199,22 +199,22 @@ class SeenSums:
 
 
 def _identity(loss_fn: LossFunction) -> tuple[Any, Any]:
-    """An object that lives as long as ``loss_fn``, and the function if that is one of its methods."""
-    if inspect.ismethod(loss_fn):  # a new object each time
+    """Return an object that lives as long as ``loss_fn``, and the function if ``loss_fn`` is a bound method."""
+    if inspect.ismethod(loss_fn):  # every access creates a new object
         return loss_fn.__self__, loss_fn.__func__
     return loss_fn, None
 
 
 def _says_so(loss_fn: Any) -> bool:
-    """Whether the annotation of ``loss_fn`` says that it returns a :class:`LossSum`, perhaps with metrics."""
+    """Return whether ``loss_fn`` is annotated to return a :class:`LossSum`, perhaps with metrics."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if not inspect.isroutine(function):
-        function = getattr(type(function), "__call__", None)  # noqa: B004 — the function, for its annotations
+        function = getattr(type(function), "__call__", None)  # noqa: B004 — its annotations are needed
     said = getattr(function, "__annotations__", {}).get("return")
     if isinstance(said, str):
-        try:  # alone, since others may have names that only a type checker sees
+        try:  # alone, because other annotations may use names that exist only under TYPE_CHECKING
             alone: Any = SimpleNamespace(__annotations__={"return": said})
             names = getattr(inspect.unwrap(typing.cast(Any, function)), "__globals__", {})
             said = typing.get_type_hints(alone, names).get("return")

@@ -1,8 +1,8 @@
-"""The class of a pipe, whose ``forward`` has the signature of the first layer's.
+"""Create the class of a pipe: a subclass whose ``forward`` has the first layer's signature.
 
-Frameworks read names of arguments there: Hugging Face's ``Trainer`` keeps the columns of a data set that
-``inspect.signature(model.forward)`` names, finds labels in the signature of ``type(model).forward``, and knows by the
-name of the class of models that answer questions.
+Frameworks read argument names from it: Hugging Face's ``Trainer`` keeps the data set columns that are in
+``inspect.signature(model.forward)``, finds label names in the signature of ``type(model).forward``, and recognizes
+question-answering models by the name of their class.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ Module = TypeVar("Module", bound=nn.Module)
 def class_for(
     kind: type[Module], forward: Callable[..., Any], first: nn.Module | None, *, is_model: bool = False
 ) -> type[Module]:
-    """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer, or of a model.
+    """Return a subclass of ``kind`` whose ``forward`` has the signature of the forward of ``first``.
 
-    Its name is that of ``kind``, and of a model also that of the model: ``GPipeOfBertForQuestionAnswering``.
-    A class with a ``forward`` of its own is returned as it is.
+    Its name is the name of ``kind``, followed by the model's if ``is_model``: ``GPipeOfBertForQuestionAnswering``. If
+    ``kind`` overrides ``forward``, it is returned unchanged.
+
+    Args:
+        kind: the class of the pipe.
+        forward: the ``forward`` that ``kind`` has unless it overrides it.
+        first: the first layer, or the model; None for an empty pipe.
+        is_model: whether ``first`` is a model.
     """
     kind = vars(kind).get("_plain_class", kind)
     signature = None if first is None else signature_of(first)
     if signature is None or kind.forward is not forward:
         return kind
     suffix = f"Of{type(first).__name__}" if is_model else ""
-    # One class for equal signatures and names, so that a pipe and its copy are of one type.
+    # One class per signature and name, so that a pipe and its copy have the same type.
     key = kind, str(signature), suffix
     if key not in _classes:
         members = {
@@ -53,9 +59,9 @@ _classes: dict[tuple[type, str, str], type[Any]] = {}
 
 
 def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> FunctionType:
-    """A copy of the method ``function`` with another ``signature``."""
+    """Return a copy of the method ``function`` with the given ``signature``."""
     assert isinstance(function, FunctionType)
-    # Not functools.wraps: a function around it would be one more frame, which torch.compile traces.
+    # Not functools.wraps: a wrapper would add a frame, which torch.compile traces.
     twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
     twin.__dict__.update(function.__dict__)
     twin.__doc__, twin.__module__, twin.__qualname__ = function.__doc__, function.__module__, function.__qualname__
@@ -81,7 +87,7 @@ def binds(signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> bool:
 
 
 def _reduce(pipe: nn.Module) -> tuple[Any, ...]:
-    """Pickles and copies name the original class; the subclass is made when the layers are there."""
+    """Pickle and copy with the original class; the subclass is recreated once the layers are restored."""
     return _new, (type(pipe)._plain_class,), pipe.__getstate__()  # type: ignore[attr-defined,no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""What a pipe does with a mini-batch and a loss: a step of training, or an evaluation."""
+"""``step`` and ``evaluate``: train or evaluate on one mini-batch with a loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
-from ._training import Unlike, expect_grad_mode, losses_of, returned, tell_of_one, tell_of_settings, whole_loss_of
+from ._training import Unlike, expect_grad_mode, losses_of, returned, warn_about_settings, warn_of_one, whole_loss_of
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
@@ -36,13 +36,13 @@ Made = TypeVar("Made", bound="Stepping")
 
 
 class Asked(NamedTuple):
-    """What a call asks for.
+    """A call of ``step`` or ``evaluate`` with its micro-batches.
 
     Attributes:
-        inputs: of the mini-batch.
-        batches: the micro-batches; in a process without the first stage, what is known of them.
-        kind: the kind of the loss that a model computes, if it may be known that those of micro-batches add up.
-        adds: whether that is known.
+        inputs: the arguments of the first layer, for the full mini-batch.
+        batches: the micro-batches; a process without the first stage has only their numbers of rows.
+        kind: the kind of loss that a model computes; None unless its losses of micro-batches can add up.
+        adds: True if losses of this kind are known to add up.
     """
 
     call: Call
@@ -54,10 +54,10 @@ class Asked(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The micro-batches of a call, and what computes their losses.
+    """The data of a run: micro-batches, and the object that computes their losses.
 
     Attributes:
-        seed: that of random numbers, if processes have agreed on it.
+        seed: the seed of random numbers, if processes have agreed on one.
     """
 
     batches: list[Batch]
@@ -67,39 +67,39 @@ class Prepared(NamedTuple):
 
 
 def without_advice(pipe: Stepping) -> None:
-    """Log no advice on the settings of ``pipe``, which only tries something out."""
-    pipe._told = pipe._told_of_whole = pipe._pipeline.has_told_of_one = True
+    """Disable the warnings about the settings of ``pipe``, because it is only used for a trial."""
+    pipe._has_warned = pipe._has_warned_of_whole = pipe._pipeline.has_warned_of_one = True
 
 
 class Stepping(Divided):
-    """The part of a pipe that computes losses."""
+    """Add ``step`` and ``evaluate`` to a pipe."""
 
     in_spec: Any
     out_spec: Any
     _devices: list[torch.device]
     _chunks: int
     _least_rows = 1
-    """The rows that a micro-batch needs: two if batch norm is deferred, which fails on one."""
-    _told = False  # of settings that are seldom meant
-    _told_of_whole = False
+    """The number of rows that a micro-batch needs: two with deferred batch norm, which fails on a single row."""
+    _has_warned = False  # about settings
+    _has_warned_of_whole = False
     _sums: SeenSums
     _of_models: type[Stepping]
 
     def __new__(cls: type[Made], module: Any = None, *args: Any, **kwargs: Any) -> Made:
-        """A model with a forward of its own gets a class of its own, unless ``cls`` is a subclass of the caller's."""
+        """Create a pipe. The subclass registered for ``cls`` is used for a model that is not an ``nn.Sequential``."""
         has_own = isinstance(module, nn.Module) and not isinstance(module, nn.Sequential)
         made: type[Made] = vars(cls).get("_of_models", cls) if has_own else cls
         return super().__new__(made)
 
     def __init_subclass__(cls, *, of_models: bool = False) -> None:
-        """Register the class that its last base makes of models, if ``of_models``."""
+        """If ``of_models``, register ``cls`` as the class that its last base creates for models."""
         super().__init_subclass__()
         if of_models:
             cls.__bases__[-1]._of_models = cls  # type: ignore[attr-defined]
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches that a mini-batch is cut into; may be set."""
+        """The number of micro-batches that a mini-batch is split into; can be set."""
         return self._chunks
 
     @chunks.setter
@@ -125,56 +125,57 @@ class Stepping(Divided):
     ) -> Any:
         """Compute forward, loss and backward in one call.
 
-        Adds to ``.grad`` what ``loss_fn(model(input), target).backward()`` would, for any loss function. If it is known
-        how the losses of micro-batches add up, a micro-batch begins its backward as soon as its forward is done, so
-        fewer are held at a time: with ``"1f1b"``, n − j on stage j of n. It is known if
+        Accumulates the gradients of ``loss_fn(model(input), target)`` into ``.grad``, for any loss function. If it is
+        known how the losses of micro-batches add up, each backward starts as soon as its forward has finished, so fewer
+        micro-batches are in flight: with ``"1f1b"``, n − j on stage j of n. It is known if
 
-        - ``loss_fn`` returns a :class:`gpipe.LossSum`, and its annotation says so, or it has done so before;
-        - ``reduction`` says that it returns a mean over rows, or a sum;
+        - ``loss_fn`` returns a :class:`gpipe.LossSum`, and is annotated so or has returned one before;
+        - ``reduction`` declares that ``loss_fn`` returns a mean over rows, or a sum;
         - ``loss_fn`` is one of torch's losses, such as ``F.cross_entropy`` or ``nn.MSELoss()``;
         - the model computes the loss, and divides it by an argument called ``num_items_in_batch``.
 
-        Any other loss is computed once, on the outputs of the whole mini-batch, between all forwards and all backwards.
+        Any other loss is computed once, on the outputs of the full mini-batch, between all forwards and all backwards.
 
         Args:
             input: the only argument of :meth:`forward`, which may be a mapping, or :class:`Arguments` for several.
-            target: what ``loss_fn`` compares with; moved to the last device. For losses of micro-batches it is a
-                tensor, or a tree of them, that is cut like ``input``; ``Split(y, dim=1)`` and ``Replicate(y)`` around a
-                part set how. For a loss of all rows it may be anything.
+            target: the second argument of ``loss_fn``; moved to the last device. If losses are computed per
+                micro-batch, a tensor or a tree of tensors that is split like ``input``; wrap parts in
+                ``Split(y, dim=1)`` or ``Replicate(y)`` to change how. If the loss is computed once, any object.
             loss_fn: called with output and target; without a target, with the output alone, or with None if it requires
                 a second argument. Returns a scalar or a :class:`gpipe.LossSum`; either may be followed by a dict of
-                metrics, as in ``(loss, metrics)``. If nothing counts, the loss is nan and the gradients are zeros, as
-                of torch's means. By default the output is the loss, or has it as ``.loss`` or ``["loss"]``.
+                metrics, as in ``(loss, metrics)``. If the total count is 0, the loss is NaN and the gradients are
+                zeros, as for torch's means. By default the output is the loss, or contains it as ``.loss`` or
+                ``["loss"]``.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`. By
                 default ``"1f1b"`` if it is known how losses add up, else ``"fill_drain"``. ``"auto"`` measures the
-                first steps and takes the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``.
+                first steps and selects the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``.
                 ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in
                 ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
             reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, ``"sum"`` if it returns a sum.
-            normalizer: what the ``"sum"`` is divided by.
-            return_outputs: also return the outputs, as :meth:`forward` would, detached.
+            normalizer: the divisor of the ``"sum"``, a nonzero number.
+            return_outputs: whether to return the outputs as well, detached, as :meth:`forward` would.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
-            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Of micro-batches,
-            scalar metrics are averaged, weighted by rows, and other tensors, with a row for each sample, are
-            concatenated. With ``return_outputs`` the outputs come last.
+            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Over
+            micro-batches, scalar metrics are averaged, weighted by rows, and other tensors, with one row per sample,
+            are concatenated. With ``return_outputs``, the outputs are the last entry.
 
-        A mean over what a mask selects, as the sum and the count of each micro-batch::
+        A mean over the elements that a mask selects, as one sum and count per micro-batch::
 
             def loss_fn(logits, batch) -> LossSum:
                 losses = F.cross_entropy(logits.mT, batch["tokens"], reduction="none")
                 return LossSum((losses * batch["mask"]).sum(), batch["mask"].sum())
 
         Raises:
-            TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
-                target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
-            ValueError: an unknown schedule, or one that does not fit, or cannot wait for a loss of all rows; a loss
-                that is not a scalar or does not require grad; a target or metrics of micro-batches with another number
-                of rows than the input.
+            TypeError: the first layer does not accept a keyword, or has a parameter named like one of this method; a
+                target without a ``loss_fn`` that accepts it; a loss, count or metric that is not a number or tensor.
+            ValueError: a schedule that is unknown, does not fit the pipe, or cannot wait for a loss on the full
+                mini-batch; a loss that is not a scalar or does not require grad; a target or metrics of micro-batches
+                whose number of rows differs from the input's.
             RuntimeError: grad mode is off; the pipe itself has hooks; it is in a ``DistributedDataParallel``, outside
-                of ``no_sync()``.
-            Exception: any error of a layer, with a note that names the place.
+                ``no_sync()``.
+            Exception: any error of a layer, with a note that gives its partition and micro-batch.
 
         >>> import torch
         >>> from gpipe import GPipe
@@ -184,16 +185,16 @@ class Stepping(Divided):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
-        if not self._told:
-            self._told = True
-            # Who has layers in a row has chosen a mode; pretrained models are in evaluation mode.
+        if not self._has_warned:
+            self._has_warned = True
+            # Only pretrained models start in evaluation mode; for an nn.Sequential, the caller has chosen it.
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
-            tell_of_settings(training=is_trained, is_patched=is_patched)
+            warn_about_settings(training=is_trained, is_patched=is_patched)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._pipeline.section.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)
-            self._tell_of_one(len(prepared.batches))
+            self._warn_of_one(len(prepared.batches))
             self._train(prepared, schedule)
             return self._returned(prepared, call)
 
@@ -210,19 +211,19 @@ class Stepping(Divided):
         return_outputs: bool = False,
         **arguments: Any,
     ) -> Any:
-        """Forward and loss, without gradients: what :meth:`step` would return with the layers as they are.
+        """Compute the forward and the loss without gradients, with the layers in their current mode.
 
-        Call ``eval()`` before, and ``train()`` after, as for a plain model.
+        Call ``eval()`` before, and ``train()`` afterwards, as for a plain model.
 
         Args:
-            input, target, loss_fn, reduction, normalizer, return_outputs, arguments: as for :meth:`step`. A loss need
-                not require grad.
+            input, target, loss_fn, reduction, normalizer, return_outputs, arguments: the same as for :meth:`step`. The
+                loss need not require grad.
 
         Returns:
-            As :meth:`step`.
+            The same as :meth:`step`.
 
         Raises:
-            TypeError, ValueError: as :meth:`step`, but of the schedule.
+            TypeError, ValueError: the same as for :meth:`step`, except for the schedule.
             RuntimeError: the pipe itself has hooks.
 
         >>> import torch
@@ -245,7 +246,7 @@ class Stepping(Divided):
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
         losses, batches = prepared.losses, prepared.batches
-        # Metrics of micro-batches are others than those of the whole: they change only where an annotation says so.
+        # With metrics, only an annotation selects losses per micro-batch: metrics would change after the first step.
         if losses.is_sum and losses.metrics is None and call.loss_fn is not None:
             self._sums.add(call.loss_fn)
         return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
@@ -260,7 +261,7 @@ class Stepping(Divided):
         return batches, versions
 
     def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
-        """What a call needs before its run can be described, in contexts that end with ``scope``."""
+        """Check and split the arguments of a call, and enter contexts in ``scope`` that last until its end."""
         self._expect_fit(call)
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         size = self._size(len(asked.batches), trains=call.trains)
@@ -272,16 +273,16 @@ class Stepping(Divided):
         return self.in_spec is None or isinstance(self.in_spec, Mapping)
 
     def _adds_up(self, asked: Asked) -> bool:
-        """Whether the losses of micro-batches that a model computes add up."""
+        """Return whether the losses that a model computes for micro-batches are known to add up."""
         return asked.adds
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
-        """With micro-batches."""
-        # The versions of inputs matter to a later backward only, and a step has its backward inside.
+        """Return ``asked`` with its micro-batches."""
+        # Versions detect changes of the input before a later backward, and step() runs its backward itself.
         return asked._replace(batches=self._cut(checked(asked.inputs, self.in_spec))[0])
 
     def _rule(self, asked: Asked) -> Rule | None:
-        """How losses of micro-batches add up; None if that is not known."""
+        """Return how losses of micro-batches add up; None if unknown."""
         call = asked.call
         sums = call.loss_fn is not None and call.loss_fn in self._sums
         return rule_of(call, asked.batches, self.out_spec, returns_sums=sums, adds=self._adds_up(asked))
@@ -290,7 +291,7 @@ class Stepping(Divided):
         return unlike(asked.call, asked.schedule)
 
     def _is_whole(self, asked: Asked, size: Size) -> bool:
-        """Whether the loss is computed once, on the outputs of all micro-batches."""
+        """Return whether the loss is computed once, on the outputs of all micro-batches."""
         call, schedule, batches = asked.call, asked.schedule, asked.batches
         if has_loss(schedule):
             return True
@@ -305,7 +306,7 @@ class Stepping(Divided):
         if not is_free and model is not None:
             raise of_model_under(model, schedule)
         if model is None and call.loss_fn is None and len(batches) > 1:
-            return False  # the output itself is the loss of a micro-batch
+            return False  # the output is already the loss of a micro-batch
         return is_free
 
     def _computes_loss(self, asked: Asked) -> str | None:
@@ -313,7 +314,7 @@ class Stepping(Divided):
         return None
 
     def _losses(self, asked: Asked, scope: ExitStack, *, whole: bool) -> Losses:
-        """What computes the losses, where the last stage is."""
+        """Return the object that computes losses in the process of the last stage."""
         call, batches = asked.call, asked.batches
         device = self._pipeline.stages[-1].device
         if not whole:
@@ -322,19 +323,20 @@ class Stepping(Divided):
         self._tell_of_whole(asked)
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
 
-    def _tell_of_one(self, microbatches: int) -> None:
-        """Log that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
-        # Not an attribute of the pipe, which may be in a layer, whose recomputation would find it changed.
-        if not self._pipeline.has_told_of_one and torch.is_grad_enabled():
-            self._pipeline.has_told_of_one = True
+    def _warn_of_one(self, microbatches: int) -> None:
+        """Warn that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
+        # The flag is not an attribute of the pipe: a layer may contain the pipe, and its recomputation must not see a
+        # changed attribute.
+        if not self._pipeline.has_warned_of_one and torch.is_grad_enabled():
+            self._pipeline.has_warned_of_one = True
             if microbatches == 1 and len(self._balance) > 1:
-                tell_of_one(chunks=self._chunks, stages=len(self._balance))
+                warn_of_one(chunks=self._chunks, stages=len(self._balance))
 
     def _tell_of_whole(self, asked: Asked) -> None:
-        """Log once that outputs of all micro-batches are kept, where nobody has asked for that."""
+        """Warn once that the outputs of all micro-batches are kept, unless the caller has chosen the schedule."""
         overlaps = min(len(asked.batches), len(self._balance)) > 1
-        if asked.call.trains and asked.schedule is None and overlaps and not self._told_of_whole:
-            self._told_of_whole = True
+        if asked.call.trains and asked.schedule is None and overlaps and not self._has_warned_of_whole:
+            self._has_warned_of_whole = True
             _log.warning(OF_ALL_ROWS if asked.call.loss_fn is not None else OF_MODEL)
 
     def _expect_fit(self, call: Call) -> None:
@@ -348,10 +350,10 @@ class Stepping(Divided):
         owner = next(each for each in kind.__mro__ if "forward" in vars(each))
         if not owner.__module__.startswith("gpipe."):
             raise RuntimeError(
-                f"{call.method}() does not call the forward of {owner.__qualname__}, as each micro-batch has a loss of "
-                "its own; let a layer or loss_fn do what it does, or use pipe(input) and backward()"
+                f"{call.method}() runs the layers itself and does not call the forward of {owner.__qualname__}; move "
+                "its code into a layer or loss_fn, or use pipe(input) and backward()"
             )
 
     @abstractmethod
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
-        """Put the micro-batches through all stages and back."""
+        """Run the forwards and backwards of all micro-batches through all stages."""

@@ -1,4 +1,4 @@
-"""Parameters that partitions share: the device they are on, and what cannot be shared."""
+"""Place parameters that partitions share, and reject modules that cannot be shared."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._divided import Divided
 
 
 def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Move each partition to its place. What several partitions share is moved to that of the first one."""
-    # The first partition last: what it shares stays on its place.
+    """Move each partition to its device. Shared tensors are moved to the device of their first partition."""
+    # The first partition is moved last, so that the tensors it shares stay on its device.
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
         move(partition, place)
 
 
 def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Raise ValueError, naming it, if ``partitions`` share something of which each cannot have a copy."""
+    """Raise ValueError if ``partitions`` share a module or tensor that cannot be copied to each of their devices."""
     _expect_copyable(partitions)
     at: dict[Tensor, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
@@ -31,14 +31,15 @@ def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.dev
             if at.setdefault(tensor, (j, name))[0] != j and is_lazy(tensor):
                 raise ValueError(
                     f"{name!r} of partition {j} is shared with another partition and has no shape yet; call the model "
-                    "once, with a sample, before you make a pipe of it"
+                    "once, with a sample, before creating a pipe from it"
                 )
     _expect_whole(at, ["cpu" if place.type == "cpu" else str(place) for place in places])
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
-    """Raise ValueError if a module of several partitions is a pipe, recurrent, or has a bound ``forward``: no shallow
-    copy is right.
+    """Raise ValueError if a shared module is a pipe, is recurrent, or has a ``forward`` that was set on the instance.
+
+    A shallow copy of such a module would still use the original parameters.
     """
     at: dict[nn.Module, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
@@ -46,25 +47,26 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
             first, its = at.setdefault(module, (j, name))
             if first == j or not holds_tensors(module):
                 continue
-            both = f"{name!r} of partition {j} is {its!r} of partition {first} too, but it"
+            both = f"{name!r} of partition {j} is also {its!r} of partition {first}, but it"
             if isinstance(module, Divided) or "forward" in vars(module):
                 raise ValueError(
-                    f"{both} is a pipe, or its forward was set on the instance, as torch.compile does, so that it "
-                    "knows one set of parameters only; put both into one partition, or compile the layers around it"
+                    f"{both} is a pipe, or its forward was set on the instance, for example by torch.compile, so it is "
+                    "bound to a single set of parameters; put both into one partition, or compile the layers around it"
                 )
-            # Its forward makes these lists again where weights are others, as those of a copy are.
+            # Its forward rebuilds these lists if the weights have changed, as they have in a copy.
             if isinstance(module, nn.RNNBase):
                 raise ValueError(
                     f"{both} is of class {type(module).__name__}, which keeps lists of its parameters; put both into "
-                    "one partition, or give each partition a layer of its own and tie all weights, as in "
+                    "one partition, or create a separate layer for each partition and tie all weights, as in "
                     "b.weight_ih_l0 = a.weight_ih_l0"
                 )
 
 
 def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) -> None:
-    """Raise ValueError if tensors share memory without being one: on several devices they would be trained apart.
+    """Raise ValueError if tensors on several devices share memory, but are not the same object: they would diverge.
 
-    ``at`` has for each tensor the first partition that has it, and its name there.
+    Args:
+        at: maps each tensor to its first partition, and its name there.
     """
     if len(set(devices)) < 2:
         return
@@ -77,6 +79,6 @@ def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) 
             found = [at[tensor] for tensor in cluster]
             names = " and ".join(f"{name!r} of partition {j} on {devices[j]!r}" for j, name in found)
             raise ValueError(
-                f"{names} share memory without being one parameter, which they would not on several devices; assign "
-                "the parameter itself (head.weight = embedding.weight), or put them on one device"
+                f"{names} share memory without being the same parameter, and cannot share it across devices; assign "
+                "the parameter itself (head.weight = embedding.weight), or put them on the same device"
             )

@@ -1,4 +1,4 @@
-"""torch's own losses, and what the mean of each divides by: so it is known how those of micro-batches add up."""
+"""Combine the micro-batch losses of torch's own loss functions, whose divisors are known."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _FUNCTIONS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.SmoothL1Loss: F.smooth_l1_loss,
     **({_WITH_LINEAR: F.linear_cross_entropy} if _WITH_LINEAR else {}),
 }
-"""What a module of exactly that class calls with its attributes."""
+"""The function that a module of exactly this class calls with its attributes."""
 
 
 class TorchLoss(NamedTuple):
     """A loss of torch.
 
     Attributes:
-        loss_fn: what is called with an output and a target.
-        function: the function of ``torch.nn.functional`` that it is.
-        options: the keywords of that function.
-        dim: the dimension of the rows of its target.
+        loss_fn: the loss function of the caller, called with an output and a target.
+        function: the function of ``torch.nn.functional`` that ``loss_fn`` is or calls.
+        options: the keywords of ``function``.
+        dim: the dimension of the target along which rows are split.
     """
 
     loss_fn: Callable[..., Any]
@@ -55,35 +55,35 @@ class TorchLoss(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether it is a sum."""
+        """True if the loss is a sum."""
         return self.options.get("reduction") == "sum"
 
     def is_over_labels(self, target: Tensor) -> bool:
-        """Whether its mean is over labels that count, and not over rows."""
+        """Return whether the loss is a mean over non-ignored labels, and not over rows."""
         return self.function in _LABELS and not self.adds and not target.is_floating_point()
 
     def of_rows(self, output: Tensor, target: Tensor) -> Any:
-        """The loss of a micro-batch: a sum, or a mean that is weighted by rows."""
+        """Compute the loss of a micro-batch: a sum, or a mean to be weighted by rows."""
         alike = isinstance(output, Tensor) and output.dim() == target.dim()
         alike = alike and output.shape[self.dim] == target.shape[self.dim]
         if self.function in _ELEMENTS and not alike:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"loss_fn compares an output of {shape} with a target of {tuple(target.shape)}: rows of a micro-batch "
-                "would be compared with others; reshape one of them. If that is meant, give a function that calls "
-                "torch's, as in lambda output, target: F.mse_loss(output, target), which gets all rows at once"
+                f"loss_fn compares an output of {shape} with a target of {tuple(target.shape)}, so rows would be "
+                "broadcast within a micro-batch; reshape one of them. If this is intended, wrap the loss, as in lambda "
+                "output, target: F.mse_loss(output, target), so that it is called once for the full mini-batch"
             )
         return self.loss_fn(output, target)
 
     def counted(self, output: Tensor, target: Tensor, count: Any, every: Any) -> Tensor:
-        """The mean of a micro-batch in which ``count`` labels count, of ``every`` one in the mini-batch.
+        """Compute the mean over the ``count`` non-ignored labels of a micro-batch, or the total of their weights.
 
-        A mean over nothing is 0, and nan if nothing at all counts, with gradients of zeros, as torch's. Counts on
-        accelerators are not waited for.
+        An empty mean is 0; if ``every``, the total of the mini-batch, is 0, it is NaN, and gradients are zeros, as in
+        torch. Counts on accelerators are not synchronized with the host.
         """
         known = not isinstance(count, Tensor)
         if not known or not count:
-            # As where all weights are 0, no label may count: gradients would be 0 times nan.
+            # If all weights are 0, the labels must be ignored as well: gradients would be 0 times NaN.
             target = target.where(torch.as_tensor(count, device=target.device) > 0, self._ignored)
         mean: Tensor = self.loss_fn(output, target)
         if not known or not count:
@@ -94,9 +94,13 @@ class TorchLoss(NamedTuple):
         return mean
 
     def counts(self, target: Tensor, sizes: Sequence[int]) -> list[Any]:
-        """How much counts in each part of ``target``, of so many rows: labels, or the sum of weights of their classes.
+        """Return the number of non-ignored labels in each part of ``target``, or the sum of their class weights.
 
-        Numbers if it is on the CPU, else tensors.
+        Args:
+            sizes: the number of rows of each part.
+
+        Returns:
+            A number per part if ``target`` is on the CPU, else a scalar tensor per part.
         """
         weight, counted = self.options.get("weight"), target != self._ignored
         if weight is not None:
@@ -111,9 +115,10 @@ class TorchLoss(NamedTuple):
 
 
 def torch_loss(loss_fn: Any, target: Any) -> tuple[TorchLoss, Tensor] | None:
-    """``loss_fn`` as a loss of torch, if it **is** one, and the losses of rows of its target add up to it; the target.
+    """Return ``loss_fn`` as a loss of torch, with its target; None unless it **is** one, and the parts' losses add up.
 
-    ``target`` may be in a ``Split``.
+    Args:
+        target: a tensor, or a ``Split`` around one.
     """
     found, dim = _read(loss_fn), 0
     if isinstance(target, Split) and target.counts is None:
@@ -132,14 +137,14 @@ def torch_loss(loss_fn: Any, target: Any) -> tuple[TorchLoss, Tensor] | None:
 
 
 def _adds_up(loss: TorchLoss, target: Tensor) -> bool:
-    """Whether parts of ``target`` have all that a part of the loss needs to know."""
+    """Return whether the losses of parts of ``target`` determine the loss."""
     options = loss.options
     if loss.function not in _LABELS:
-        # It divides by the size of dimension 0.
+        # "batchmean" divides by the size of dimension 0.
         return options.get("reduction") != "batchmean" or loss.dim % target.dim() == 0
     if target.is_floating_point():
-        return target.dim() > 1  # of one row of probabilities, the classes would be cut
-    # Smoothing adds to rows that the weights leave out; and labels in fewer bits have other values.
+        return target.dim() > 1  # a single row of probabilities would be split by classes
+    # Label smoothing contributes to rows with weight 0, and smaller dtypes may not represent ignore_index.
     return target.dtype == torch.int64 and (options.get("weight") is None or not options.get("label_smoothing"))
 
 
@@ -154,7 +159,7 @@ def _read(loss_fn: Any) -> TorchLoss | None:
     elif type(loss_fn) in _FUNCTIONS and not _is_changed(loss_fn):
         function = _FUNCTIONS[type(loss_fn)]
         options = {**loss_fn._buffers, **{name: vars(loss_fn)[name] for name in vars(loss_fn) if name in _OPTIONS}}
-    # Libraries put functions of their own in the place of torch's.
+    # Libraries replace torch's functions with their own.
     is_own = getattr(function, "__module__", None) == F.__name__ and function in (*_LABELS, *_ELEMENTS)
     return TorchLoss(loss_fn, function, options) if is_own else None
 
@@ -163,7 +168,7 @@ _OPTIONS = ("ignore_index", "label_smoothing", "log_target", "reduction")
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether it does more than its class says."""
+    """Return whether a loss module has hooks, or anything else that its class does not define."""
     if type(module) is _WITH_LINEAR and type(module.linear) is nn.Linear:
         return _has_own(module, *_HOOKS) or _has_own(module.linear, *_HOOKS)
     return _has_own(module, *_HOOKS, "_parameters", "_modules")
@@ -177,7 +182,7 @@ def _has_own(module: nn.Module, *names: str) -> bool:
 
 
 def _is_of_classes(loss: TorchLoss, name: str, value: Any, target: Tensor) -> bool:
-    """Whether a tensor among the options of a loss has a value for each class, and not one for each row."""
+    """Return whether an option of a loss applies to every row, such as a weight per class."""
     if not isinstance(value, Tensor):
         return True
     if value.requires_grad:

@@ -1,4 +1,4 @@
-"""What ``step`` and ``evaluate`` share: targets, losses, and return values."""
+"""Helpers shared by ``step`` and ``evaluate``: targets, losses, and return values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._signature import binds
 _log = logging.getLogger("gpipe")
 Unlike = Callable[[LossValue], ValueError]
 Chunks = tuple[int, int]
-"""How many micro-batches a mini-batch is cut into at most, and how many rows each of them needs."""
+"""The maximum number of micro-batches, and the minimum number of rows per micro-batch."""
 
 
 def expect_grad_mode() -> None:
@@ -37,33 +37,32 @@ def expect_grad_mode() -> None:
         )
 
 
-def tell_of_settings(*, training: bool, is_patched: bool) -> None:
-    """Log what is right, but seldom meant."""
+def warn_about_settings(*, training: bool, is_patched: bool) -> None:
+    """Warn about settings that are valid but probably unintended."""
     if is_patched:
         _log.warning(
-            "step() does not call the forward that was set on this pipe, as accelerate sets one for mixed precision; "
-            "put autocast around step(), or use pipe(input) and backward()"
+            "step() does not call the forward that was set on this pipe, for example by accelerate for mixed "
+            "precision; call step() under autocast, or use pipe(input) and backward()"
         )
     if not training:
         _log.warning(
-            "step() trains a model in evaluation mode, as from_pretrained() returns it: without dropout and "
-            "checkpointing; call pipe.train() before"
+            "step() is training a model in evaluation mode, as returned by from_pretrained(), without dropout and "
+            "checkpointing; call pipe.train() first"
         )
 
 
-def tell_of_one(*, chunks: int, stages: int) -> None:
-    """Log that a mini-batch is a single micro-batch, so that no two stages compute at a time."""
+def warn_of_one(*, chunks: int, stages: int) -> None:
+    """Warn that a mini-batch is a single micro-batch, so that no two stages compute at the same time."""
     if chunks == 1:
         _log.warning(
-            "with chunks=1 nothing overlaps: %d stages compute one after the other; set pipe.chunks, to four for each "
-            "stage to begin with",
+            "with chunks=1 nothing overlaps: the %d stages run one after another; set pipe.chunks, starting with four "
+            "per stage",
             stages,
         )
     else:
         _log.warning(
-            "a mini-batch of one row is one micro-batch, so that nothing overlaps: %d stages compute one after the "
-            "other; give more rows, at least as many as chunks=%d; a row of several documents is cut between them by "
-            "GPipe(..., in_spec=gpipe.Packed())",
+            "a mini-batch of one row is one micro-batch, so nothing overlaps: the %d stages run one after another; pass "
+            "at least chunks=%d rows; GPipe(..., in_spec=gpipe.Packed()) splits a row of several documents between them",
             stages,
             chunks,
         )
@@ -72,7 +71,7 @@ def tell_of_one(*, chunks: int, stages: int) -> None:
 def losses_of(
     call: Call, rule: Rule, batches: Sequence[Batch], chunks: Chunks, device: torch.device, error: Unlike
 ) -> MicrobatchLosses:
-    """What computes the losses of ``batches`` on ``device``, each alone; ``error`` is for what the rule excludes."""
+    """Return the object that computes one loss per micro-batch on ``device``; ``error`` makes its errors."""
     arguments = _arguments(call.loss_fn, call.target, batches, chunks, device)
     if rule.more is not None:
         arguments = [(*own, *_moved(more, device)) for own, more in zip(arguments, rule.more, strict=True)]
@@ -89,7 +88,7 @@ def _moved(values: Sequence[Any], device: torch.device) -> list[Any]:
 def whole_loss_of(
     call: Call, batches: Sequence[Batch], out_spec: Any, device: torch.device, error: Unlike
 ) -> WholeLoss:
-    """What computes the loss of the mini-batch on ``device``, once, on the joined outputs of ``batches``."""
+    """Return the object that computes the loss once on ``device``, from the joined outputs of ``batches``."""
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
     arguments = whole_arguments(call, device)
     join = partial(gathered_activation, batches=batches, spec=out_spec)
@@ -104,12 +103,12 @@ def whole_arguments(call: Call, device: torch.device) -> tuple[Any, ...]:
     if call.target is None:
         return () if alone else (None,)
     target, _ = unwrap(call.target, None, "target")
-    # A gradient of the target would have no way back from this device.
+    # Detached, because its gradient could not reach the caller's graph.
     return (map_tensors(lambda tensor: tensor.detach().to(device), target),)
 
 
 def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool) -> Any:
-    """The loss; with metrics if there are any, and perhaps with outputs: None where another process has these."""
+    """Return the loss, then metrics, if any, and outputs, if requested; None for outputs of another process."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
         found.append(losses.metrics)
@@ -137,37 +136,38 @@ def _arguments(
 
 
 def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
-    """Whether ``loss_fn`` is called with the output alone: there is no ``target``, and it does not require one.
+    """Return whether ``loss_fn`` is called with the output alone, because it needs no target and there is none.
 
-    TypeError if it does not take the ``target``.
+    Raises:
+        TypeError: ``loss_fn`` is not callable, or does not accept the ``target``.
     """
     if loss_fn is None and target is not None:
-        raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
+        raise TypeError("got a target but no loss_fn; pass loss_fn=..., or omit the target")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the output and the target; got {loss_fn!r}")
     if loss_fn is None or target is None:
         return loss_fn is None or _takes(loss_fn, 1)
     if not _takes(loss_fn, 2) and _takes(loss_fn, 1):
-        raise TypeError("a target is given, but loss_fn takes the output alone; let it take both, or leave it out")
+        raise TypeError("got a target, but loss_fn accepts only the output; make it accept both, or omit the target")
     return False
 
 
 def _takes(loss_fn: LossFunction, count: int) -> bool:
-    """Whether ``loss_fn`` can be called with ``count`` arguments, as far as it says."""
+    """Return whether the signature of ``loss_fn`` accepts ``count`` arguments; True if it has no signature."""
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     code = getattr(function, "__code__", None)
-    if code is not None and not code.co_flags & inspect.CO_VARARGS:  # a signature takes as long as two cells
+    if code is not None and not code.co_flags & inspect.CO_VARARGS:  # inspect.signature takes as long as two cells
         most: int = code.co_argcount - inspect.ismethod(function)
         return most - len(function.__defaults__ or ()) <= count <= most
     try:
         return binds(inspect.signature(function), *[None] * count)
-    except (TypeError, ValueError):  # builtin functions need not say
+    except (TypeError, ValueError):  # not every builtin function has a signature
         return True
 
 
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: Chunks) -> list[Any]:
     value = checked(target, None, "target")
-    # The loss is computed where the outputs are; a gradient of the target would have no way back from there.
+    # Detached, because its gradient could not reach the caller's graph.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
     if value.spec is not None and not any(isinstance(rule, Split) for rule in rules(*value)):
         return [map_tensors(lambda tensor: tensor.to(device), detached.bare)] * len(inputs)

@@ -1,4 +1,4 @@
-"""Initialise a model that was built on the device ``meta``, layer by layer, each on its own device."""
+"""Initialize a model built on ``meta``, layer by layer, each layer on its own device."""
 
 from ._initializer import Initializer as Initializer
 from ._initializer import Loaded as Loaded

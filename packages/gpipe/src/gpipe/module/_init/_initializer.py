@@ -1,4 +1,4 @@
-"""The argument ``init`` of ``GPipe``: three ways to give the layers of a model their values."""
+"""The ``init`` argument of ``GPipe``: fill layers by reset, by a function, or from a state dict."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefi
 from ._sources import state_dict_at
 
 Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
-"""Gives values to the tensors of one of the layers, among them the fresh ones: those that have memory and no values, by
-identity.
+"""A function that initializes one layer. It receives all layers, the name of this one, and the fresh tensors by id.
+
+A fresh tensor has been allocated, but not written.
 """
 
 
@@ -40,31 +41,31 @@ def initializer_of(init: Any) -> Initializer | None:
 
 
 def _apply(function: Callable[[nn.Module], Any], layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
-    """Call a function with every module, as ``nn.Module.apply`` does."""
+    """Call ``function`` with every module of a layer, as ``nn.Module.apply`` does."""
     for owned in modules_of_layer(layers, name):
         function(owned.module)
 
 
 def reset_layer(layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
-    """Call what modules have: ``reset_parameters()``, and ``_init_weights`` of the model around them."""
+    """Call each module's ``reset_parameters()``, and ``_init_weights`` of the model around it, if they exist."""
     for owned in modules_of_layer(layers, name):
         _reset(owned, fresh)
 
 
 def _reset(owned: Owned, targets: Mapping[int, Tensor]) -> None:
-    """Initialise those of the ``targets`` that one module has. Everything else keeps its values."""
+    """Initialize the ``targets`` in one module. All other tensors keep their values."""
     own = _reset_of(owned.module)
     below = [*owned.module.parameters(), *owned.module.buffers()]
     with _kept([tensor for tensor in below if id(tensor) not in targets]):
         if own and any(id(tensor) in targets for _, tensor in owned.tensors()):
             own()
-        # This may be about modules inside: GPT-2 scales the projections of an attention when it sees the attention.
+        # This may also initialize submodules: when called with an attention, GPT-2 scales its projections.
         if owned.owner is not None and any(id(tensor) in targets for tensor in below):
             owned.owner._init_weights(owned.module)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # Torch's MultiheadAttention and Transformer have it under the second name.
+    # torch's MultiheadAttention and Transformer use the second name.
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
@@ -80,9 +81,9 @@ def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 class Loaded:
-    """Loads every layer with what a state dict, which may be lazy, has under the model's own names.
+    """Load layers from a state dict, which may be lazy, and has the names of the model.
 
-    Buffers that no state dict has are computed by the modules' own methods.
+    Non-persistent buffers, which no state dict contains, are computed by the modules' own methods.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -90,7 +91,7 @@ class Loaded:
 
     def expect_names(self, layers: Layers) -> None:
         expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
-        # A tied tensor may be saved under one of its names only.
+        # A tied tensor may be saved under only one of its names.
         saved = {id(expected[key]): key for key in self._state if key in expected}
         self._saved = {key: saved[id(tensor)] for key, tensor in expected.items() if id(tensor) in saved}
         self._packed = _packed(expected, self._state)
@@ -102,7 +103,7 @@ class Loaded:
             is_packed = any(key.rpartition(".")[0] in expected for key in unexpected)
             raise ValueError(
                 f"init: the state dict does not fit the model; missing: {_listed(missing)}; unexpected: "
-                f"{_listed(unexpected)}; of a checkpoint with more than a model give the state dict of that"
+                f"{_listed(unexpected)}; if the checkpoint contains more than the model, pass the model's state dict"
                 + ("; a quantized checkpoint needs a model with quantized layers on 'meta'" if is_packed else "")
             )
 
@@ -113,7 +114,7 @@ class Loaded:
         read = {key for key, value in names.items() if key in self._state or id(value) in fresh}
         packed = read & self._packed.keys()
         read -= packed
-        # What is tied to something that has been loaded is itself.
+        # Already loaded through a tied tensor: load it with its own values.
         state = OrderedDict(
             {key: self._state[self._saved[key]] if key in read else value.detach() for key, value in names.items()}
         )
@@ -126,7 +127,7 @@ class Loaded:
 
 def _load(layer: nn.Module, name: str, state: OrderedDict[str, Any]) -> None:
     if name and "." not in name:
-        Flattened(OrderedDict({name: layer})).load_state_dict(state)  # whose errors have the whole names
+        Flattened(OrderedDict({name: layer})).load_state_dict(state)  # its errors contain the full names
         return
     size = len(prefix_of(name))
     own = OrderedDict({key[size:]: value for key, value in state.items()})
@@ -163,7 +164,7 @@ def _unpack(parameter: Any, data: Tensor, parts: Mapping[str, Tensor]) -> None:
 
 
 def _is_allowed(layers: Layers, name: str) -> bool:
-    """Whether a model of Hugging Face says that checkpoints may have an entry of that name besides its own."""
+    """Return whether a Hugging Face model allows checkpoints to contain an additional entry ``name``."""
     owners = {id(each.owner): each.owner for each in modules_of(layers)}
     patterns = [p for o in owners.values() for p in getattr(o, "_keys_to_ignore_on_load_unexpected", None) or ()]
     return any(re.search(pattern, name) for pattern in patterns)

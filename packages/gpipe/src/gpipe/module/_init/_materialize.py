@@ -1,4 +1,4 @@
-"""Allocate and initialise a model without data, on the devices of its partitions."""
+"""Allocate and initialize a ``meta`` model on the devices of its partitions."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ from ._initializer import Initializer, Loaded
 from ._model import Layers, Owned, modules_of
 
 _UNWRITTEN = 255
-"""Each byte of memory that no value was written to: not-a-number, or -1."""
+"""The value of each byte that has not been written: NaN in floating-point dtypes, -1 in signed integers."""
 
 
 def expect_materializable(layers: Layers, places: Sequence[torch.device], initializer: Initializer) -> None:
-    """Raise unless the layers of a model on ``meta`` can be given data. Nothing is changed.
+    """Check that the layers of a model on ``meta`` can be materialized, without changing anything.
 
     Args:
-        layers: the layers of the model, by name.
+        layers: maps names to layers.
         places: the device of each partition.
-        initializer: gives values to a layer.
+        initializer: the function that initializes a layer.
 
     Raises:
-        ValueError: a place is ``meta`` too, a tensor is lazy or of a subclass, none is on ``meta``, or a state dict has
-            other names than the model.
+        ValueError: a device is ``meta``, a tensor is lazy or of a subclass, no tensor is on ``meta``, or the names in a
+            state dict differ from the model's.
     """
     if any(place.type == "meta" for place in places):
-        raise ValueError(
-            "devices: nothing on 'meta' can hold the data that init= is for; leave init= out, or give others"
-        )
+        raise ValueError("devices: 'meta' cannot hold the data that init= loads; omit init=, or pass other devices")
     named = [(owned.named(name), tensor) for owned in modules_of(layers) for name, tensor in owned.tensors()]
     for name, tensor in named:
         if is_lazy(tensor) or (tensor.is_meta and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__):
             raise ValueError(
-                f"init: {name!r} is a {type(tensor).__name__}; expected a plain tensor; if it is lazy, call its module "
-                "once with a sample"
+                f"init: expected {name!r} to be a plain tensor; got a {type(tensor).__name__}. If it is lazy, call its "
+                "module once with a sample"
             )
     if named and not any(tensor.is_meta for _, tensor in named):
         raise ValueError(
-            "init= gives data to a model that was built on the device 'meta', but this one has data already; leave "
-            "init= out, or call model.load_state_dict() first"
+            "init= is for a model built on 'meta', but this one is already initialized; omit init=, or call "
+            "model.load_state_dict() first"
         )
     if isinstance(initializer, Loaded):
         initializer.expect_names(layers)
@@ -53,17 +51,17 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], initia
 def materialize(
     layers: Layers, partitions: Iterable[nn.Module], places: Sequence[torch.device], initializer: Initializer
 ) -> None:
-    """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
+    """Allocate and initialize the partitions on their devices, with at most one layer in host memory at a time.
 
     Args:
-        layers: the layers of the model, by name, of which other partitions may have some.
-        partitions: the partitions of the model, in order. What has data already is moved.
+        layers: maps names to layers, including layers of partitions that are not in ``partitions``.
+        partitions: the partitions of the model, in order. Tensors that are not on ``meta`` are moved.
         places: the device of each partition.
-        initializer: gives values to a layer.
+        initializer: the function that initializes a layer.
 
     Raises:
-        ValueError: ``initializer`` left tensors without values.
-        Exception: any error of ``initializer``, with a note that names the layer.
+        ValueError: ``initializer`` left tensors uninitialized.
+        Exception: any error of ``initializer``, with a note that contains the layer's name.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
     memory = Memory()
@@ -87,22 +85,22 @@ def _materialize_layer(
                 give_data(tensor, tensor.to(device))  # not by a move of the layer, which quantizes some fresh tensors
         with device:
             initializer(layers, name, memory.fresh)
-        move(layer, device)  # what was made anew, elsewhere
+        move(layer, device)  # tensors that the initializer replaced
     except Exception as error:
-        add_note(error, f"this happened as init= gave values to layer {name!r} on {str(device)!r}")
+        add_note(error, f"this happened while init= initialized layer {name!r} on {str(device)!r}")
         raise
 
 
 class Memory:
-    """The memory of tensors that were on ``meta``. Tensors that share a storage on ``meta`` share one here too."""
+    """The memory of tensors that were on ``meta``. Tensors that shared a storage on ``meta`` still share one."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, Tensor] = {}
-        # With the storages on meta, or their addresses would be given out again.
+        # Keeps the storages on meta alive, so that their addresses are not reused.
         self._rooms: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def give(self, tensor: Tensor, device: torch.device) -> None:
-        """Give ``tensor``, which remains the same object, memory on ``device`` of its size, strides and dtype."""
+        """Allocate ``tensor`` on ``device`` with its shape, strides and dtype. It remains the same object."""
         meta = tensor.untyped_storage()
         if meta._cdata not in self._rooms:
             room = torch.full((meta.nbytes(),), _UNWRITTEN, dtype=torch.uint8, device=device)
@@ -122,12 +120,12 @@ def _expect_values(modules: Iterable[Owned], memory: Memory) -> None:
     }
     if left:
         raise ValueError(
-            f"init= has not written to {', '.join(map(repr, left))}; initialise them too, by reset_parameters() of "
-            "their module or a function, or build them with data, outside of torch.device('meta')"
+            f"init= left {', '.join(map(repr, left))} uninitialized; set them in reset_parameters() of their module "
+            "or in the init function, or create them outside torch.device('meta')"
         )
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
     flat = tensor.detach().reshape(-1)
-    # The first element tells of most tensors, and needs no memory.
+    # The first element suffices for most tensors, and needs no temporary.
     return flat.numel() > 0 and all(bool((part.view(torch.uint8) == _UNWRITTEN).all()) for part in (flat[:1], flat))

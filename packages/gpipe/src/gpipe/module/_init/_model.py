@@ -1,4 +1,4 @@
-"""The layers of a pipe as parts of the model that they make up: its modules under its own names."""
+"""Map the layers of a pipe to the model they belong to: its modules, under their original names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Layers = Mapping[str, nn.Module]
 
 
 class Own(nn.Module):
-    """The parameters and buffers of one module of a model, without its children; ``of`` is the module itself."""
+    """The parameters and buffers of the module ``of``, without its children."""
 
     of: nn.Module
 
     def __init__(self, of: nn.Module) -> None:
         super().__init__()
-        # The dicts themselves, and past nn.Module.__setattr__: a second view of the same tensors.
+        # Shares the dicts, and so the tensors. nn.Module.__setattr__ would register ``of`` as a child.
         vars(self).update({name: vars(of)[name] for name in _TENSORS}, of=of, training=of.training)
 
 
@@ -30,9 +30,9 @@ class Owned(NamedTuple):
     """A module of a layer.
 
     Attributes:
-        path: its name in the model.
-        owner: the nearest model around it that initialises its modules, by ``_init_weights(module)``, as Hugging Face's
-            do.
+        path: the name of the module in the model.
+        owner: the innermost module with a method ``_init_weights(module)``, as in Hugging Face models, that contains
+            this one or is this one; None if there is none.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Owned(NamedTuple):
 
 
 def modules_of(layers: Layers) -> Iterator[Owned]:
-    """The modules of all layers, those inside of a module before it, as in ``nn.Module.apply``."""
+    """Iterate over the modules of all layers, children before their parents, as in ``nn.Module.apply``."""
     for name in layers:
         yield from modules_of_layer(layers, name)
 
@@ -63,40 +63,40 @@ def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
     if isinstance(layer, Part):
         return _walk(layer.path, layer.net, _owner_around(layers, layer.path))
     if isinstance(layer, Own):
-        return iter([Owned(name, layer.of, layer.of if _initialises(layer.of) else _owner_around(layers, name))])
+        return iter([Owned(name, layer.of, layer.of if _initializes(layer.of) else _owner_around(layers, name))])
     return _walk(name, layer, _owner_around(layers, name))
 
 
 def _walk(path: str, module: nn.Module, owner: Any) -> Iterator[Owned]:
-    owner = module if _initialises(module) else owner
+    owner = module if _initializes(module) else owner
     for name, child in module.named_children():
         yield from _walk(f"{path}.{name}" if path else name, child, owner)
     yield Owned(path, module, owner)
 
 
-def _initialises(module: nn.Module) -> bool:
+def _initializes(module: nn.Module) -> bool:
     return callable(getattr(type(module), "_init_weights", None))
 
 
 def _owner_around(layers: Layers, path: str) -> Any:
-    """For a block, which does not know the model around it: what is above it in the model, which comes first."""
+    """Return the innermost owner above ``path`` in the model, which is the first of ``layers`` if it was divided."""
     first = next(iter(layers.values()))
     module: nn.Module | None = first.of if isinstance(first, Own) else None
     owner = None
     for name in path.split("."):
         if module is None:
             break
-        owner = module if _initialises(module) else owner
+        owner = module if _initializes(module) else owner
         module = module._modules.get(name)
     return owner
 
 
 def names_of(layers: Layers, name: str) -> dict[str, Any]:
-    """The entries of one layer in the model's state dict."""
+    """Return the entries of one layer in the model's state dict."""
     found: dict[str, Any] = layers[name].state_dict(prefix=prefix_of(name), keep_vars=True)
     return found
 
 
 def prefix_of(name: str) -> str:
-    """Return what the names in a layer begin with; nothing for the model itself."""
+    """Return the prefix of the names in a layer; empty for the model itself."""
     return f"{name}." if name else ""
