@@ -23,7 +23,7 @@ def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> 
     """
     # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
     m = problem.microbatches or 1
-    low, high, floor = slowest(best), problem.endless, makespan(best, m)
+    low, high, floor = slowest(best), problem.infinite, makespan(best, m)
     while low < high:
         blocks = least_latency(problem, high - 1)
         latency = makespan(blocks, 1)

@@ -131,14 +131,14 @@ def _least_scale(problem: Problem, slots: list[ModeSlot]) -> Fraction | None:
     """The least factor on all capacities: the same search, with memory as time and capacity as speed."""
     # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
     unit = lcm(*(slot.room for slot in slots if slot.room))
-    endless = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
+    infinite = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
 
     # Without room only blocks without needs fit, whatever the factor.
     def swapped(slot: ModeSlot) -> ModeSlot:
-        weight = unit // slot.room if slot.room else endless
+        weight = unit // slot.room if slot.room else infinite
         needs = [weight * x for x in slot.need.prefix]
         return replace(slot, time=Measure(needs, needs), room=slot.need.prefix[-1])
 
     roomy = [list(map(swapped, modes)) for modes in problem.slots]
     found = least_slowest(replace(problem, slots=roomy, work=[0] * (problem.n + 1)))
-    return None if found is None or slowest(found) >= endless else Fraction(slowest(found), unit)
+    return None if found is None or slowest(found) >= infinite else Fraction(slowest(found), unit)

@@ -110,7 +110,7 @@ class Problem:
         return max(bisect_left(time.prefix, quick), bisect_left(need.prefix, small), pin)
 
     @cached_property
-    def endless(self) -> int:
+    def infinite(self) -> int:
         return 1 + max(max(time.upto) for time in {slot.time for modes in self.slots for slot in modes})
 
 

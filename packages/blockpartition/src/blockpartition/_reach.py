@@ -22,12 +22,12 @@ class ReachableEnds:
     expensive, ends fall into thousands of intervals.
 
     ends: for each number of stages, intervals of positions.
-    beyond: no limit below this one reaches more.
+    next_limit: no limit below this one reaches more.
     """
 
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem, self.limit = problem, limit
-        self.beyond = problem.endless
+        self.next_limit = problem.infinite
         self.ends: list[list[Interval]] = [[(0, 0)]]
         for j, modes in enumerate(problem.slots, 1):
             found = [interval for slot in modes for interval in self._advance(self.ends[-1], slot)]
@@ -71,8 +71,8 @@ class ReachableEnds:
 
     def _within(self, time: int) -> bool:
         """Whether the time is within the limit; if not, a limit that large may reach more."""
-        if self.limit < time < self.beyond:
-            self.beyond = time
+        if self.limit < time < self.next_limit:
+            self.next_limit = time
         return time <= self.limit
 
 
@@ -84,15 +84,15 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     """
     blocks: list[PlacedBlock] | None = None
     # `low` is a bound that may do, `high` one that does: with a time of a block each, so the search ends exactly.
-    low, high = -(-problem.work[-1] // problem.speeds[-1]), problem.endless
+    low, high = -(-problem.work[-1] // problem.speeds[-1]), problem.infinite
     while low < high:
-        # First without a limit: if nothing fits then, `beyond` is endless, and the search is over.
+        # First without a limit: if nothing fits then, `next_limit` is infinite, and the search is over.
         reach = ReachableEnds(problem, (low + high) // 2 if blocks else high)
         if reach.ends[-1] and reach.ends[-1][-1][1] == problem.n:
             blocks = _trace(reach)
             high = slowest(blocks)
         else:
-            low = reach.beyond
+            low = reach.next_limit
     return blocks
 
 

@@ -23,29 +23,29 @@ def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
     # Where layers come in no order, a block lacks half a layer, drawn by its cost.
     bound = max(low, total // blocks + heaviest // 3)
     while low < high:
-        heights, beyond = filled(prefix, bound, blocks)
+        heights, next_sum = fill_from_left(prefix, bound, blocks)
         if len(heights) <= blocks and heights[-1] == total:
             starts = [0, *heights]
             high = max(map(sub, heights, starts))
             spare = (blocks - len(heights) + 1) * bound - (total - starts[-2])
         else:
-            low, spare = beyond, heights[blocks - 1] - total
+            low, spare = next_sum, heights[blocks - 1] - total
         # What is over or lacks, shared among the blocks; but a quarter at least, so that passes are few for all costs.
         guess, quarter = bound - spare // blocks, (high - low) // 4
         bound = min(max(guess, low + quarter), high - 1 - quarter)
     return high
 
 
-def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+def fill_from_left(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
 
     The last height is the total only if the blocks hold everything. Also the least sum above the bound: with any bound
     below it the blocks would be the same.
     """
-    return (_by_looks if len(prefix) <= _SHORT * blocks else _by_bisection)(prefix, bound, blocks)
+    return (_by_scan if len(prefix) <= _SHORT * blocks else _by_bisection)(prefix, bound, blocks)
 
 
-def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+def _by_scan(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     heights, before, limit, over = [], 0, bound, prefix[-1] + 1
     # One look at every layer, so nothing is called inside.
     for height in prefix:
@@ -69,7 +69,7 @@ def _by_bisection(prefix: list[int], bound: int, blocks: int) -> tuple[list[int]
     return heights, over
 
 
-def filled_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+def fill_from_right(prefix: list[int], bound: int, blocks: int) -> list[int]:
     """Heights, in order, of the starts of blocks filled up to the bound from the right, and of the last end."""
     heights, start = [prefix[-1]], len(prefix) - 1
     for _ in range(blocks):

@@ -114,7 +114,7 @@ def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[Pl
 
 
 def _check_makespan(problem: Problem, m: int, value: Fraction) -> None:
-    limit = problem.endless
+    limit = problem.infinite
     while (least := _least_latency(problem, limit - 1)) is not None:
         if least + (m - 1) * (limit - 1) < value:  # the blocks with the least latency do
             raise ValueError("blocks that finish earlier are possible on these stages")
