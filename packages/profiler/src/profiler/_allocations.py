@@ -44,7 +44,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self.unsized = False
         # Appended to by any thread that drops the last reference to a storage, at any time; read by the counting
         # thread.
-        self._deaths: deque[int] = deque()
+        self._freed: deque[int] = deque()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
@@ -56,7 +56,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             Bytes.
         """
-        self._bury()
+        self._drain_freed()
         others = {storage._cdata for tensor in without for storage in storages(tensor)}
         living = [ref() for key, (ref, _) in self._alive.items() if key not in others]
         return sum(storage.nbytes() for storage in living if storage is not None)
@@ -74,26 +74,26 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, result: Any, old: set[int], temporary: int) -> None:
-        self._bury()  # first, since the address of a freed storage may be used again
+        self._drain_freed()  # first, since the address of a freed storage may be used again
         for leaf in tree_leaves(result):
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
-                    self._born(storage, leaf.dtype)
+                    self._on_alloc(storage, leaf.dtype)
         self.peak = max(self.peak, self._now + temporary)
 
-    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    def _on_alloc(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = weakref.ref(storage, partial(self._died, key)), size
+        self._alive[key] = weakref.ref(storage, partial(self._on_free, key)), size
         self._now += size
         # Kernels of oneDNN on fake tensors make workspaces without bytes.
         self.unsized |= size == 0 and dtype is torch.uint8
 
-    def _died(self, key: int, ref: object) -> None:
-        self._deaths.append(key)
+    def _on_free(self, key: int, ref: object) -> None:
+        self._freed.append(key)
 
-    def _bury(self) -> None:
-        while self._deaths:
-            _, size = self._alive.pop(self._deaths.popleft())
+    def _drain_freed(self) -> None:
+        while self._freed:
+            _, size = self._alive.pop(self._freed.popleft())
             self._now -= size
 
 

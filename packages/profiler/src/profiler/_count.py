@@ -20,7 +20,7 @@ from microbatch import Batch, flatten
 
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
-from ._ends import SEED, copied, enter_batch, turned
+from ._ends import SEED, copied, enter_batch, ones_backward_root
 from ._layers import owned
 from ._skips import routes_of
 from ._storages import storages, tensor_bytes
@@ -74,7 +74,7 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 
 def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: bool) -> _Count:
-    key = situation(visit.original, visit.input)
+    key = count_key(visit.original, visit.input)
     if key is not None and key in known:
         return known[key]
     counted = _count(visit, backward, partial(faking, mode))
@@ -103,16 +103,16 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
     with mode(), tracker:
         output, roots = visit.forward(entered)
     saved, given = tracker.alive(), tensor_bytes(output.value)
-    outputs, handed = _watched(output), copied(output)
-    turn = turned(roots) if roots and backward else None
+    outputs, next_input = _watched(output), copied(output)
+    ones_root = ones_backward_root(roots) if roots and backward else None
     # Of the inputs, only what the graph or the output needs is alive after this; of the outputs what the graph needs.
     del entered, roots
-    freed = _gone(inputs)
+    freed = _freed_bytes(inputs)
     del output
-    passing = _gone(outputs)
-    if turn is not None:
+    passing = _freed_bytes(outputs)
+    if ones_root is not None:
         with mode(), tracker:
-            torch.autograd.backward(turn, SEED)
+            torch.autograd.backward(ones_root, SEED)
     figures = {
         "saved_bytes": saved,
         "output_bytes": given,
@@ -121,7 +121,7 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
         "passing_bytes": passing,
         "freed_bytes": freed,
     }
-    return _Count(handed, figures, tracker.uncounted, tracker.unsized)
+    return _Count(next_input, figures, tracker.uncounted, tracker.unsized)
 
 
 def _warn(name: str, uncounted: set[str]) -> None:
@@ -142,11 +142,11 @@ def _watched(tensors: Iterable[torch.Tensor]) -> _Watched:
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
-def _gone(watched: _Watched) -> int:
+def _freed_bytes(watched: _Watched) -> int:
     return sum(size for ref, size in watched if ref() is None)
 
 
-def situation(layer: nn.Module, value: Batch) -> bytes | None:
+def count_key(layer: nn.Module, value: Batch) -> bytes | None:
     """A key of all that a count without data depends on; None if other things may matter too, such as skips.
 
     Two layers have the same key if they are equal as pickle sees them, and their tensors have the same shapes, strides

@@ -56,19 +56,19 @@ def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 SEED = torch.ones(())
-"""The gradient with which a backward from the result of :func:`turned` begins."""
+"""The gradient with which a backward from the result of :func:`ones_backward_root` begins."""
 
 
-def turned(roots: Sequence[torch.Tensor]) -> torch.Tensor:
+def ones_backward_root(roots: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor whose backward makes gradients of ones for ``roots``, and frees each as soon as it was used.
 
     It refers to the graph of ``roots``, but not to ``roots``.
     """
-    turn: torch.Tensor = _Turn.apply(*roots)  # type: ignore[no-untyped-call]
-    return turn
+    ones_root: torch.Tensor = _OnesBackwardRoot.apply(*roots)  # type: ignore[no-untyped-call]
+    return ones_root
 
 
-class _Turn(torch.autograd.Function):
+class _OnesBackwardRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
         ctx.gradients = [_gradient_later(root) for root in roots]

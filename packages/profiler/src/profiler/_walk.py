@@ -50,14 +50,14 @@ def walk(chain: nn.Sequential, copied: Callable[[nn.Module], nn.Module], batch: 
     """
     skips = SkipStore()
     for name, original in zip(chain._modules, chain, strict=True):
-        with _blaming(name, original, batch):
+        with _noting_layer(name, original, batch):
             batch = step(Visit(name, original, copied(original), batch, skips))
             detach(batch)
             skips.detach()
 
 
 @contextmanager
-def _blaming(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
+def _noting_layer(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
     try:
         yield
     except Exception as error:
