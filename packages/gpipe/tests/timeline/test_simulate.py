@@ -107,7 +107,7 @@ def test_what_is_no_link_is_refused(wrong: dict[str, float]) -> None:
     ("wrong", "error"), [(-1.0, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)]
 )
 def test_impossible_transfers_are_refused(run: Any, wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="transfer: expected (finite, non-negative )?seconds"):
+    with pytest.raises(error, match=r"transfer: expected (finite, non-negative )?seconds"):
         run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
 
 

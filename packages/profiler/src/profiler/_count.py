@@ -1,4 +1,4 @@
-"""Counts the bytes and FLOPs of each layer by running it once."""
+"""Count the bytes and FLOPs of each layer by running it once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .sandbox import copy_on
 
 
 class _Count(NamedTuple):
-    """What was counted of a layer: its output, fields of a :class:`LayerProfile`, and what could not be counted."""
+    """The counts of a layer: its output, fields of a :class:`LayerProfile`, and the operations without a formula."""
 
     output: Batch
     figures: dict[str, int]
@@ -41,16 +41,16 @@ class _Count(NamedTuple):
 def count_layers(
     chain: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True
 ) -> list[LayerProfile]:
-    """The bytes and FLOPs of every layer on `batch`, without seconds: with fake tensors if `device` is ``meta``.
+    """Count the bytes and FLOPs of every layer on `batch`, with fake tensors if `device` is ``meta``.
 
-    With `backward`, backwards run too, for peaks and FLOPs.
+    The profiles have no seconds. With `backward`, peaks and FLOPs include the backward.
     """
     found: list[_Count] = []
     count: Callable[[Visit], _Count] = partial(_count, backward=backward)
     copy, first = partial(copy_on, device=device), partial(copied, device=device)
     if device.type == "meta":
         mode = fake_mode()
-        # Equal layers are counted once, since deep models repeat blocks.
+        # Count equal layers once, because deep models repeat blocks.
         count = partial(_count_fake, known={}, mode=mode, backward=backward)
         copy, first = partial(blank_layer, mode=mode), partial(blank_batch, mode=mode)
 
@@ -68,8 +68,8 @@ def count_layers(
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """A context in which compiled modules run uncompiled: what their code creates is not seen by dispatch modes."""
-    # Unless the compiler's front end was imported, which takes long, nothing can have been compiled.
+    """Run compiled modules eagerly inside this context; dispatch modes miss the allocations of compiled code."""
+    # Without torch._dynamo, which is slow to import, no module can be compiled.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -81,8 +81,8 @@ def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: b
     for tensor in counted.output:
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"the bytes of an output of layout {tensor.layout} depend on its values, and without a device there "
-                "are none; use device='cpu'"
+                f"the bytes of an output of layout {tensor.layout} depend on its values, which do not exist without a "
+                "device; use device='cpu'"
             )
     if counted.unsized:
         real = visit._replace(layer=blank_layer(visit.original), input=blank_batch(visit.input))
@@ -93,10 +93,10 @@ def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: b
 
 
 def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManager[object]] = nullcontext) -> _Count:
-    """Runs the forward, and counts the storages that stay alive: of the output, and of what the graph has saved.
+    """Run the forward, and count the storages that stay alive: the output and the tensors saved by the graph.
 
-    Then runs the backward, for the peak and FLOPs. Compiled layers are counted uncompiled. The layer computes with a
-    copy of its input, and the output is copied too; what is alive of the originals afterwards is what the layer needs.
+    Then run the backward, for the peak and FLOPs. The layer runs on a copy of its input, and the next layer gets a copy
+    of its output, so the storages that stay alive are the ones that this layer needs.
     """
     entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
     inputs = _watched(entered)
@@ -105,7 +105,7 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
     saved, given = tracker.alive(), tensor_bytes(output.value)
     outputs, next_input = _watched(output), copied(output)
     ones_root = ones_backward_root(roots) if roots and backward else None
-    # Of the inputs, only what the graph or the output needs is alive after this; of the outputs what the graph needs.
+    # After this, inputs are alive only if the graph or the output needs them, and outputs only if the graph does.
     del entered, roots
     freed = _freed_bytes(inputs)
     del output
@@ -127,8 +127,8 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
 def _warn(name: str, uncounted: set[str]) -> None:
     if uncounted:
         warnings.warn(
-            f"layer {name!r}: there is no FLOP formula for {', '.join(sorted(uncounted))}, so the FLOPs of the layer "
-            "are too low, and seconds that are estimated from them; register a formula with "
+            f"layer {name!r}: there is no FLOP formula for {', '.join(sorted(uncounted))}, so the FLOPs of the layer, "
+            "and seconds estimated from them, are too low; register a formula with "
             "torch.utils.flop_counter.register_flop_formula",
             stacklevel=2,
         )
@@ -147,23 +147,23 @@ def _freed_bytes(watched: _Watched) -> int:
 
 
 def count_key(layer: nn.Module, value: Batch) -> bytes | None:
-    """A key of all that a count without data depends on; None if other things may matter too, such as skips.
+    """Return a key of everything that a count with fake tensors depends on; None if it cannot be computed.
 
-    Two layers have the same key if they are equal as pickle sees them, and their tensors have the same shapes, strides
-    and dtypes and are shared in the same way.
+    Two layers have the same key if their pickles are equal, and their tensors have the same shapes, strides and dtypes,
+    and share memory in the same way. Layers with skips have no key.
     """
     if routes_of(layer):
         return None
     text = io.BytesIO()
     try:
         _Forms(text).dump((layer, flatten(value.value)))
-    except Exception:  # whatever an object raises that cannot be pickled
+    except Exception:  # unpicklable objects may raise anything
         return None
     return text.getvalue()
 
 
 class _Forms(pickle.Pickler):
-    """Writes the form of a tensor instead of its values, with the numbers of the tensor and of its memory."""
+    """Pickle the metadata of tensors instead of their values, with indices that show which tensors share memory."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -171,7 +171,7 @@ class _Forms(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, (type, FunctionType)):
-            return id(value)  # pickle knows those by name only, and none that was defined inside of a function
+            return id(value)  # pickle stores only their names, and cannot store local ones
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         memory = [storage._cdata for storage in storages(value)]
