@@ -44,7 +44,7 @@ class Task(Generic[Result]):
         if not callable(compute):
             raise TypeError(f"compute must be callable without arguments; got {compute!r}")
         if finalize is not None and not callable(finalize):
-            raise TypeError(f"finalize must be a callable that takes the result of compute, or None; got {finalize!r}")
+            raise TypeError(f"finalize must take the result of compute, or be None; got {finalize!r}")
         self.stream = stream
         self._compute = compute
         self._finalize = finalize
