@@ -114,7 +114,7 @@ def test_fine_tuning(make: Any, packed: bool, tmp_path: Path) -> None:
 def test_documents_packed_in_one_row(tmp_path: Path) -> None:
     """A row cannot be cut, so that there is one micro-batch, if the pipe is told that documents have no row each."""
     options = {"max_length": 16, "packing": True}
-    with pytest.raises(ValueError, match="all tensors of a mini-batch must give equally many"):
+    with pytest.raises(ValueError, match="all tensors of a mini-batch must give the same number"):
         expect_the_same("SFT", llama, tmp_path, texts("text"), options)
     whole = {"cu_seq_lens_q": Replicate(), "cu_seq_lens_k": Replicate()}
     expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, microbatches=1, in_spec=whole)
