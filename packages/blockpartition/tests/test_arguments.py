@@ -8,8 +8,8 @@ VALUE_ERRORS = [
     ({"stages": 0}, r"^stages must be at least 1, got 0$"),
     ({"stages": 5}, r"^4 layers cannot fill 5 stages; use at most 4$"),
     ({"stages": [Stage(), Stage(0)]}, r"^speed of stage\[1\] must be positive, got 0$"),
-    ({"memory": [1, 2, 3]}, r"^memory must have a number for each of the 4 layers, got 3$"),
-    ({"transfer": [1] * 5}, r"^transfer must have a number for each of the 4 layers, got 5$"),
+    ({"memory": [1, 2, 3]}, r"^memory must have one number per layer \(4\), got 3$"),
+    ({"transfer": [1] * 5}, r"^transfer must have one number per layer \(4\), got 5$"),
     ({"in_flight": "gpipe"}, r"^in_flight must be one of '1f1b', 'fill_drain', got 'gpipe'$"),
     (
         {"in_flight": "fill_drain"},
@@ -78,5 +78,5 @@ def test_what_is_no_list_of_costs_is_named(costs):
         " costs": lambda: place(costs, 2),
         "  costs": lambda: verify(found, costs),
     }.items():
-        with pytest.raises(TypeError, match=f"^{name.strip()} must be numbers in a row"):
+        with pytest.raises(TypeError, match=f"^{name.strip()} must be a sequence of numbers"):
             call()

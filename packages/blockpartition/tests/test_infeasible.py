@@ -45,7 +45,7 @@ def test_the_smallest_common_capacity_would_do(problem):
         return
     enough = [replace(stage, capacity=error.capacity) for stage in stages]
     assert refusal(problem.costs, enough, **problem.constraints) is None
-    assert f"a capacity of {error.capacity} on each stage is the least that would do" in str(error)
+    assert f"the smallest sufficient capacity of each stage is {error.capacity}" in str(error)
 
 
 @given(placings())
@@ -84,16 +84,16 @@ def test_layers_that_no_cut_may_part():
     error = refusal([1, 4, 4, 1], [Stage(1, 5), Stage(1, 5)], forbid=[2])
     assert (error.layer, error.scale, error.capacity) == (1, Fraction(9, 5), 9)
     assert str(error) == (
-        "layers 1 to 2, which no cut may part, need 8 at least and fit on no stage; "
-        "a capacity of 9 on each stage is the least that would do"
+        "layers 1 to 2, which no cut may split, need at least 8 and fit on no stage; "
+        "the smallest sufficient capacity of each stage is 9"
     )
 
 
 @cases(
     ("arguments", "message"),
     [
-        ({"pin": [1, 2], "stages": 2}, "the pinned cuts make 3 blocks, more than the 2 stages"),
-        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave blocks for 2 of 3 stages"),
+        ({"pin": [1, 2], "stages": 2}, "the pinned cuts make at least 3 blocks for 2 stages"),
+        ({"forbid": [1, 3], "stages": 3}, "the allowed cuts make at most 2 blocks for 3 stages"),
     ],
 )
 def test_too_many_cuts_or_too_few(arguments, message):

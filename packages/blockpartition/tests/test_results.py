@@ -25,7 +25,7 @@ def test_apply_cuts_any_sequence_as_the_costs(problem):
 
 @cases("length", [5, 7])
 def test_apply_needs_as_many_items_as_layers(length):
-    with pytest.raises(ValueError, match=rf"^the partition is of 6 layers, the sequence has {length}$"):
+    with pytest.raises(ValueError, match=rf"^the partition has 6 layers, but the sequence has {length} items$"):
         partition([1, 2, 3, 4, 5, 6], 3).apply(range(length))
 
 

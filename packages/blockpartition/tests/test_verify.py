@@ -57,7 +57,7 @@ def test_as_many_blocks_as_were_asked_for(problem, data):
     other = data.draw(st.integers(1, len(costs)).filter(lambda count: count != k))
     for found, stages in ((partition(costs, k), None), (place(costs, k), k)):
         verify(found, costs, stages, partitions=k)
-        with pytest.raises(ValueError, match=rf"^the number of blocks is {k}, {other} were asked for$"):
+        with pytest.raises(ValueError, match=rf"^expected {other} blocks, got {k}$"):
             verify(found, costs, stages, partitions=other)
 
 
@@ -70,9 +70,9 @@ def test_what_is_no_partition_is_named():
 
 
 def test_each_result_is_verified_with_the_arguments_it_came_from():
-    with pytest.raises(TypeError, match=r"^a plain partition knows no stages"):
+    with pytest.raises(TypeError, match=r"^a plain partition has no stages"):
         verify(GOOD, [1, 2, 3, 4, 5, 6], 3)
-    with pytest.raises(TypeError, match=r"^a plain partition knows no stages"):
+    with pytest.raises(TypeError, match=r"^a plain partition has no stages"):
         verify(GOOD, [1, 2, 3, 4, 5, 6], pin=[1])
     with pytest.raises(TypeError, match=r"stages is missing$"):
         verify(place([1, 2], 2), [1, 2])
@@ -136,7 +136,7 @@ def test_no_field_of_a_placement_can_be_forged(problem, name, objective, value):
 
 
 def test_a_pinned_cut_is_missed():
-    with pytest.raises(ValueError, match=r"^cut 2 is pinned, and a block goes across$"):
+    with pytest.raises(ValueError, match=r"^cut 2 is pinned, but a block crosses it$"):
         verify(place([3, 1, 2], 2), [3, 1, 2], 2, pin=[2])
 
 

@@ -67,15 +67,15 @@ def test_several_lists_may_be_beside_each_other() -> None:
 
 def test_what_is_no_list_for_each_row_is_refused() -> None:
     x = torch.ones(4)
-    with pytest.raises(ValueError, match="a list of 3 entries beside 4 rows"):
+    with pytest.raises(ValueError, match="a list of 3 entries but 4 rows"):
         scatter((x, Entries([1, 2, 3])), 4)
-    with pytest.raises(TypeError, match=r"input\[1\] is of type int, and Entries\(\) is for a list"):
+    with pytest.raises(TypeError, match=r"input\[1\] is of type int, but Entries\(\) needs a list"):
         scatter((x, Entries(3)), 4)
     with pytest.raises(ValueError, match=r"input\[1\] is given as Entries\(\), but there is nothing in it"):
         scatter((x, Entries([{}, {}])), 4)
     with pytest.raises(ValueError, match="give it one rule"):
         scatter((x, Entries([x])), 4, (None, Replicate()))
-    with pytest.raises(TypeError, match=r"the spec of the output says Entries\(\)"):
+    with pytest.raises(TypeError, match=r"the spec of the output has Entries\(\)"):
         gather(scatter((x, Replicate([1])), 4), (None, Entries()))
 
 

@@ -70,7 +70,7 @@ def test_replicated_leaves_must_agree_not_a_number_among_them() -> None:
             if i == k:
                 gather(parts, spec)
             else:
-                with pytest.raises(ValueError, match=r"output\['n'\]\[0\] is not the same in micro-batch 1 as in"):
+                with pytest.raises(ValueError, match=r"output\['n'\]\[0\] differs between micro-batches 0 and 1"):
                     gather(parts, spec)
 
 

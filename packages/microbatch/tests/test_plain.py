@@ -65,7 +65,9 @@ class Upper(UserDict):  # type: ignore[type-arg]
 @pytest.mark.parametrize("value", [Stubborn(x, x), Scaling(words=x, mask=x), Upper(words=x, mask=x)])
 def test_what_cannot_be_put_together_says_how_to(value: Any) -> None:
     kind = type(value).__name__
-    with pytest.raises(TypeError, match=rf"^a {kind} cannot be made of its parts \S+, \S+: .*register_pytree_node"):
+    with pytest.raises(
+        TypeError, match=rf"^a {kind} cannot be rebuilt from its parts \S+, \S+: .*register_pytree_node"
+    ):
         scatter(value, 2)
 
 
@@ -74,5 +76,5 @@ def test_replicated_ones_agree_by_what_is_in_them() -> None:
     parts = [Batch({"x": x, "config": Plain(torch.tensor([float("nan"), 1]), "text")}) for _ in range(2)]
     assert gather(parts, spec)["config"].words is parts[0].value["config"].words
     parts[1].value["config"].mask = "other"
-    with pytest.raises(ValueError, match=r"^output\['config'\]\.mask is not the same in micro-batch 1"):
+    with pytest.raises(ValueError, match=r"^output\['config'\]\.mask differs between micro-batches 0 and 1"):
         gather(parts, spec)

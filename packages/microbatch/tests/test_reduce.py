@@ -71,5 +71,7 @@ def test_integers_have_no_mean() -> None:
 
 
 def test_a_mean_needs_rows() -> None:
-    with pytest.raises(ValueError, match=r"^output is to be a Mean\(\) by rows, but micro-batch 1 does not know"):
+    with pytest.raises(
+        ValueError, match=r"^output has the rule Mean\(\), which needs rows, but micro-batch 1 has none"
+    ):
         gather([Batch(torch.tensor(1.0), (1,)), Batch(torch.tensor(1.0))], Mean())

@@ -43,7 +43,9 @@ def test_what_is_not_a_multiple_is_refused(rows: list[int], sizes: list[int]) ->
     if any(sizes == [times * n for n in rows] for times in range(5)):
         assert len(gather(parts)["h"]) == sum(sizes)
     else:
-        with pytest.raises(ValueError, match=r"^output\['h'\] does not follow the rows: the micro-batches have \["):
+        with pytest.raises(
+            ValueError, match=r"^output\['h'\] does not have one row per sample: the micro-batches have \["
+        ):
             gather(parts)
     assert len(gather(parts, {"x": None, "h": Split(0)})["h"]) == sum(sizes)
 

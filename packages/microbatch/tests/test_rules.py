@@ -53,9 +53,7 @@ def test_around_a_value_is_as_in_a_spec(problem: Problem) -> None:
 def test_said_twice() -> None:
     assert scatter((Split(x, dim=1),), 2, (Split(1),))[0][0].shape == (3, 2)
     for wrapped, spec in [(Split(x, dim=1), Split(0)), (Replicate(x), Split(0)), (Split(x), Replicate())]:
-        with pytest.raises(
-            ValueError, match=r"^input\[1\] is given as .*, but .* is declared for it too; give it one rule"
-        ):
+        with pytest.raises(ValueError, match=r"^input\[1\] is given as .*, but .* for it; give it one rule"):
             scatter((x, wrapped), 2, (None, spec))
     with pytest.raises(ValueError, match="give it one rule"):
         scatter((x, Replicate(Split(x, dim=1))), 2)
@@ -63,9 +61,9 @@ def test_said_twice() -> None:
 
 @pytest.mark.parametrize("rule", [Mean(), Sum()])
 def test_an_input_is_not_reduced(rule: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^the spec says {rule.__class__.__name__}\(\) for input\[0\], which puts"):
+    with pytest.raises(TypeError, match=rf"^the spec has {rule.__class__.__name__}\(\) for input\[0\], which combines"):
         scatter((x,), 2, (rule,))
-    with pytest.raises(TypeError, match="which puts outputs together"):
+    with pytest.raises(TypeError, match="which combines outputs"):
         check((x,), rule)
 
 

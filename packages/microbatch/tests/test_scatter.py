@@ -101,7 +101,7 @@ def test_rows_go_where_their_sample_goes(counts: list[int], chunks: int, named: 
 @pytest.mark.parametrize(
     ("counts", "kind", "message"),
     [
-        ([2, 1], ValueError, r"^input\['x'\] has 4 rows, but the counts of its Split add up to 3"),
+        ([2, 1], ValueError, r"^input\['x'\] has 4 rows, but the counts of its Split sum to 3"),
         ([5, -1], ValueError, r"^counts of Split is \(5, -1\); expected numbers of at least 0"),
         ([2.0, 2.0], TypeError, "expected the number of rows of each sample, .* or a function"),
         (torch.tensor(4), TypeError, "expected the number of rows of each sample"),
@@ -177,7 +177,7 @@ class Opaque(Tensor):
 
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
 def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any) -> None:
-    with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot cut: ."):
+    with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot split: ."):
         cut({"x": Opaque((4,))}, 2)
 
 
@@ -192,7 +192,7 @@ def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any) -> None:
     ],
 )
 def test_sparse_and_nested_tensors_are_refused(cut: Any, make: Callable[[], Tensor], kind: str) -> None:
-    with pytest.raises(TypeError, match=rf"input\['mask'\]\[1\] is {kind}, which cannot be cut; make it dense"):
+    with pytest.raises(TypeError, match=rf"input\['mask'\]\[1\] is {kind}, which cannot be split; make it dense"):
         cut({"x": torch.ones(4), "mask": (torch.ones(4), make())}, 2)
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from profiler import _count, profile
-from profiler._count import situation
+from profiler._count import count_key
 
 from .strategies import WIDTH, fewer, models, samples
 
 
 def counted(model: nn.Module, sample: torch.Tensor, *, each: bool):
-    with patch.object(_count, "situation", lambda *_: None) if each else patch.object(_count, "situation", situation):
+    with patch.object(_count, "count_key", lambda *_: None) if each else patch.object(_count, "count_key", count_key):
         return profile(model, sample, device="meta", split_backward=True)
 
 

@@ -44,7 +44,7 @@ def test_what_cannot_be_profiled_is_named(way, arguments, error, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: profile_times(linear(), ROWS, 1, "meta"), ValueError, "to run on, got 'meta'"),
+        (lambda: profile_times(linear(), ROWS, 1, "meta"), ValueError, "accelerator of this machine, got 'meta'"),
         (lambda: profile_seconds(linear(), ROWS, timeout="1", device="cpu"), TypeError, "timeout: expected a number"),
         (lambda: profile_times(linear(), ROWS, 0, "cpu"), ValueError, "timeout: expected a finite number > 0"),
         (

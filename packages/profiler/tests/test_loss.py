@@ -56,5 +56,5 @@ def test_a_target_that_cannot_be_cut_is_named(given, target, error, message):
 
 
 def test_too_few_rows_are_those_of_the_target():
-    with pytest.raises(ValueError, match="rows: expected numbers of at most 3, the rows of the target, got 4"):
+    with pytest.raises(ValueError, match="rows: expected at most 3, the number of rows of the target, got 4"):
         profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y[:3], rows=[4])

@@ -25,7 +25,7 @@ def _example():
 
 
 def test_what_was_not_measured_is_no_cost():
-    with pytest.raises(ValueError, match="no seconds, as it was made on device 'meta'"):
+    with pytest.raises(ValueError, match="no seconds, because it was measured on device 'meta'"):
         _example().costs("seconds")
     with pytest.raises(ValueError, match=r"by: expected one of seconds, parameter_bytes, .* got 'weight'"):
         _example().costs("weight")

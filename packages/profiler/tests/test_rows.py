@@ -52,7 +52,7 @@ def test_one_number_of_rows_knows_no_other():
     found = affine(8, 1, 0)
     assert found.at(8) == found
     with pytest.raises(
-        ValueError, match=r"knows 8 rows only, and got 2; measure at two: profile\(..., rows=\[2, 8\]\)"
+        ValueError, match=r"measured only with 8 rows, got 2; measure two sizes: profile\(..., rows=\[2, 8\]\)"
     ):
         found.at(2)
     with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
@@ -74,9 +74,9 @@ def test_bytes_between_are_those_that_would_be_measured(device):
     ("arguments", "kind", "match"),
     [
         ({"rows": 4}, TypeError, r"rows: expected a list of numbers, got 4; write rows=\[4\]"),
-        ({"rows": [4, 4]}, ValueError, "rows: expected different numbers of at least 1"),
-        ({"rows": [0, 4]}, ValueError, "rows: expected different numbers of at least 1"),
-        ({"rows": [4, 17]}, ValueError, "rows: expected numbers of at most 16, the rows of the sample, got 17"),
+        ({"rows": [4, 4]}, ValueError, "rows: expected distinct numbers of at least 1"),
+        ({"rows": [0, 4]}, ValueError, "rows: expected distinct numbers of at least 1"),
+        ({"rows": [4, 17]}, ValueError, "rows: expected at most 16, the number of rows of the sample, got 17"),
         ({"rows": [4], "chunks": 2}, ValueError, "rows: expected either rows or chunks"),
     ],
 )

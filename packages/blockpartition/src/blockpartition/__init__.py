@@ -1,4 +1,4 @@
-"""Cut a sequence of costs into contiguous blocks whose largest sum is minimal, with a proof."""
+"""Split a sequence of costs into contiguous blocks, minimizing the largest block sum, with a proof of optimality."""
 
 from ._place import place as place
 from ._results import Infeasible as Infeasible

@@ -1,4 +1,4 @@
-"""The command: `python -m blockpartition 3 --costs 4 8 15 16 23 42`."""
+"""Command-line interface: `python -m blockpartition 3 --costs 4 8 15 16 23 42`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m blockpartition",
-        description="Cut costs into contiguous blocks whose largest sum is the least possible.",
+        description="Split costs into contiguous blocks, minimizing the largest block sum.",
     )
     parser.add_argument("partitions", type=int, help="number of blocks")
     parser.add_argument("--costs", nargs="+", metavar="COST", help="such as 4 or 1.5; by default from standard input")
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _as_json(found: Partition, costs: Sequence[Number]) -> str:
-    # JSON has no fractions: they become text.
+    # JSON has no fractions, so write them as text.
     return json.dumps({**asdict(found), "cuts": found.cuts, "blocks": found.apply(costs)}, default=str)
 
 

@@ -1,4 +1,4 @@
-"""Checks of single arguments."""
+"""Validate individual arguments."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def stage_list(stages: Any, layers: int) -> list[Stage]:
 
 
 def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int = 0) -> Grid:
-    """A number for each layer, of which the last ``after`` may be left out; zeros if none are given."""
+    """Read one number per layer; the last ``after`` may be omitted, and None means zeros."""
     given = [0] * layers if values is None else listed(values, name)
     if len(given) == layers - after:
         given = given + [0] * after
     if len(given) != layers:
-        raise ValueError(f"{name} must have a number for each of the {layers} layers, got {len(given)}")
+        raise ValueError(f"{name} must have one number per layer ({layers}), got {len(given)}")
     return read(given, name)
 
 
@@ -69,7 +69,7 @@ def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
 
 
 def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int | None) -> list[int]:
-    """The number of micro-batches that each stage holds at the same time."""
+    """Return the peak number of micro-batches in flight on each stage."""
     if in_flight is None:
         return [1] * stages
     if isinstance(in_flight, str):
@@ -80,5 +80,5 @@ def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int
         return [microbatches] * stages
     factors = integers(in_flight, "in_flight", 0)
     if len(factors) != stages:
-        raise ValueError(f"in_flight must have a number for each of the {stages} stages, got {len(factors)}")
+        raise ValueError(f"in_flight must have one number per stage ({stages}), got {len(factors)}")
     return factors

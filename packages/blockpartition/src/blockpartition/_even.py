@@ -1,9 +1,10 @@
-"""Among the partitions with the least bottleneck, an even one: near the quantiles, or with the least sum of squares.
+"""Break ties between optimal partitions: ends near the quantiles, or the smallest sum of squared loads.
 
-The first is found at once, end by end. For the least sum of squared loads, a price on each block takes the place of the
-number of blocks: the least sum for k blocks is convex in k, so there is a price at which k blocks are among the best. A
-search finds it, with one pass over all positions for each price (Aggarwal, Schieber and Tokuyama 1994). Prices are odd
-halves, between those at which another number of blocks is as good.
+Ends near the quantiles are found directly, from left to right. For the smallest sum of squared loads, a penalty per
+block (a Lagrange multiplier) replaces the constraint on the number of blocks: the smallest sum for k blocks is convex
+in k, so some penalty has an optimum with k blocks. A search finds it, with one pass over all positions per penalty
+(Aggarwal, Schieber and Tokuyama 1994). Penalties are half-integers, so they fall between the integers at which the
+optimal number of blocks changes.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import isqrt
 
-from ._search import filled_back
+from ._search import fill_from_right
 
 
 def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """Ends of non-empty blocks up to the bottleneck, each as close to its quantile of the total as the others allow.
+    """Return the ends of non-empty blocks of at most `bottleneck`, each as close to its quantile as the others allow.
 
-    Of equally near ends it is the earlier, and of those behind layers of zero the first. O(k log n).
+    Ties go to the earliest end, even among ends that are only separated by layers of cost zero. O(k log n).
     """
-    n, total, lowest = len(prefix) - 1, prefix[-1], filled_back(prefix, bottleneck, blocks)
+    n, total, lowest = len(prefix) - 1, prefix[-1], fill_from_right(prefix, bottleneck, blocks)
     ends, end, start = [0], 0, 0
     for j in range(1, blocks):
         first, limit, quantile = end + 1, start + bottleneck, -(-total * j // blocks)
         aim = max(lowest[j], min(quantile, limit))
-        end = bisect_left(prefix, aim, first, n - blocks + j)  # beyond it, some of the rest would be empty
+        end = bisect_left(prefix, aim, first, n - blocks + j)  # a later end would leave blocks empty
         start, before = prefix[end], prefix[end - 1]
         nearer = start > limit or 2 * total * j <= blocks * (before + start)
         if nearer and end > first and before >= lowest[j]:
@@ -34,38 +35,40 @@ def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
 
 
 def most_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """The ends of so many blocks up to the bottleneck with the least sum of squared loads, in O(n) a price."""
-    # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
+    """Return the ends of `blocks` blocks of at most `bottleneck` with the smallest sum of squared loads."""
+    # Penalties minus one half: `high` gives at most `blocks` blocks, `low` at least `blocks`.
     high, low = prefix[-1] ** 2 + 1, -1
     coarse, fine = cheapest(prefix, bottleneck, 2 * high + 1), list(range(len(prefix)))
-    price = (prefix[-1] // blocks) ** 2  # right at once where the layers are alike
+    penalty = (prefix[-1] // blocks) ** 2  # optimal for equal layers
     while len(coarse) - 1 < blocks < len(fine) - 1 and high - low > 1:
-        price = min(max(price, low + 1), high - 1)
-        ends = cheapest(prefix, bottleneck, 2 * price + 1)
+        penalty = min(max(penalty, low + 1), high - 1)
+        ends = cheapest(prefix, bottleneck, 2 * penalty + 1)
         if len(ends) - 1 > blocks:
-            low, fine = price, ends
+            low, fine = penalty, ends
         else:
-            high, coarse = price, ends
-        price = isqrt((low + 1) * (high + 1)) - 1  # in the middle of their digits
+            high, coarse = penalty, ends
+        penalty = isqrt((low + 1) * (high + 1)) - 1  # their geometric mean
     return _spliced(coarse, fine, blocks)
 
 
 def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
-    """Of two paths that are the best at a price, one with so many blocks: it begins as the finer, ends as the coarser.
+    """Combine two optima for the same penalty into one with `blocks` blocks, which starts like `fine` and ends like
+    `coarse`.
 
-    They are joined in a block of the coarser that holds one of the finer: the exchange makes no square sum larger.
+    They are joined in a block of `coarse` that contains a block of `fine`: this exchange increases no sum of squares.
     """
     ahead = blocks - len(coarse) + 1
     x = next(x for x in range(len(coarse) - 1) if fine[x + ahead + 1] <= coarse[x + 1])
     return [*fine[: x + ahead + 1], *coarse[x + 1 :]]
 
 
-def cheapest(prefix: list[int], bottleneck: int, price: int) -> list[int]:
-    """The ends of blocks up to the bottleneck with the least sum of twice the squared loads and a price for each.
+def cheapest(prefix: list[int], bottleneck: int, penalty: int) -> list[int]:
+    """Return the ends of blocks of at most `bottleneck`, minimizing twice the squared loads plus a penalty per block.
 
-    With a last block from i to j it is best[i] + 2(pⱼ - pᵢ)² + price: in pⱼ, but for 2pⱼ², a line for each i. Once a
-    later start is better it stays so, since its line is steeper; so does a start that is too far away for the
-    bottleneck. The queue holds the starts that are the best from some height on, with that height.
+    With a last block from i to j, the cost is best[i] + 2(pⱼ - pᵢ)² + penalty. Apart from 2pⱼ², it is linear in pⱼ for
+    each i. Lines of later starts fall more steeply, so once a later start is better, it stays better, and a start that
+    exceeds the bottleneck never fits again. The queue holds each start that is optimal from some height (a value of pⱼ)
+    on, with this height.
     """
     values, origin = [0], [0]  # values[i] is best[i] + 2pᵢ²
     starts, since, front = [0], [0], 0
@@ -75,7 +78,7 @@ def cheapest(prefix: list[int], bottleneck: int, price: int) -> list[int]:
             front += 1
         i = starts[front]
         origin.append(i)
-        value = values[i] + 4 * total * (total - prefix[i]) + price
+        value = values[i] + 4 * total * (total - prefix[i]) + penalty
         values.append(value)
         while True:
             i = starts[-1]

@@ -1,7 +1,8 @@
-"""The placement that finishes m micro-batches first: latency + (m - 1) · slowest.
+"""Minimize the makespan of m micro-batches: latency + (m - 1) · slowest stage.
 
-A faster slowest stage may need a slow stage or an expensive cut elsewhere. The search lowers a limit on the slowest
-stage; within each limit the least latency, with a lower bound on the slowest stage, bounds the makespan from below.
+Speeding up the slowest stage may require slower stages or expensive cuts elsewhere. The search lowers a limit on the
+slowest stage. Within each limit, the minimum latency and a lower bound on the slowest stage bound the makespan from
+below.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ._reach import Interval, ReachableEnds
 
 
 def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> tuple[list[PlacedBlock], int]:
-    """Blocks whose makespan is at most 1 + gap times the least, and a lower bound for all others.
+    """Return blocks whose makespan is at most 1 + gap times the minimum, and a lower bound on every makespan.
 
-    ``best`` are the blocks with the least bottleneck.
+    ``best`` are blocks with the minimum bottleneck.
     """
-    # Placements whose slowest block takes `high` or longer are settled; none is faster than `low`.
+    # Placements whose slowest block takes at least `high` are settled, and no slowest block is faster than `low`.
     m = problem.microbatches or 1
-    low, high, floor = slowest(best), problem.endless, makespan(best, m)
+    low, high, floor = slowest(best), problem.infinite, makespan(best, m)
     while low < high:
         blocks = least_latency(problem, high - 1)
         latency = makespan(blocks, 1)
         best = min(best, blocks, key=lambda found: makespan(found, m))
-        # With a slowest block that takes as long as this one, or so long that the gap is kept, none is better.
+        # A slowest block at least as slow as this one, or slow enough to stay within the gap, cannot improve on `best`.
         enough = ceil((makespan(best, m) / (1 + gap) - latency) / max(1, m - 1))
         high = max(low, min(slowest(blocks), enough))
         floor = min(floor, latency + (m - 1) * high)
@@ -36,8 +37,8 @@ def least_makespan(problem: Problem, best: list[PlacedBlock], gap: Fraction) -> 
 
 
 def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
-    """Blocks within the limit, which has to be possible, with the least latency. O(k n log n)."""
-    # For each position at which blocks can end, their least latency; and by stage, the start and slot of the last one.
+    """Return the blocks with the minimum latency within a feasible limit. O(k n log n)."""
+    # The minimum latency up to each reachable end; and per stage, the start and slot of the block with this end.
     latencies, last = {0: 0}, list[dict[int, tuple[int, ModeSlot]]]()
     for modes, ends in zip(problem.slots, ReachableEnds(problem, limit).ends[1:], strict=True):
         before, latencies = latencies, {}
@@ -57,10 +58,10 @@ def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
 def _extensions(
     problem: Problem, before: dict[int, int], slot: ModeSlot, ends: list[Interval], limit: int
 ) -> Iterable[tuple[int, int, int]]:
-    """For each end, the least latency of blocks up to there and the start of the last one.
+    """Yield each end with the minimum latency of the blocks up to it and the start of the last block.
 
-    The latency splits into a part of the end and one of the start. So the best start is a minimum over the allowed
-    starts: candidates are kept in order, each dropped once a later one is as good.
+    The latency is the sum of a term of the end and a term of the start, so the best start is a sliding-window minimum
+    over the allowed starts. Candidates are kept in order and dropped when a later one is as good.
     """
     time, coming = slot.time, sorted(before, reverse=True)
     starts, costs = list[int](), list[int]()
@@ -68,7 +69,7 @@ def _extensions(
         while coming and coming[-1] < end:
             start = coming.pop()
             cost = before[start] - time.prefix[start]
-            # Ends only grow, so an earlier start that is no better is never the best again.
+            # Ends only grow, so an earlier start that is not better is never the best again.
             while costs and costs[-1] >= cost:
                 starts.pop()
                 costs.pop()

@@ -1,4 +1,4 @@
-"""Numbers as integers with a common denominator, so that every sum of costs is exact."""
+"""Exact arithmetic: convert costs to integers over a common denominator."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LARGEST = int(sys.float_info.max)
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """What ints stand for: `scale` of them are one of the caller's unit; `rounded` if the caller has floats."""
+    """The unit of integers: `scale` of them make one of the caller's unit; `rounded` if the caller passed floats."""
 
     scale: int
     rounded: bool
 
     def value(self, units: int | Fraction) -> Number:
-        """So many in the caller's unit: if rounded, the nearest float (exact beyond their range), else exact."""
+        """Convert to the caller's unit: exactly, or to the nearest float if `rounded` and it does not overflow."""
         numerator, denominator = units.numerator, units.denominator * self.scale
         if self.rounded and numerator <= _LARGEST * denominator:
             return numerator / denominator
@@ -34,19 +34,19 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class Grid(Scale):
-    """Numbers as ints: `units[i] / scale` is the i-th, exactly."""
+    """Numbers as integers: number i is exactly `units[i] / scale`."""
 
     units: list[int]
 
 
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
-    """Finite numbers ≥ 0 with their common denominator; an error names the first invalid one."""
+    """Convert finite numbers ≥ 0 to a common denominator. Errors name the first invalid number."""
     numbers = listed(values, name)
     kinds = set(map(type, numbers))
     if kinds <= {int} and min(numbers, default=0) >= 0:
         return Grid(1, False, numbers)
     if kinds == {float} and math.isfinite(total := sum(numbers)) and (smallest := min(numbers)) >= 0:
-        # A double is a multiple of the last bit of any smaller one, so the smallest determines the denominator.
+        # A double is a multiple of the last bit of any smaller double, so the smallest determines the denominator.
         bits = max(0, 53 - math.frexp(smallest or min(filter(None, numbers), default=1.0))[1])
         if bits + max(0, math.frexp(total)[1]) <= 1000:  # the products stay within the range of floats
             return Grid(2**bits, True, list(map(float.__trunc__, map(mul, numbers, repeat(2.0**bits)))))
@@ -56,26 +56,26 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
 
 
 def listed(values: Iterable[Any], name: str) -> list[Any]:
-    """The values as a list; TypeError if they have no order or are no collection."""
+    """Convert values to a list; raise TypeError if they are not an ordered collection."""
     if isinstance(values, list):
         return values
     try:
         numbers = iter(values)
-    except TypeError:  # also of an array without dimensions, which says that it is iterable
+    except TypeError:  # 0-d arrays raise it although they have __iter__
         numbers = None
     if numbers is None or isinstance(values, (str, bytes, Mapping, Set)):
-        raise TypeError(f"{name} must be numbers in a row, such as a list, got {values!r}")
+        raise TypeError(f"{name} must be a sequence of numbers, such as a list, got {values!r}")
     return list(numbers)
 
 
 def ratio(x: Any, name: str) -> Fraction:
-    """One finite number ≥ 0, exactly."""
+    """Convert a finite number ≥ 0 exactly; errors contain `name`."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
     real: Any = x
     try:
-        # Fraction takes no other real numbers than floats; those of NumPy know their ratio. Integers of NumPy, which it
-        # would keep, overflow.
+        # Fraction rejects real numbers such as NumPy's float32, although they have as_integer_ratio(), and would keep
+        # NumPy integers, which overflow.
         pair = (x.numerator, x.denominator) if isinstance(x, Rational) else real.as_integer_ratio()
         exact = Fraction(*map(int, pair))
     except (ValueError, OverflowError):
@@ -86,7 +86,7 @@ def ratio(x: Any, name: str) -> Fraction:
 
 
 def ceiling(exact: Fraction, rounded: bool) -> Number:
-    """The number, rounded up if it becomes a float; exact where that would be infinite."""
+    """Round up to a float if `rounded`; return the exact number otherwise, or if the float would be infinite."""
     nearest = Scale(1, rounded).value(exact)
     above = nearest if nearest >= exact else math.nextafter(nearest, math.inf)
     return exact if above == math.inf else above

@@ -1,4 +1,4 @@
-""":func:`place`: costs, stages and constraints in, a placement with its proof out."""
+""":func:`place`: find a provably optimal placement of blocks on stages."""
 
 from __future__ import annotations
 
@@ -33,37 +33,38 @@ def place(
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
     gap: Number = 0,
 ) -> Placement:
-    """Place one non-empty block on each stage, in order, so that the slowest stage is as fast as possible. Exact.
+    """Place one non-empty block on each stage, in order, minimizing the time of the slowest stage exactly.
 
     Args:
         costs: the cost of each layer, in any unit of work: ints, floats or Fractions, finite and not negative.
         stages: a number, or `Stage`s with a speed, a capacity and modes.
-        memory, activations: the memory that each layer needs once, and for each micro-batch that its stage holds. If
+        memory, activations: the memory that each layer needs once, and per micro-batch in flight on its stage. If
             neither is given, capacities limit the costs.
-        in_flight: the number of micro-batches that each stage holds: a list, "1f1b" (k - j on stage j, but at most
+        in_flight: the number of micro-batches in flight on each stage: a list, "1f1b" (k - j on stage j, but at most
             `microbatches`) or "fill_drain" (all); 1 by default.
         transfer: the time of a cut after each layer, added to load/speed of the stage before the cut.
-        forbid, pin: cuts that are not allowed, and cuts that are required. A cut is named by the layer right after it.
-        objective: "bottleneck" minimises the time of the slowest stage; "makespan" minimises Σ (load/speed + transfer)
-            + (microbatches - 1)·slowest, the time until the last micro-batch is done.
-        gap: for the makespan, the relative distance from the optimum that is good enough; `Placement.gap` is the
-            distance that was proven.
-        microbatches: the number of micro-batches; needed for the makespan and for "fill_drain".
+        forbid, pin: cuts that are not allowed, and cuts that are required. A cut is the index of the first layer after
+            it.
+        objective: "bottleneck" minimizes the time of the slowest stage; "makespan" minimizes Σ (load/speed + transfer)
+            + (microbatches - 1)·slowest, the time until the last micro-batch leaves the pipeline.
+        gap: for the makespan, the acceptable relative distance from the optimum; `Placement.gap` is the distance that
+            was proven.
+        microbatches: the number of micro-batches, required for the makespan and for "fill_drain".
 
     Returns:
         The blocks with their loads (in the unit of the costs), times and modes.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: a number is negative or not finite, or a list has another length than the layers or the stages.
-        Infeasible: nothing satisfies the constraints; its fields say what would be enough.
+        TypeError: an argument has the wrong type.
+        ValueError: a number is negative or not finite, or a list has the wrong length.
+        Infeasible: no placement satisfies the constraints; its fields describe capacities that would be enough.
 
     >>> place([4, 4, 4, 4, 4, 4], [Stage(speed=1), Stage(speed=2)]).sizes
     (2, 4)
     >>> place([4, 4, 4, 4, 4, 4], 2, pin=[1]).times
     (4, 20)
 
-    With modes, only the first stage, which holds two micro-batches, has to save memory here:
+    Modes trade time for memory. Here only the first stage, with two micro-batches in flight, has to recompute:
 
     >>> from blockpartition import Mode
     >>> modes = [Mode("keep"), Mode("recompute", time=1.5, saved=0.1, transient=1)]
@@ -84,7 +85,7 @@ def place(
         return described(problem, fastest, 0.0)
     blocks, floor = least_makespan(problem, fastest, slack)
     proven = Fraction(makespan(blocks, problem.microbatches or 1), floor) - 1 if floor else Fraction(0)
-    # Rounded up, so that it promises no more than is proven, but no more than was asked for, which is proven too.
+    # Round the gap up, so that it claims no more than is proven. The requested gap is proven, so it is the maximum.
     return described(problem, blocks, min(ceiling(proven, rounded=True), gap))
 
 
@@ -107,7 +108,7 @@ def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Place
 
 
 def _explained(problem: Problem) -> Infeasible:
-    """The error if only the capacities can be the reason: a layer that fits nowhere, and what would be enough."""
+    """Explain infeasible capacities: name a layer that fits on no stage, and the smallest sufficient capacities."""
     slots = [slot for modes in problem.slots for slot in modes]
     scale, at = _least_scale(problem, slots), problem.positions
     misfit = min(set.intersection(*(set(slot.need.heavier(slot.room)) for slot in slots)), default=None)
@@ -115,30 +116,30 @@ def _explained(problem: Problem) -> Infeasible:
     if misfit is not None:
         layer, last = at[misfit], at[misfit + 1] - 1
         need = problem.memory.value(min(slot.need.alone[misfit] for slot in slots))
-        who = f"layer {layer} needs" if layer == last else f"layers {layer} to {last}, which no cut may part, need"
-        reason = f"{who} {need} at least and fit{'s' * (layer == last)} on no stage"
+        who = f"layer {layer} needs" if layer == last else f"layers {layer} to {last}, which no cut may split, need"
+        reason = f"{who} at least {need} and fit{'s' * (layer == last)} on no stage"
     if scale is None:
-        advice = "no factor on the capacities would do: a stage with capacity 0 is in the way"
+        advice = "no factor on the capacities is sufficient, because a stage has capacity 0"
     elif len({slot.room for slot in slots}) == 1:
         capacity = ceiling(scale * slots[0].room / problem.memory.scale, problem.memory.rounded)
-        advice = f"a capacity of {capacity} on each stage is the least that would do"
+        advice = f"the smallest sufficient capacity of each stage is {capacity}"
     else:
-        advice = f"capacities {Scale(1, rounded=True).value(scale)} times as large are the least that would do"
+        advice = f"the smallest sufficient capacities are {Scale(1, rounded=True).value(scale)} times as large"
     return Infeasible(f"{reason}; {advice}", layer=layer, scale=scale, capacity=capacity)
 
 
 def _least_scale(problem: Problem, slots: list[ModeSlot]) -> Fraction | None:
-    """The least factor on all capacities: the same search, with memory as time and capacity as speed."""
-    # A block fits if need ≤ factor · room, that is if need · unit / room ≤ factor · unit.
+    """Return the smallest sufficient factor on all capacities, by a search with memory as time, capacity as speed."""
+    # A block fits if need ≤ factor · room, that is, if need · unit / room ≤ factor · unit.
     unit = lcm(*(slot.room for slot in slots if slot.room))
-    endless = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
+    infinite = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
 
-    # Without room only blocks without needs fit, whatever the factor.
+    # Without room, only blocks that need no memory fit, whatever the factor.
     def swapped(slot: ModeSlot) -> ModeSlot:
-        weight = unit // slot.room if slot.room else endless
+        weight = unit // slot.room if slot.room else infinite
         needs = [weight * x for x in slot.need.prefix]
         return replace(slot, time=Measure(needs, needs), room=slot.need.prefix[-1])
 
     roomy = [list(map(swapped, modes)) for modes in problem.slots]
     found = least_slowest(replace(problem, slots=roomy, work=[0] * (problem.n + 1)))
-    return None if found is None or slowest(found) >= endless else Fraction(slowest(found), unit)
+    return None if found is None or slowest(found) >= infinite else Fraction(slowest(found), unit)

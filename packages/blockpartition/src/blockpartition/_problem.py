@@ -1,4 +1,4 @@
-"""A placement problem in integers: positions where a cut may be, and the stages that blocks are put on."""
+"""A placement problem in integers: the allowed cut positions and the stages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ._numbers import Grid, Scale
 class Measure:
     """The time or the memory of blocks.
 
-    prefix: for each position the sum of all layers before it.
-    upto: the same with what a block needs on top if it ends there.
+    prefix: the sum of all layers before each position.
+    upto: the same sum plus the extra cost of a block that ends at the position.
     """
 
     prefix: list[int]
@@ -26,11 +26,11 @@ class Measure:
         return self.upto[end] - self.prefix[start]
 
     def last_end(self, start: int, limit: int) -> int:
-        """The furthest end of layers from `start` within the limit; not beyond `start` if there is none."""
+        """Return the furthest end of layers from `start` within the limit, at most `start` if there is none."""
         return bisect_right(self.prefix, self.prefix[start] + limit) - 1
 
     def heavier(self, limit: int) -> list[int]:
-        """The layers that exceed the limit alone, in order of weight: no block within the limit ends with one."""
+        """Return the layers that alone exceed the limit, sorted by weight. No block within the limit ends with one."""
         if self.alone[self._ranking[-1]] <= limit:
             return []
         return self._ranking[bisect_right(self._ranking, limit, key=self.alone.__getitem__) :]
@@ -50,7 +50,7 @@ class Measure:
 
 @dataclass(frozen=True, eq=False)
 class ModeSlot:
-    """A stage in one of its modes: what blocks take there, and need of the room."""
+    """A stage in one of its modes: the time and memory of blocks there, and the available memory (`room`)."""
 
     mode: str | None
     time: Measure
@@ -60,7 +60,7 @@ class ModeSlot:
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """Layers from one position to another, and where they run."""
+    """A block between two positions, and the slot that runs it."""
 
     start: int
     end: int
@@ -68,21 +68,21 @@ class PlacedBlock:
 
     @property
     def time(self) -> int:
-        """How long it keeps its stage busy, the cut after it included."""
+        """The time that it keeps its stage busy, including the cut after it."""
         return self.slot.time.of(self.start, self.end)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Positions 0 … n are the possible cuts: layers kept together by forbidden cuts are one layer here.
+    """A placement problem. Positions 0 … n are the allowed cuts, so layers between two of them count as one layer.
 
-    positions: the layer at which each position lies.
-    pins: the positions at which a block has to end, from 0 to n.
-    slots: for each stage its modes.
-    work: for each position the time of the layers before it, at speed 1.
-    speeds: for each number of stages, from 0 on, the sum of the speeds of the first, each in its fastest mode.
-    time, memory: what these times and amounts of memory are in the caller's units.
-    lower_bound: no placement is faster.
+    positions: the index of the layer after each position.
+    pins: the positions where a block has to end, including 0 and n.
+    slots: the modes of each stage.
+    work: the time of the layers before each position, at speed 1.
+    speeds: prefix sums of the speeds of the stages, each in its fastest mode.
+    time, memory: the scales that convert times and memory to the caller's units.
+    lower_bound: a lower bound on the slowest block's time.
     """
 
     costs: Grid
@@ -101,16 +101,16 @@ class Problem:
         return len(self.positions) - 1
 
     def first_start(self, slot: ModeSlot, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` that keeps the limit of time, fits, and goes across no pin.
+        """Return the earliest start of a block up to `end` that is within the time limit, fits, and crosses no pin.
 
-        It is `end` or more if there is none.
+        The result is `end` or more if there is none.
         """
         time, need, pin = slot.time, slot.need, self.pins[bisect_left(self.pins, end) - 1]
         quick, small = time.upto[end] - limit, need.upto[end] - slot.room
         return max(bisect_left(time.prefix, quick), bisect_left(need.prefix, small), pin)
 
     @cached_property
-    def endless(self) -> int:
+    def infinite(self) -> int:
         return 1 + max(max(time.upto) for time in {slot.time for modes in self.slots for slot in modes})
 
 
@@ -119,11 +119,11 @@ def slowest(blocks: list[PlacedBlock]) -> int:
 
 
 def makespan(blocks: list[PlacedBlock], microbatches: int) -> int:
-    """The time at which the last micro-batch leaves a pipeline; it is a flow shop of equal jobs.
+    """Return the time when the last micro-batch leaves the pipeline, a flow shop of equal jobs.
 
     Args:
-        blocks: those of all stages.
-        microbatches: the number of micro-batches, each of which takes a block's time there.
+        blocks: the blocks of all stages.
+        microbatches: the number of micro-batches.
 
     Returns:
         The time, in units of the problem.

@@ -1,4 +1,4 @@
-"""The arguments of `place` together, as a problem in integers."""
+"""Validate the arguments of `place` and convert them to an integer problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_problem(
     microbatches: int | None = None,
     objective: str = "bottleneck",
 ) -> Problem:
-    """The problem that the arguments of `place` describe, checked."""
+    """Validate the arguments of `place` and build the problem that they describe."""
     work = read(costs)
     n = len(work.units)
     devices = stage_list(stages, n)
@@ -39,12 +39,12 @@ def read_problem(
     count = None if microbatches is None else integer(microbatches, "microbatches", 1)
     if choice(objective, "objective", ["bottleneck", "makespan"]) == "makespan" and count is None:
         raise ValueError("objective='makespan' depends on how many micro-batches there are: pass microbatches=…")
-    places = {id(stage): j for j, stage in enumerate(devices)}  # equal stages are mostly one object, many times
+    places = {id(stage): j for j, stage in enumerate(devices)}  # equal stages are usually the same object
     known = {key: _terms(devices[j], f"stage[{j}]") for key, j in places.items()}
     options = [known[id(stage)] for stage in devices]
     factors = in_flight_factors(in_flight, len(devices), count)
     measures = _Measures(at, work, paid, held, kept, list(chain(*known.values())))
-    # Bounds count each stage in its fastest mode. Times multiplied by `tick` make all speeds integers.
+    # Bounds assume that each stage is in its fastest mode. Multiplying times by `tick` makes all speeds integers.
     paces = [min(option.pace for option in modes) for modes in options]
     tick = lcm(*{pace.numerator for pace in paces})
     speeds = list(accumulate((int(tick / pace) for pace in paces), initial=0))
@@ -66,7 +66,7 @@ def read_problem(
 
 
 class Terms(NamedTuple):
-    """A stage in one of its modes: the time of a unit of costs, and the factors on activations."""
+    """A stage in one of its modes: the time per unit of cost, the factors on activations, and the capacity."""
 
     name: str | None
     pace: Fraction
@@ -76,10 +76,10 @@ class Terms(NamedTuple):
 
 
 class _Measures:
-    """What blocks take and need, as integers; equal stages share what is as long as the layers.
+    """The times and memory of blocks as integers. Equal stages share the lists per layer.
 
-    time_unit, memory_unit: so many of these integers are one of the caller's; the least with which none is rounded.
-    work: for each position the time of the layers before it, at speed 1.
+    time_unit, memory_unit: the number of integer units per caller's unit, the smallest that avoids rounding.
+    work: the time of the layers before each position, at speed 1.
     """
 
     def __init__(self, at: list[int], work: Grid, paid: Grid, held: Grid, kept: Grid, terms: list[Terms]) -> None:
@@ -88,7 +88,7 @@ class _Measures:
         self.memory_unit = lcm(held.scale, kept.scale * self._shares, *{(term.room or 0).denominator for term in terms})
         self.work = _sums(work, at, self.time_unit)
         self._held, self._kept = _sums(held, at, self.memory_unit), _sums(kept, at, self.memory_unit // self._shares)
-        # The ends of all are no cuts.
+        # The first and the last position are not cuts.
         self._leave = [0, *(self.time_unit // paid.scale * paid.units[p - 1] for p in at[1:-1]), 0]
         self._times = {pace: self._time(pace) for pace in {term.pace for term in terms}}
         self._needs = dict[Fraction, Measure]()
@@ -100,7 +100,7 @@ class _Measures:
             prefix = [x + times * y for x, y in zip(self._held, self._kept, strict=True)]
             self._needs[share] = Measure(prefix, prefix)
         need = self._needs[share]
-        # Without a capacity there is room for everything.
+        # Without a capacity, everything fits.
         room = need.prefix[-1] if option.room is None else int(self.memory_unit * option.room)
         return ModeSlot(option.name, self._times[option.pace], need, room)
 
@@ -110,13 +110,13 @@ class _Measures:
 
 
 def _sums(grid: Grid, at: list[int], unit: int) -> list[int]:
-    """For each position the sum of all layers before it, in units of which so many are one of the caller's."""
+    """Return the sum of all layers before each position, in integers of which `unit` make one caller's unit."""
     before = [unit // grid.scale * x for x in accumulate(grid.units, initial=0)]
     return [before[p] for p in at]
 
 
 def _terms(stage: Stage, name: str) -> list[Terms]:
-    """The modes of a stage, at least one, checked."""
+    """Validate and convert the modes of a stage, or its default mode."""
     speed = _positive(stage.speed, f"speed of {name}")
     room = None if stage.capacity is None else ratio(stage.capacity, f"capacity of {name}")
     found = []
@@ -136,12 +136,12 @@ def _positive(value: Any, name: str) -> Fraction:
 
 
 def _positions(layers: int, stages: int, forbid: frozenset[int], pin: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The layers before which a cut may be, and at which of these positions a block has to end."""
+    """Return the allowed cuts, including both ends of the sequence, and the indices of the required ones."""
     if forbid & pin:
         raise ValueError(f"cuts {sorted(forbid & pin)} are both pinned and forbidden")
     positions = [p for p in range(layers + 1) if p not in forbid]
     if len(positions) - 1 < stages:
-        raise Infeasible(f"the forbidden cuts leave blocks for {len(positions) - 1} of {stages} stages")
+        raise Infeasible(f"the allowed cuts make at most {len(positions) - 1} blocks for {stages} stages")
     if len(pin) >= stages:
-        raise Infeasible(f"the pinned cuts make {len(pin) + 1} blocks, more than the {stages} stages")
+        raise Infeasible(f"the pinned cuts make at least {len(pin) + 1} blocks for {stages} stages")
     return positions, [i for i, p in enumerate(positions) if p in pin or p in (0, layers)]

@@ -1,4 +1,4 @@
-"""The results: the cuts, the load of each block, and the proof that no other cuts are better; or why there are none."""
+"""Result types: cuts, loads and the proof of optimality, or the reason why there is no solution."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Index of the first layer of each block but the first."""
+        """The index of the first layer of each block except block 0."""
         return tuple(accumulate(self.sizes[:-1]))
 
     def apply(self, sequence: Sequence[T]) -> list[list[T]]:
-        """The blocks of any sequence as long as the costs.
+        """Split any sequence that is as long as the costs.
 
         Args:
-            sequence: one item for each layer.
+            sequence: one item per layer.
 
         Returns:
-            A list of items for each block, in order.
+            A list of items per block, in order.
 
         Raises:
-            ValueError: the number of items is not that of layers.
+            ValueError: the sequence does not have one item per layer.
         """
         if len(sequence) != sum(self.sizes):
-            raise ValueError(f"the partition is of {sum(self.sizes)} layers, the sequence has {len(sequence)}")
+            raise ValueError(f"the partition has {sum(self.sizes)} layers, but the sequence has {len(sequence)} items")
         return [list(sequence[start:end]) for start, end in pairwise([0, *self.cuts, len(sequence)])]
 
 
 @dataclass(frozen=True)
 class Placement(Partition):
-    """A partition whose blocks are on stages, so each block also has a time.
+    """A partition whose blocks are on stages, so that each block also has a time.
 
-    Here `bottleneck`, `lower_bound` and `imbalance` are times: of the slowest block; max(Σ/Σ speeds, heaviest layer on
-    the fastest stage); and the slowest block divided by Σ/Σ speeds.
+    Here `bottleneck`, `lower_bound` and `imbalance` refer to times: the time of the slowest block; max(Σ/Σ speeds,
+    heaviest layer on the fastest stage); and the slowest block's time divided by Σ/Σ speeds.
 
-    times: the time of each block: load / speed, with the cost of the cut after it.
+    times: the time of each block: load / speed · the mode's factor, plus the cut after it.
     modes: the name of the mode of each block; None on a stage without modes.
-    makespan: the time at which the last micro-batch is done; None if `microbatches` was not given.
-    witness: empty; `verify` computes what better blocks could be.
+    makespan: the time when the last micro-batch leaves the pipeline; None if `microbatches` was not given.
+    witness: empty; `verify` checks optimality by its own computation.
     """
 
     times: tuple[Number, ...] = ()
@@ -77,9 +77,9 @@ class Placement(Partition):
 class Infeasible(ValueError):  # noqa: N818 — a finding about the problem rather than a mistake in the call
     """No placement satisfies the constraints.
 
-    layer: the number of the first layer that fits on no stage; None if each fits on some stage.
-    scale: the smallest factor on all capacities that would be enough; None if no factor would.
-    capacity: the smallest capacity that would be enough, if all stages have the same one; None otherwise.
+    layer: the index of the first layer that fits on no stage; None if every layer fits on some stage.
+    scale: the smallest sufficient factor on all capacities; None if no factor is sufficient.
+    capacity: the smallest sufficient capacity if all stages have the same capacity; None otherwise.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The least possible bottleneck, by a search between what fits and what provably does not.
+"""Find the minimum bottleneck by closing the gap between a feasible and an infeasible bound.
 
-Pınar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning" (2004), after Nicol (1994). Heights are
-elements of the prefix sums: sums of all costs before an end.
+Source: Pınar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning" (2004), after Nicol (1994).
+Heights are prefix sums: the sums of all costs before an end.
 """
 
 from __future__ import annotations
@@ -9,45 +9,45 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from operator import sub
 
-_SHORT = 16  # layers of a block; a bisection takes about as long as a look at so many
+_SHORT = 16  # layers per block up to which a scan is as fast as a bisection
 
 
 def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
-    """The smallest bound under which `blocks` blocks hold everything.
+    """Return the smallest bound under which `blocks` blocks cover all layers.
 
-    Both ends of the search are sums that occur: a success lowers the upper end to the largest block it made, a failure
-    raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum.
+    A success lowers the upper bound to its largest block, and a failure raises the lower bound to the smallest block
+    sum that would have changed the blocks. Both are sums of layers, so the search ends at the exact optimum.
     """
     total = prefix[-1]
     low, high = max(-(-total // blocks), heaviest), min(total, total // blocks + heaviest)
-    # Where layers come in no order, a block lacks half a layer, drawn by its cost.
+    # In random order, a block falls short of the bound by about half a layer, weighted by its cost.
     bound = max(low, total // blocks + heaviest // 3)
     while low < high:
-        heights, beyond = filled(prefix, bound, blocks)
+        heights, next_sum = fill_from_left(prefix, bound, blocks)
         if len(heights) <= blocks and heights[-1] == total:
             starts = [0, *heights]
             high = max(map(sub, heights, starts))
             spare = (blocks - len(heights) + 1) * bound - (total - starts[-2])
         else:
-            low, spare = beyond, heights[blocks - 1] - total
-        # What is over or lacks, shared among the blocks; but a quarter at least, so that passes are few for all costs.
+            low, spare = next_sum, heights[blocks - 1] - total
+        # Divide the surplus or deficit among the blocks, but move by at least a quarter, which bounds the passes.
         guess, quarter = bound - spare // blocks, (high - low) // 4
         bound = min(max(guess, low + quarter), high - 1 - quarter)
     return high
 
 
-def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
-    """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
+def fill_from_left(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    """Fill blocks up to the bound from the left, and return the heights of their ends. No layer may exceed the bound.
 
-    The last height is the total only if the blocks hold everything. Also the least sum above the bound: with any bound
-    below it the blocks would be the same.
+    The last height is the total only if the blocks cover all layers. The second result is the smallest bound that would
+    change the blocks.
     """
-    return (_by_looks if len(prefix) <= _SHORT * blocks else _by_bisection)(prefix, bound, blocks)
+    return (_by_scan if len(prefix) <= _SHORT * blocks else _by_bisection)(prefix, bound, blocks)
 
 
-def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+def _by_scan(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     heights, before, limit, over = [], 0, bound, prefix[-1] + 1
-    # One look at every layer, so nothing is called inside.
+    # The loop visits every layer, so it calls no functions except when a block ends.
     for height in prefix:
         if height > limit:
             heights.append(before)
@@ -69,8 +69,8 @@ def _by_bisection(prefix: list[int], bound: int, blocks: int) -> tuple[list[int]
     return heights, over
 
 
-def filled_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
-    """Heights, in order, of the starts of blocks filled up to the bound from the right, and of the last end."""
+def fill_from_right(prefix: list[int], bound: int, blocks: int) -> list[int]:
+    """Fill blocks up to the bound from the right, and return the heights of their starts and of the last end."""
     heights, start = [prefix[-1]], len(prefix) - 1
     for _ in range(blocks):
         start = bisect_left(prefix, prefix[start] - bound, 0, start)
@@ -79,9 +79,9 @@ def filled_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
 
 
 def witness(prefix: list[int], bottleneck: int, blocks: int) -> tuple[int, ...]:
-    """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
+    """Return the ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
 
-    If every load is below the bottleneck, the j-th block ends at g_j at the latest. So g_k < n proves that such blocks
+    If every load is below the bottleneck, block j ends at g_j at the latest. So g_k < n proves that k such blocks
     cannot cover all n layers.
     """
     ends, end = list[int](), 0

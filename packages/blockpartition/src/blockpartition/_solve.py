@@ -1,4 +1,4 @@
-"""Partitions into blocks without stages and constraints."""
+"""Partition a sequence into blocks, without stages or constraints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _TIE_BREAKS = {"quantile": near_even, "exact": most_even}
 
 
 def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
-    """Contiguous, non-empty blocks in order whose largest sum is minimal.
+    """Split a sequence into contiguous, non-empty blocks whose largest sum is minimal.
 
-    The result is exact and deterministic. It takes O(n) to read the costs, and about k log n for each step of a
-    bisection.
+    The result is exact and deterministic. Reading the costs takes O(n), and each bisection step about O(k log n).
 
     Args:
         sequence: the costs: ints, floats or Fractions, finite and not negative.
@@ -33,7 +32,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
 
     Raises:
         TypeError: an item is not a number, or `partitions` is not an int.
-        ValueError: an item is negative or not finite, there are no items, or fewer than `partitions`.
+        ValueError: an item is negative or not finite, there are no items, or there are fewer than `partitions`.
 
     >>> solve([1, 2, 3, 4, 5, 6], 2)
     [[1, 2, 3, 4], [5, 6]]
@@ -44,19 +43,19 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
-    """The blocks of `solve`, with their loads, bounds and proof.
+    """Partition costs like `solve`, and return the block sizes and loads with a proof of optimality.
 
     Args:
         costs, partitions: as for `solve`.
-        even: how to choose among the optimal partitions: "quantile" quickly finds one with nearly even loads, "exact"
-            the one with the least sum of squared loads, in some twenty passes over the layers.
+        even: how to choose among the optimal partitions: "quantile" quickly finds nearly even loads, and "exact"
+            minimizes the sum of squared loads, in about twenty passes over the layers.
 
     Returns:
         The sizes and loads of the blocks (in the unit of the costs), and a proof that `verify` checks.
 
     Raises:
         TypeError: as for `solve`.
-        ValueError: as for `solve`; or `even` is unknown.
+        ValueError: as for `solve`, or `even` is unknown.
 
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)
@@ -67,7 +66,7 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
 
 
 def _cut(costs: list[Any], partitions: int, name: str, tie_break: str) -> tuple[Grid, list[int], int, list[int]]:
-    """The costs as integers and their sums before each end, the least bottleneck, and the ends of blocks, from 0 on."""
+    """Return the costs as integers, their prefix sums, the minimum bottleneck, and the block ends with a leading 0."""
     blocks = block_count(partitions, "partitions", len(costs))
     grid = read(costs, name)
     prefix = list(accumulate(grid.units, initial=0))
@@ -76,7 +75,7 @@ def _cut(costs: list[Any], partitions: int, name: str, tie_break: str) -> tuple[
 
 
 def describe(costs: Grid, prefix: list[int], ends: list[int], proof: tuple[int, ...]) -> Partition:
-    """The partition into blocks with these ends, from 0 on; `prefix` are the sums of all costs before an end."""
+    """Build the partition with these block ends, which have a leading 0; `prefix` are the prefix sums of the costs."""
     loads = [prefix[end] - prefix[start] for start, end in pairwise(ends)]
     total, bottleneck, blocks = prefix[-1], max(loads), len(loads)
     bound = max(Fraction(total, blocks), Fraction(max(costs.units)))

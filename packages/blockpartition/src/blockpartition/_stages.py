@@ -1,4 +1,4 @@
-"""The stages on which blocks are placed, and the modes in which they may run."""
+"""Stages that blocks are placed on, and the modes in which a stage can run its block."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ._numbers import Number
 class Mode:
     """A way to run a block, for example with recomputation, with its factors on time and memory.
 
-    A stage that holds f micro-batches in this mode takes `time` · costs / speed, and needs
+    A stage with f micro-batches in flight in this mode takes `time` · costs / speed, and needs this much memory::
 
         Σ memory + (f · `saved` + `transient`) · Σ activations
 
     name: the name of the mode in `Placement.modes`.
     time: a factor on the costs.
-    saved: what a stage keeps of each micro-batch, a factor on the activations.
-    transient: what is needed once in addition, such as by a recomputation: a factor on the activations.
+    saved: the fraction of the activations that is saved per micro-batch.
+    transient: the additional fraction of the activations that is needed once, for example during a recomputation.
 
     >>> Mode("recompute", time=4/3, saved=0.1, transient=1).name
     'recompute'
@@ -33,10 +33,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Stage:
-    """A device: a block of cost c takes the time c / speed, and may need at most `capacity` memory (None: any amount).
+    """A device: a block of cost c takes the time c / speed, and can use at most `capacity` memory (None: no limit).
 
-    modes: the modes in which it may run its block. `place` chooses one; of equally good ones, the first. Without
-        modes it keeps all activations: `Mode(time=1, saved=1, transient=0)`.
+    modes: the modes in which it may run its block. `place` chooses the first of the best modes. Without modes the
+        stage saves all activations, as in `Mode(time=1, saved=1, transient=0)`.
+
+    Raises TypeError if an item of `modes` is not a Mode, and ValueError if two modes have the same name.
     """
 
     speed: Number = 1

@@ -1,4 +1,4 @@
-"""The checker of partitions: it reads the costs again, and does not call the search."""
+"""Verify a partition independently: re-read the costs and never call the solver."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def verify(
     gap: Number = 0,
     **constraints: Any,
 ) -> None:
-    """Check that a partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
+    """Check that a partition is valid for these costs and provably optimal.
 
-    The solver is not used. A partition of equal blocks is proven by its witness, in O(k) after the prefix sums; for a
-    placement all that faster blocks can reach is computed anew in the plainest way, in O(k n²) at most.
+    The solver is not used. The witness proves a plain partition, in O(k) after the prefix sums. For a placement, a
+    simple dynamic program over all cuts shows that no faster blocks exist, in O(k n²) at most.
 
     Args:
         partition: a result of `partition` or `place`.
         costs: the costs of the layers.
-        stages: for a placement, the stages.
-        partitions: the number of blocks that it should have; not checked if left out.
+        stages: the stages, for a placement.
+        partitions: the expected number of blocks; not checked by default.
         objective: the objective of the placement.
-        gap: the largest relative distance of a makespan from the optimum.
-        constraints: the other arguments of `place`.
+        gap: the acceptable relative distance of a makespan from the optimum.
+        constraints: the remaining arguments of `place`.
 
     Raises:
-        TypeError: an argument, or a field of the partition, has a wrong type.
-        ValueError: the partition is invalid, not proven optimal, or a field is wrong.
+        TypeError: an argument, or a field of the partition, has the wrong type.
+        ValueError: the partition is invalid or not proven optimal, or a field is wrong. The message gives the reason.
 
     >>> from blockpartition import partition
     >>> verify(partition([1, 2, 3], 2), [1, 2, 3])
@@ -54,14 +54,14 @@ def verify(
         raise TypeError(f"partition must be a Partition, got {partition!r} of type {type(partition).__name__}")
     sizes = integers(partition.sizes, "sizes", 1)
     if partitions is not None and integer(partitions, "partitions", 1) != len(sizes):
-        raise ValueError(f"the number of blocks is {len(sizes)}, {partitions} were asked for")
+        raise ValueError(f"expected {partitions} blocks, got {len(sizes)}")
     if isinstance(partition, Placement):
         if stages is None:
-            raise TypeError("a placement is verified with the arguments it was made with: stages is missing")
+            raise TypeError("a placement is verified with the arguments of place(), but stages is missing")
         problem = read_problem(costs, stages, objective=objective, **constraints)
         return _check_placement(partition, sizes, problem, objective, ratio(gap, "gap"))
     if stages is not None or constraints or objective != "bottleneck":
-        raise TypeError("a plain partition knows no stages; only what `place` returns does")
+        raise TypeError("a plain partition has no stages, constraints or objective; only results of place() do")
     return _check_partition(partition, sizes, costs)
 
 
@@ -71,14 +71,14 @@ def _check_partition(partition: Partition, sizes: list[int], costs: Iterable[Any
     witness = integers(partition.witness, "witness", 0)
     _check_fields(partition, describe(grid, prefix, ends, tuple(witness)))
     if len(witness) != len(sizes):
-        raise ValueError(f"the witness must have an end for each of the {len(sizes)} blocks, got {len(witness)}")
-    # The stored bottleneck may be a rounded float; the proof is about the exact one.
+        raise ValueError(f"the witness must have one end per block ({len(sizes)}), got {len(witness)}")
+    # The stored bottleneck may be a rounded float, but the proof needs the exact value.
     bottleneck = max(prefix[end] - prefix[start] for start, end in pairwise(ends))
     for j, (start, end) in enumerate(pairwise([0, *witness])):
         if not start <= end < len(grid.units):
-            raise ValueError(f"witness[{j}] is {end!r}; it has to lie in {start} … {len(grid.units) - 1}")
+            raise ValueError(f"witness[{j}] must be in {start} … {len(grid.units) - 1}, got {end!r}")
         if prefix[end + 1] - prefix[start] < bottleneck:
-            raise ValueError(f"witness[{j}] proves nothing: layers {start} … {end} together stay below the bottleneck")
+            raise ValueError(f"witness[{j}] proves nothing: layers {start} … {end} together are below the bottleneck")
 
 
 def _check_placement(placement: Placement, sizes: list[int], problem: Problem, objective: str, gap: Fraction) -> None:
@@ -94,14 +94,14 @@ def _check_placement(placement: Placement, sizes: list[int], problem: Problem, o
 
 
 def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[PlacedBlock]:
-    """The blocks at the positions of the problem, on its slots; ValueError if they break a constraint."""
+    """Convert the placement to blocks of the problem, or raise ValueError if it violates a constraint."""
     ends, modes = _ends(sizes, len(problem.costs.units)), listed(placement.modes, "modes")
     if not len(sizes) == len(modes) == len(problem.slots):
         raise ValueError(f"expected {len(problem.slots)} blocks and modes, got {len(sizes)} and {len(modes)}")
     if forbidden := set(ends) - set(problem.positions):
         raise ValueError(f"cut {min(forbidden)} is forbidden")
     if missed := {problem.positions[pin] for pin in problem.pins} - set(ends):
-        raise ValueError(f"cut {min(missed)} is pinned, and a block goes across")
+        raise ValueError(f"cut {min(missed)} is pinned, but a block crosses it")
     blocks, at = list[PlacedBlock](), {layer: position for position, layer in enumerate(problem.positions)}
     for j, (first, last) in enumerate(pairwise(ends)):
         slot = next((slot for slot in problem.slots[j] if slot.mode == modes[j]), None)
@@ -114,21 +114,21 @@ def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[Pl
 
 
 def _check_makespan(problem: Problem, m: int, value: Fraction) -> None:
-    limit = problem.endless
+    limit = problem.infinite
     while (least := _least_latency(problem, limit - 1)) is not None:
-        if least + (m - 1) * (limit - 1) < value:  # the blocks with the least latency do
+        if least + (m - 1) * (limit - 1) < value:  # an upper bound on the makespan of the blocks with this latency
             raise ValueError("blocks that finish earlier are possible on these stages")
-        # With a slowest block below the limit that takes this long or longer, none finishes before.
+        # No blocks finish earlier if their slowest block takes at least the new limit, but less than the old one.
         limit = ceil((value - least) / (m - 1)) if m > 1 else 0
 
 
 def _least_latency(problem: Problem, limit: int) -> int | None:
-    """The least sum of times within the limit, by the least over all starts of each block; None if there is none."""
+    """Return the minimum sum of times within the limit, by trying all starts of each block; None if infeasible."""
     before: dict[int, int] = {0: 0}
     for modes in problem.slots:
         table: dict[int, int] = {}
         for slot in modes:
-            # The time of a block is a part of its end less a part of its start.
+            # The time of a block is a term of its end minus a term of its start.
             known = {start: latency - slot.time.prefix[start] for start, latency in before.items()}
             for end in range(1, problem.n + 1):
                 starts = range(problem.first_start(slot, end, limit), end)
@@ -140,15 +140,15 @@ def _least_latency(problem: Problem, limit: int) -> int | None:
 
 
 def _ends(sizes: list[int], layers: int) -> list[int]:
-    """The ends of these blocks, from 0 on; ValueError unless they hold all layers."""
+    """Return the ends of these blocks with a leading 0, or raise ValueError unless they cover all layers."""
     if sum(sizes) != layers:
-        raise ValueError(f"the sizes add up to {sum(sizes)!r} layers, there are {layers} costs")
+        raise ValueError(f"the sizes sum to {sum(sizes)!r} layers, but there are {layers} costs")
     return list(accumulate(sizes, initial=0))
 
 
 def _check_fields(result: Partition, expected: Partition) -> None:
-    """ValueError unless each field has the right value. Tuples may have become lists, as in JSON."""
+    """Raise ValueError unless every field has the expected value. Lists may replace tuples, as in JSON."""
     for field in fields(expected):
         said, value = getattr(result, field.name), getattr(expected, field.name)
         if (tuple(said) if isinstance(said, list) else said) != value:
-            raise ValueError(f"{field.name} should be {value}, the result says {said}")
+            raise ValueError(f"{field.name} should be {value}, but the result has {said}")

@@ -142,7 +142,7 @@ def test_copies_and_flat_models_of_flat_ones_compute_the_same(again: Any) -> Non
 
 @pytest.mark.parametrize("name", ["shortcut", "join"])
 def test_reserved_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no layer of a Residual may be called '{name}'; give it as {name}="):
+    with pytest.raises(ValueError, match=f"no layer of a Residual may be called '{name}'; pass it as {name}="):
         Residual(OrderedDict({name: nn.Tanh()}))
 
 

@@ -217,7 +217,7 @@ def test_a_profile_of_one_size_goes_with_its_chunks() -> None:
     plain, x = linears(4), rows(8)
     known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)
     assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
-    with pytest.raises(ValueError, match="this profile knows 2 rows only"):
+    with pytest.raises(ValueError, match="this profile was measured only with 2 rows"):
         plan(plain, x, CPUS, profile=known, calibrate=False)
     with pytest.raises(Infeasible, match=r"what would fit: (?!.*chunks)"):
         plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)

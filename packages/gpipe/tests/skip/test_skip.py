@@ -88,7 +88,7 @@ def test_after_a_failure_nobody_finds_the_skips_of_the_run():
     with inline(), pytest.raises(KeyError, match="no more"):
         pipe(rows())
     assert current.work.skips is before
-    with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
+    with pytest.raises(RuntimeError, match="'skip' is popped, but no earlier layer has stashed it"):
         Pop()(rows())
 
 
@@ -146,7 +146,7 @@ def commands(*given: Any) -> nn.Module:
         (commands(stash("c", None)), RuntimeError, "'c' has not been declared as stashable"),
         (commands(pop("c")), RuntimeError, "'c' has not been declared as poppable"),
         (commands(pop("a")), RuntimeError, "'a' has not been declared as poppable"),
-        (commands(pop("b")), RuntimeError, "no layer before has stashed"),
+        (commands(pop("b")), RuntimeError, "no earlier layer has stashed"),
         (commands(3), TypeError, "not a command"),
         (commands(lambda: stash("a", 3)), TypeError, "takes a tensor or None"),
     ],

@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches, and concatenate the results."""
+"""Split a mini-batch into micro-batches, and concatenate the results."""
 
 from ._arguments import Arguments
 from ._batch import Batch, Function, TensorOrTensors, Tensors

@@ -1,4 +1,4 @@
-"""Several arguments as one value."""
+"""Bundle the positional and keyword arguments of a call into one value."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 class Arguments(NamedTuple):
     """The arguments of a call `model(*args, **kwargs)`, unless it has only one positional argument.
 
-    It is a named tuple, so each argument is cut, and `Arguments((None,), {'mask': Replicate()})` is a spec for it.
+    It is a named tuple, so `scatter` splits every argument, and `Arguments((None,), {'mask': Replicate()})` is a spec
+    for it.
 
     >>> import torch
     >>> from microbatch import scatter

@@ -1,4 +1,4 @@
-"""A value together with its tensors."""
+"""A batch: any tree of tensors, with direct access to its tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +18,9 @@ class Batch:
     `.value` is the value as it was passed. Iteration, `len`, indexing and `.tensors` are over the tensors in it, in
     tree order. Nothing is copied or checked.
 
-    `.rows` is the number of rows that `scatter` put into this micro-batch, by which `gather` checks outputs: one number
-    for each different number of rows among the tensors that it cut, so usually one; empty if unknown.
+    `.rows` contains the number of rows in this micro-batch, which `gather` uses to check outputs. It is a tuple,
+    because tensors of a mini-batch may have different numbers of rows, but usually has one entry. It is empty if the
+    rows are unknown.
 
     >>> import torch
     >>> Batch(torch.ones(2)).tensor
@@ -37,36 +38,36 @@ class Batch:
 
     @property
     def atomic(self) -> bool:
-        """Whether the value is a single tensor."""
+        """True if the value is a single tensor."""
         return isinstance(self.value, Tensor)
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor of an atomic batch; AttributeError for any other."""
+        """The tensor of an atomic batch. Other batches raise AttributeError."""
         if isinstance(self.value, Tensor):
             return self.value
         raise AttributeError(f"a batch of type {type(self.value).__name__} has no .tensor; use .tensors or .value")
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors of a batch that is not atomic; AttributeError for one that is."""
+        """The tensors of a batch that is not atomic. An atomic batch raises AttributeError."""
         if isinstance(self.value, Tensor):
             raise AttributeError("a batch of one bare tensor has no .tensors; use .tensor or .value")
         return self._tensors()
 
     @property
     def tensor_or_tensors(self) -> TensorOrTensors:
-        """`.tensor` or `.tensors`, whichever there is."""
+        """`.tensor` for an atomic batch, else `.tensors`."""
         return self.value if isinstance(self.value, Tensor) else self._tensors()
 
     def call(self, function: Function) -> "Batch":
-        """`function(value)` in a new batch: one argument, as nn.Sequential passes it.
+        """Call `function` with the value as its only argument, as nn.Sequential calls a layer.
 
         Args:
-            function: takes the value, such as a layer.
+            function: a function of the value, such as a layer.
 
         Returns:
-            What `function` returned, with the rows of this batch.
+            A batch of the result, with the rows of this batch.
         """
         return Batch(function(self.value), self.rows)
 
@@ -92,7 +93,7 @@ class Batch:
             raise IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors") from None
 
     def __setitem__(self, index: int | slice, value: Tensor | Sequence[Tensor]) -> None:
-        """`batch[i] = t` replaces one tensor, `batch[:] = ts` all of them; TypeError if `ts` is one tensor."""
+        """Replace one tensor with `batch[i] = t`, or all tensors with `batch[:] = ts`, where `ts` is a sequence."""
         tensors: list[Any] = list(self)
         if not isinstance(index, slice):
             _ = self[index]  # raises if it is out of range
@@ -107,7 +108,7 @@ class Batch:
             if not isinstance(each, Tensor):
                 raise TypeError(f"batch[{i}] is set to a {type(each).__name__}; expected a tensor")
         if is_tensors(self.value):
-            self.value = tuple(tensors)  # a plain tuple may change its length
+            self.value = tuple(tensors)  # the length of a plain tuple may change
             return
         if len(tensors) != len(self):
             raise IndexError(f"this batch holds {len(self)} tensors, got {len(tensors)} to replace them; give as many")

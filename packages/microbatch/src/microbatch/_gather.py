@@ -1,4 +1,4 @@
-"""Join micro-batches into a mini-batch."""
+"""Combine micro-batches into a mini-batch."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -16,25 +16,26 @@ from ._tree import flatten, is_tensors, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
-    """Join the values of `batches`, as the inverse of `scatter`: rows are concatenated, and gradients flow back.
+    """Concatenate the rows of `batches`, the inverse of `scatter`. Gradients flow back.
 
-    A tensor without a rule in the spec must have as many entries on dimension 0 as its micro-batch has rows, or k times
-    as many, if `Batch.rows` is known. (A size that equals the number of rows by chance is not noticed.)
+    If `Batch.rows` is known, dimension 0 of a tensor without a rule in the spec must equal the rows of its micro-batch,
+    or k times the rows. (A size that equals the number of rows by chance is not detected.)
 
     Args:
-        batches: the micro-batches, in order. A single one is returned as it is, not copied.
-        spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated along
-            `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves must be
-            equal, and the first is returned; comparing tensors waits for their device, unless they are one object. None
-            must be None everywhere.
+        batches: the micro-batches, in order. The value of a single one is returned without a copy.
+        spec: how to combine leaves, as a tree of rules that is a prefix of the value. `Split(dim)` concatenates along
+            `dim`, whatever the sizes; `Mean()` averages, weighted by rows; `Sum()` adds up. With `Replicate()` the
+            leaves must be equal, and the first is returned; comparing tensors synchronizes with their device, unless
+            they are the same object. A leaf that is None must be None in all micro-batches.
 
     Returns:
-        A value of the structure of the batches' values.
+        A value with the structure of the micro-batches.
 
     Raises:
         TypeError: an entry is not a Batch; a leaf is neither a tensor nor None and is not replicated.
-        ValueError: there are no micro-batches; they differ in structure, dtype, device, or shape beyond the rows; a
-            tensor does not follow the rows, or has no dimensions. The message names the path, as in `output['logits']`.
+        ValueError: there are no micro-batches; they differ in structure, dtype, device, or shape besides the rows; the
+            size of a tensor does not match the rows, or it has no dimensions. The message contains the path, as in
+            `output['logits']`.
 
     >>> import torch
     >>> gather([Batch(torch.tensor([0, 1])), Batch(torch.tensor([2]))])
@@ -46,9 +47,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     batches = list(batches)
     for i, batch in enumerate(batches):
         if not isinstance(batch, Batch):
-            raise TypeError(
-                f"micro-batch {i} is of type {type(batch).__name__}; expected a Batch, as scatter makes them"
-            )
+            raise TypeError(f"micro-batch {i} is of type {type(batch).__name__}; expected a Batch, as scatter returns")
     if not batches:
         raise ValueError("gather got no micro-batches; expected at least one")
     values = tuple([batch.value for batch in batches])
@@ -60,7 +59,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
         return tuple([joined(column, ROWS, batches, LeafPath(first, i, "output")) for i, column in columns])
     first, leaves, rules, tree = ruled(first, spec, "output")
     if any(isinstance(rule, Entries) for rule in rules):
-        raise TypeError("the spec of the output says Entries(), which cuts an input; an output needs another rule")
+        raise TypeError("the spec of the output has Entries(), which is only for inputs; give a different rule")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(*rows, strict=True))
     return unflatten([joined(column, rules[i], batches, LeafPath(first, i, "output")) for i, column in columns], tree)
@@ -68,7 +67,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
 
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
     leaves, its = flatten(value)
-    # Trees are equal if types, keys and constants are: leaves of an unlike one would be joined across places.
+    # Trees are equal if their types, keys and constants are. Otherwise unrelated leaves would be combined.
     if its != tree:
         raise ValueError(
             f"micro-batch {i} is unlike micro-batch 0: a {type(value).__name__} with the leaves {_listed(value)} "
@@ -83,7 +82,7 @@ def _listed(value: Any) -> str:
 
 
 def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: LeafPath) -> Any:
-    """One leaf of all `batches`, by its rule."""
+    """Combine one leaf of all `batches` by its rule."""
     if isinstance(rule, Split):
         return _rows_joined(parts, rule, batches, place)
     if isinstance(rule, Mean | Sum):
@@ -91,7 +90,7 @@ def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Le
     for i, part in enumerate(parts):
         if not _equal(parts[0], part):
             raise ValueError(
-                f"{place} is not the same in micro-batch {i} as in micro-batch 0; what is not split must be"
+                f"{place} differs between micro-batches 0 and {i}; leaves that are not split must be equal"
             )
     return parts[0]
 
@@ -100,11 +99,11 @@ def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], pl
     first, dim = parts[0], rule.dim
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
-            f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
-            "each sample, or declare in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
-            "Replicate() if it is the same for all"
+            f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it one row per "
+            "sample, or declare it in the spec: Mean() or Sum() for one value per micro-batch, Replicate() if all are "
+            "equal"
         )
-    # First the rows: that parts are unlike may only mean that their rows are elsewhere.
+    # Check the rows first, because different shapes may only mean that the rows are on a different dimension.
     if rule is ROWS and {part.dim() if isinstance(part, Tensor) else -1 for part in parts} == {first.dim()}:
         expect_rows(parts, batches, place)
     _expect_alike(parts, place, dim % first.dim())
@@ -112,14 +111,14 @@ def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], pl
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, also for dtypes that it refuses under autocast, such as float16 under autocast to bfloat16.
+    """Call `torch.cat` outside autocast, which rejects some dtypes, such as float16 under autocast to bfloat16.
 
     Args:
-        tensors: at least one, on one device.
-        dim: the dimension along which they are concatenated.
+        tensors: at least one tensor, all on one device.
+        dim: the dimension to concatenate along.
 
     Returns:
-        A tensor of their dtype; of the widest if they differ.
+        A tensor of their dtype; of the promoted dtype if they differ.
 
     >>> half = torch.ones(1, dtype=torch.float16)
     >>> with torch.autocast("cpu", torch.bfloat16):
@@ -138,7 +137,7 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
         _expect_alike(parts, place)
         if isinstance(rule, Mean) and not (first.is_floating_point() or first.is_complex()):
             raise TypeError(
-                f"{place} is of dtype {first.dtype}, which has no Mean(); make it floating point, or Sum() it"
+                f"{place} is of dtype {first.dtype}, which has no Mean(); convert it to floating point, or use Sum()"
             )
     for i, part in enumerate(parts):
         if not isinstance(part, int | float | complex | Tensor):
@@ -154,15 +153,15 @@ def _weights(batches: Sequence[Batch], place: LeafPath) -> list[float]:
     for i, batch in enumerate(batches):
         if not batch.rows:
             raise ValueError(
-                f"{place} is to be a Mean() by rows, but micro-batch {i} does not know how many it has; make it by "
-                "batch.call(...) of one that scatter made, or make Batch(value, rows=(n,))"
+                f"{place} has the rule Mean(), which needs rows, but micro-batch {i} has none; create it with "
+                "batch.call(...) from a batch of scatter, or with Batch(value, rows=(n,))"
             )
     whole = sum(batch.rows[0] for batch in batches)
-    return [batch.rows[0] / max(1, whole) for batch in batches]  # without any rows, each mean is NaN, and so is theirs
+    return [batch.rows[0] / max(1, whole) for batch in batches]  # with 0 rows, the means and the result are NaN
 
 
 def _expect_alike(parts: Sequence[Any], place: LeafPath, dim: int | None = None) -> None:
-    """TypeError or ValueError unless all are tensors that differ at most in the size of dimension `dim`."""
+    """Raise TypeError or ValueError unless all parts are tensors that differ at most in the size of `dim`."""
     first = parts[0]
     end = first.dim() if dim is None else dim
     facts = None
@@ -174,7 +173,7 @@ def _expect_alike(parts: Sequence[Any], place: LeafPath, dim: int | None = None)
         shape = part.shape
         own = part.dtype, part.device, part.layout, len(shape), shape[:end], shape[end + 1 :]
         facts = facts or own
-        # torch.cat would promote dtypes, and skip empty tensors of another shape, without an error.
+        # torch.cat would silently promote dtypes, and skip empty tensors of different shapes.
         if own != facts:
             raise ValueError(
                 f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in "
@@ -193,20 +192,20 @@ def _equal(first: Any, other: Any) -> bool:
     facts = ("__class__", "shape", "dtype", "device")
     if any(getattr(first, name, None) != getattr(other, name, None) for name in facts):
         return False
-    # Only a NaN differs from itself.
+    # NaNs count as equal; only a NaN differs from itself.
     found = (first == other) | ((first != first) & (other != other))
     return bool(found.all() if hasattr(found, "all") else found)
 
 
 def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: LeafPath) -> None:
-    """Raise ValueError if dimension 0 of the parts does not follow the rows of their micro-batches.
+    """Raise ValueError if dimension 0 of the parts does not match the rows of their micro-batches.
 
-    It may be k times the rows, with the same k for all parts. A single micro-batch is not checked, nor unknown rows.
+    It may be k times the rows, with the same k for all parts. A single micro-batch, or unknown rows, are not checked.
     """
     if len(parts) == 1:
         return
     sizes = tuple([part.shape[0] for part in parts])
-    # Tensors of one mini-batch may differ in rows. No column is left if a micro-batch does not know its rows.
+    # Tensors of one mini-batch may differ in rows. There are no columns if the rows of a micro-batch are unknown.
     columns = list(zip(*[batch.rows for batch in batches], strict=False))
     if not columns or sizes in columns or any(_are_tokens(parts, sizes, rows) for rows in columns):
         return
@@ -216,18 +215,19 @@ def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: LeafPa
         if dim is not None:
             raise ValueError(
                 f"{place} has its rows on dimension {dim}, not 0: {facts}; use Split({dim}) for it in the spec, or "
-                "Split(0) to concatenate it along dimension 0 all the same"
+                "Split(0) to concatenate it along dimension 0 anyway"
             )
     raise ValueError(
-        f"{place} does not follow the rows: {facts}; declare in the spec what it is: Mean() or Sum() for one value of "
-        "each micro-batch, Replicate() if it is the same for all, Split(dim), or Split(0) to concatenate it anyway"
+        f"{place} does not have one row per sample: {facts}; declare it in the spec: Mean() or Sum() for one value per "
+        "micro-batch, Replicate() if all are equal, Split(dim), or Split(0) to concatenate it anyway"
     )
 
 
 def _are_tokens(parts: Sequence[Tensor], sizes: Sequence[int], rows: Sequence[int]) -> bool:
-    """Whether dimension 0 is k times the rows.
+    """Return whether dimension 0 is k times the rows.
 
-    False if another dimension is exactly the rows, as in (time, rows, features): then that dimension is meant.
+    For k > 1 it is False if a different dimension equals the rows, as in (time, rows, features), because the rows are
+    probably there.
     """
     times = sum(sizes) // max(1, sum(rows))
     follows = all(size == times * row for size, row in zip(sizes, rows, strict=True))

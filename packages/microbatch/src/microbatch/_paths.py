@@ -1,4 +1,4 @@
-"""The branches of a value, and the paths of its leaves, which messages name."""
+"""Walk the branches of a tree, and name its leaves by path in error messages."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from ._plain import branches, is_plain
 
 
 class LeafPath(NamedTuple):
-    """Leaf number `leaf` of `tree`. `str()` computes its path, which only messages need.
+    """The leaf of `tree` with index `leaf`. `str()` computes its path, which only error messages need.
 
     >>> str(LeafPath({'x': 1, 'y': (2, 3)}, 2, 'input'))
     "input['y'][1]"
@@ -24,11 +24,11 @@ class LeafPath(NamedTuple):
 
 
 def leaf_paths(tree: Any, path: str) -> Iterator[str]:
-    """The path of each leaf of `tree`, in the order of `flatten`.
+    """Iterate over the path of each leaf of `tree`, in the order of `flatten`.
 
     Args:
         tree: any object.
-        path: the name of the tree, with which each path begins.
+        path: the name of the tree, the prefix of all paths.
 
     Returns:
         An iterator over the paths.
@@ -45,7 +45,7 @@ def leaf_paths(tree: Any, path: str) -> Iterator[str]:
 
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
-    """The branches of `tree` with the labels that they have in a path; None where `tree` is a leaf.
+    """Return the branches of `tree` with their labels in a path; None if `tree` is a leaf.
 
     >>> children({'x': 1, 'y': (2, 3)})
     [("['x']", 1), ("['y']", (2, 3))]
@@ -59,7 +59,7 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 def _labels(tree: Any, count: int) -> list[str]:
     try:
         named, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    except ValueError:  # a type may be registered without names of its branches
+    except ValueError:  # a type may be registered without names for its branches
         names: list[Any] = list(tree) if isinstance(tree, Mapping) and len(tree) == count else list(range(count))
         return [f"[{name!r}]" for name in names]
     return [pytree.keystr(path) for path, _ in named]

@@ -1,4 +1,4 @@
-"""Dataclasses and mappings that are not registered with torch: they are trees too."""
+"""Treat unregistered dataclasses and mappings as pytree nodes."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -11,7 +11,7 @@ from ._rules import Entries, Mean, Replicate, Split, Sum
 
 
 class _Opened:
-    """Such a value as a node of torch's pytrees, with its branches as children."""
+    """A pytree node that wraps such a value, with its branches as children."""
 
     __slots__ = ("value",)
 
@@ -20,7 +20,7 @@ class _Opened:
 
 
 def is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor) or leaf is None:  # the usual ones first: a value may have thousands of leaves
+    if isinstance(leaf, Tensor) or leaf is None:  # test the common cases first, for values with thousands of leaves
         return False
     return isinstance(leaf, Mapping) or (
         is_dataclass(leaf) and not isinstance(leaf, type | Split | Replicate | Entries | Mean | Sum)
@@ -32,7 +32,7 @@ def opened(value: Any) -> Any:
 
 
 def branches(value: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
+    """Return the fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
     label = "[{!r}]" if isinstance(value, Mapping) else ".{}"
     return [(label.format(name), branch) for name, branch in _named(value).items()]
 
@@ -55,13 +55,13 @@ def _unflatten(values: Any, shape: tuple[type, tuple[Any, ...]]) -> Any:
         return _mapping(kind, named) if issubclass(kind, Mapping) else _dataclass(kind, named)
     except Exception as error:
         raise TypeError(
-            f"a {kind.__name__} cannot be made of its parts {', '.join(map(str, names))}: {error}; "
-            "register it with torch.utils._pytree.register_pytree_node, which says how"
+            f"a {kind.__name__} cannot be rebuilt from its parts {', '.join(map(str, names))}: {error}; "
+            "register it and a function that does so with torch.utils._pytree.register_pytree_node"
         ) from error
 
 
 def _dataclass(kind: Any, named: dict[str, Any]) -> Any:
-    """Make a dataclass without its constructor, which may have changed the fields, by scaling for example."""
+    """Create a dataclass without its constructor, which could change the fields a second time."""
     value = object.__new__(kind)
     for name, each in named.items():
         object.__setattr__(value, name, each)
@@ -71,7 +71,7 @@ def _dataclass(kind: Any, named: dict[str, Any]) -> Any:
 def _mapping(kind: Any, named: dict[Any, Any]) -> Any:
     value = kind(named)
     if list(value) != list(named) or any(value[key] is not each for key, each in named.items()):
-        raise ValueError(f"its constructor makes other items of a dict: {list(value)}")
+        raise ValueError(f"its constructor changes the items of a dict: {list(value)}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The rules of a spec: how a leaf is cut and joined."""
+"""Spec rules: how a leaf is split and how its pieces are combined."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class NoValue:
-    """The value of a rule without a value, since None is a value too."""
+    """The value of a rule that wraps no value. None would not do, because a rule may wrap it."""
 
 
 Counts = Tensor | Sequence[int]
@@ -34,14 +34,14 @@ def _is_constant(value: Any) -> bool:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Split:
-    """A rule: the tensor is cut and concatenated along `dim`, 0 by default. Or a value with this rule.
+    """A rule that splits and concatenates a tensor along `dim`, 0 by default; or a value with this rule.
 
-    In a spec, `Split(1)` is the rule of the leaf or branch in its place. Around an argument, `Split(x, dim=1)` is the
-    rule of `x`; the micro-batches have a part of `x` there, without the rule.
+    In a spec, `Split(1)` is the rule of the corresponding leaf or branch. As an argument, `Split(x, dim=1)` is `x` with
+    this rule; the micro-batches contain parts of `x` without the rule.
 
-    `counts` says how many rows of the tensor each sample has, as in `Split(counts=[2, 0, 1])` for the pictures of three
-    texts; also as an integer tensor, or as a function of the mini-batch that returns them. The function gets the
-    keywords as a dict, if the mini-batch is `Arguments` without positional ones.
+    `counts` is the number of rows of each sample, as in `Split(counts=[2, 0, 1])` for the images of three texts. It is
+    a list, an integer tensor, or a function of the mini-batch that returns one. If the mini-batch is `Arguments` with
+    only keywords, the function gets them as a dict.
 
     Raises:
         TypeError: `dim` is not an integer, or `counts` are not integers.
@@ -80,10 +80,10 @@ class Split:
 
 @dataclass(frozen=True, repr=False)
 class Replicate:
-    """A rule: every micro-batch gets the whole leaf. Or a value with this rule, as in `Replicate(mask)`.
+    """A rule that passes the whole leaf to every micro-batch; or a value with this rule, as in `Replicate(mask)`.
 
-    All micro-batches share the leaf, so it must not be changed in place. Gradients add up. In `gather` it must be equal
-    in all micro-batches, and the first is taken.
+    All micro-batches share the leaf, so it must not be modified in place. Its gradients are summed. In `gather` it must
+    be equal in all micro-batches, and the first is returned.
 
     >>> import torch
     >>> from microbatch import scatter
@@ -99,10 +99,10 @@ class Replicate:
 
 @dataclass(frozen=True, repr=False)
 class Entries:
-    """A rule for `scatter`: the list has an entry for each row, of any type and size. Or a list with this rule.
+    """A rule for `scatter`: the list has one entry per row, of any type and size; or a list with this rule.
 
-    Each micro-batch gets the entries of its rows, uncut. It shares their tensors, so these must not be changed in
-    place.
+    Each micro-batch gets the entries of its rows, which are not split. It shares their tensors, so they must not be
+    modified in place.
 
     >>> import torch
     >>> from microbatch import scatter
@@ -120,9 +120,9 @@ class Entries:
 
 @dataclass(frozen=True)
 class Mean:
-    """A rule for `gather`: the mean over all rows, of a leaf that is a mean over the rows of its micro-batch.
+    """A rule for `gather`: average a leaf over all micro-batches, weighted by their rows.
 
-    Each micro-batch is weighted by its rows. The leaf is a number, or a tensor with the same shape in each micro-batch.
+    The leaf of a micro-batch is a mean over its rows: a number, or a tensor with the same shape in every micro-batch.
 
     >>> from microbatch import Batch, gather
     >>> gather([Batch(1.0, rows=(3,)), Batch(5.0, rows=(1,))], Mean())
@@ -132,7 +132,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A rule for `gather`: the sum of the leaf over all micro-batches. The leaf is as for `Mean`.
+    """A rule for `gather`: add up a leaf over all micro-batches. It is a number or a tensor, as for `Mean`.
 
     >>> from microbatch import Batch, gather
     >>> gather([Batch(3), Batch(4)], Sum())
@@ -143,11 +143,11 @@ class Sum:
 Rule = Split | Replicate | Entries | Mean | Sum | None
 
 ROWS = Split(0)
-"""The default rule of a tensor. `gather` checks rows for this rule alone, by identity, and not for other `Split(0)`."""
+"""The default rule of a tensor. `gather` checks rows only for this object, and not for an explicit `Split(0)`."""
 
 
 def resolved(rule: Rule, batch: Any) -> Rule:
-    """The rule for this mini-batch: with counts in place of a function that returns them."""
+    """Return the rule with its `counts` evaluated for this mini-batch if they are a function."""
     if isinstance(rule, Split) and callable(rule.counts):
         return Split(dim=rule.dim, counts=rule.counts(batch))
     return rule

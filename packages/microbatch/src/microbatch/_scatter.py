@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches."""
+"""Split a mini-batch into micro-batches."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -20,38 +20,39 @@ from ._versions import Versions
 Sizes = tuple[int, ...]
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 Divide = partial[Sizes]
-"""The rows of each micro-batch, of a number of rows."""
+"""A function from a number of rows to the rows of each micro-batch."""
 
 
 def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input", *, least: int = 1) -> list[Batch]:
-    """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
+    """Split `value` into at most `chunks` micro-batches. `gather` is the inverse; gradients flow back to `value`.
 
-    Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
-    `chunks` empty micro-batches. Tensors of one value may differ in rows if they give the same number of micro-batches.
+    Rows are divided like in `torch.chunk`: 7 rows in 4 chunks make 2, 2, 2, 1, and 2 rows make 2 micro-batches; 0 rows
+    make `chunks` empty micro-batches. Tensors of one value may differ in rows if they make the same number of
+    micro-batches.
 
-    The micro-batches are copies, so an in-place layer on one changes neither the others nor `value`. A single
-    micro-batch is `value` itself, not copied. `scatter_views` does not copy.
+    The micro-batches are copies, so an in-place layer changes neither the other micro-batches nor `value`. A single
+    micro-batch is `value` itself, without a copy. `scatter_views` does not copy.
 
     Args:
-        value: a tensor, or a tree of tensors and None. `Split(x, dim=1)` and `Replicate(x)` around a part are its
-            rules; the micro-batches do not contain them.
-        chunks: the largest number of micro-batches.
-        spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
-            in it may leave out keys. `Split(counts=...)` is for tensors with other numbers of rows for each sample,
-            `Entries()` for a list with an entry for each row.
-        root: the name of the value in messages.
-        least: the rows that a micro-batch needs. If only the last one would have fewer, rows are divided evenly
-            instead, into fewer micro-batches if there is no other way: 10 rows in 4 chunks with `least=2` are 3, 3, 2,
-            2, and 5 rows are 3, 2.
+        value: a tensor, or a tree of tensors and None. Parts may be wrapped in rules, as in `Split(x, dim=1)` and
+            `Replicate(x)`; the micro-batches do not contain the rules.
+        chunks: the maximum number of micro-batches.
+        spec: how to split leaves: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`; mappings
+            in it may omit keys. `Split(counts=...)` is for tensors with varying rows per sample, and `Entries()` for a
+            list with one entry per row.
+        root: the name of the value in error messages.
+        least: the minimum rows of a micro-batch. If only the last one would have fewer, rows are divided evenly, and
+            into fewer micro-batches if necessary: with `least=2`, 10 rows in 4 chunks make 3, 3, 2, 2, and 5 rows make
+            3, 2.
 
     Returns:
         The micro-batches, in the order of the rows.
 
     Raises:
         TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
-        ValueError: chunks < 1; there is no tensor to cut, or one without dimensions; tensors give different numbers of
-            micro-batches; counts do not add up to the rows; `spec` does not fit. The message names the path, as in
-            `input['mask'][1]`.
+        ValueError: `chunks` is below 1; there is no tensor to split, or one without dimensions; tensors make different
+            numbers of micro-batches; counts do not sum to the rows; `spec` does not match `value`. The message contains
+            the path, as in `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
@@ -62,16 +63,16 @@ def scatter(value: Any, chunks: int, spec: Any = None, root: str = "input", *, l
 def scatter_views(
     value: Any, chunks: int, spec: Any = None, root: str = "input", *, least: int = 1
 ) -> tuple[list[Batch], Versions]:
-    """Cut `value` into views of it, without a copy. Gradients flow back to `value`.
+    """Split `value` into views, without a copy. Gradients flow back to `value`.
 
-    Each micro-batch has a version counter of its own. An in-place layer on one changes `value` too. `Versions.sync`
-    tells autograd about such changes, and about changes that the caller makes to `value`: call it before the backward.
+    Each micro-batch has its own version counter, although an in-place layer on it also changes `value`. `Versions.sync`
+    informs autograd about such changes, and about changes of `value` by the caller. Call it before the backward.
 
     Args:
         value, chunks, spec, root, least: as for `scatter`.
 
     Returns:
-        The micro-batches in the order of the rows, and the object whose `sync` updates version counters.
+        The micro-batches in the order of the rows, and the object whose `sync` updates the version counters.
 
     Raises:
         TypeError, ValueError: as for `scatter`.
@@ -87,25 +88,26 @@ def scatter_views(
 
 
 def check(value: Any, spec: Any = None, root: str = "input") -> None:
-    """Raise unless `value` is a tree of tensors and None. Reads no data.
+    """Check that `value` is a tree of tensors and None, without reading data.
 
-    What only `scatter` refuses passes: no tensor at all, and tensors that are sparse, nested or without dimensions.
+    The check does not find all values that `scatter` rejects: trees without a tensor, and tensors that are sparse,
+    nested or without dimensions, pass.
 
     Args:
-        value: the value that is to be cut. Other objects are allowed only inside `Replicate(...)`.
+        value: the value to split. Other objects are allowed only inside `Replicate(...)`.
         spec: rules, as for `scatter`.
-        root: the name of the value in messages.
+        root: the name of the value in error messages.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor None and is not replicated; the message names the path of the first,
-            as in `input['mask'][1]`.
-        ValueError: `spec` has another shape than `value`.
+        TypeError: a leaf is neither a tensor nor None and is not replicated. The message contains the path of the
+            first, as in `input['mask'][1]`.
+        ValueError: `spec` is not a prefix of `value`.
 
     >>> check((torch.ones(2), None))
     >>> check((torch.ones(2), 42))
     Traceback (most recent call last):
     TypeError: input[1] is of type int, which cannot be split; expected a tensor, None or a tree of them; \
-Replicate() around it hands it whole to every micro-batch
+wrap it in Replicate() to pass it whole to every micro-batch
     """
     if spec is not None or not is_flat(value):
         cut_rules(value, spec, root)
@@ -138,7 +140,7 @@ def _rows(
     cut: Cut,
     lists: Sequence[Sizes],
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
-    """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
+    """Return the leaves of each micro-batch and its rows, once per distinct division of rows."""
     columns = {
         i: _column(leaf, rule, divide, cut, LeafPath(value, i, root))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
@@ -150,17 +152,16 @@ def _rows(
     for other in lists:
         if len(other) != len(sizes):
             raise ValueError(
-                f"{root} has a list of {sum(other)} entries beside {sum(sizes)} rows; by Entries() it has an entry for "
-                "each row"
+                f"{root} has a list of {sum(other)} entries but {sum(sizes)} rows; Entries() needs one entry per row"
             )
     for i, (other, _) in others:
         if len(other) != len(sizes):
             raise ValueError(
                 f"chunks={divide.keywords['chunks']} makes {_story(value, first, sizes, root)} but "
-                f"{_story(value, i, other, root)}; all tensors of a mini-batch must give equally many, or have "
-                "Split(counts=...), the rows of each sample"
+                f"{_story(value, i, other, root)}; all tensors of a mini-batch must give the same number of "
+                "micro-batches, or set their rows per sample with Split(counts=...)"
             )
-    # What is not cut is the same object in each micro-batch.
+    # A leaf that is not split is the same object in every micro-batch.
     whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
     rows = dict.fromkeys([*(sizes for sizes, _ in columns.values()), *lists])
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
@@ -174,26 +175,26 @@ def _story(value: Any, index: int, sizes: Sizes, root: str) -> str:
 def _column(tensor: Tensor, rule: Split, divide: Divide, cut: Cut, place: LeafPath) -> tuple[Sizes, Sequence[Tensor]]:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or put Replicate() around it")
+        raise TypeError(f"{place} is {kind}, which cannot be split; make it dense, or wrap it in Replicate()")
     if not -tensor.dim() <= rule.dim < tensor.dim():
         raise ValueError(
-            f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
-            "or put Replicate() around it"
+            f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; add one, "
+            "or wrap it in Replicate()"
         )
     size, counts = tensor.size(rule.dim), rule.counts
     assert not callable(counts)
     samples = divide(size if counts is None else len(counts))
     sizes = samples if counts is None else rows_of_samples(counts, samples)
     if sum(sizes) != size:
-        raise ValueError(f"{place} has {size} rows, but the counts of its Split add up to {sum(sizes)}")
+        raise ValueError(f"{place} has {size} rows, but the counts of its Split sum to {sum(sizes)}")
     try:
         return samples, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator
-        raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error
+        raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot split: {error}") from error
 
 
 def counted(number: Any, name: str = "chunks") -> int:
-    """`number` as an int; TypeError or ValueError unless it is an integer of at least 1."""
+    """Convert `number` to an int; raise TypeError or ValueError unless it is an integer of at least 1."""
     try:
         found = operator.index(number)
     except TypeError:
@@ -204,9 +205,9 @@ def counted(number: Any, name: str = "chunks") -> int:
 
 
 def rows_of_parts(rows: int, chunks: int, least: int = 1) -> Sizes:
-    """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left.
+    """Divide rows like `torch.chunk`: micro-batches get rows / chunks, rounded up, until none are left.
 
-    If only the last one has fewer than `least`, rows are divided evenly instead.
+    If only the last one would have fewer than `least`, rows are divided evenly instead.
     """
     if not rows:
         return (0,) * chunks
@@ -222,7 +223,7 @@ def rows_of_parts(rows: int, chunks: int, least: int = 1) -> Sizes:
 
 
 def rows_of_samples(counts: Sequence[int], samples: Sizes) -> Sizes:
-    """The rows of each micro-batch, if it has so many of the `samples`, and these have `counts` rows."""
+    """Return the rows of each micro-batch, given its number of samples and the number of rows of every sample."""
     rest = iter(counts)
     return tuple([sum(islice(rest, number)) for number in samples])
 
@@ -230,17 +231,17 @@ def rows_of_samples(counts: Sequence[int], samples: Sizes) -> Sizes:
 def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
     if len(sizes) == 1:
         return (tensor,)
-    # A copy each, and so a version counter each.
+    # Clones have their own version counters.
     return [part.clone() for part in tensor.split_with_sizes(sizes, dim)]
 
 
 def views(versions: Versions) -> Cut:
-    """A cut into parts that share the memory of their tensor; `versions` tracks in-place changes."""
+    """Return a function that splits a tensor into parts that share its memory; `versions` tracks in-place changes."""
 
     def view(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
         source = tensor.detach()
-        # A single part shares the version counter of its source. Of several, autograd does not know that they share
-        # memory, so `versions` has to.
+        # A single part shares the version counter of its source. Several parts have separate counters, which `versions`
+        # synchronizes.
         parts: Sequence[Tensor] = (source,) if len(sizes) == 1 else source.unsafe_split_with_sizes(sizes, dim)
         if len(sizes) > 1:
             versions.add(source, parts)
@@ -254,11 +255,10 @@ class Views(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dim: int, whole: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # None, and not zeros, for a part that nobody used
+        ctx.set_materialize_grads(False)  # unused parts get None instead of zeros
         ctx.dim = dim
         ctx.parts = [(part.shape, part.dtype, part.device) for part in parts]
-        # Not the parts themselves: autograd would return views of what a Function was given, which in-place layers must
-        # not change.
+        # Detach the parts, because autograd returns inputs of a Function as views, which must not be modified in place.
         return tuple(map(Tensor.detach, parts))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The rule of each leaf of a value."""
+"""Resolve a spec into one rule per leaf."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
@@ -15,26 +15,26 @@ from ._tree import flatten, leaves_of, unflatten
 
 
 class Leafwise(tuple[Rule, ...]):
-    """A spec with one rule for each leaf, in tree order."""
+    """A spec with one rule per leaf, in tree order."""
 
     __slots__ = ()
 
 
 def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
-    """The rule of each leaf of `tree`, in the order of `flatten`; None for a leaf that is None.
+    """Return the rule of each leaf of `tree`, in the order of `flatten`.
 
     Args:
         tree: a value without rules in it; see `unwrap`.
-        spec: a prefix of `tree`. A rule in it applies to the whole branch in its place; None is the default, also for
-            what a mapping leaves out.
-        root: the name of the tree in messages.
+        spec: a prefix of `tree`. A rule in it applies to the whole corresponding branch. None, or a key that a mapping
+            omits, selects the default rule.
+        root: the name of the tree in error messages.
 
     Returns:
-        `Split`, `Replicate`, `Entries`, `Mean`, `Sum` or None for each leaf.
+        `Split`, `Replicate`, `Entries`, `Mean` or `Sum` per leaf; None for a leaf that is None and has no rule.
 
     Raises:
-        TypeError: a leaf has no rule and cannot be cut.
-        ValueError: `spec` has another shape than `tree`.
+        TypeError: a leaf has no rule and cannot be split.
+        ValueError: `spec` is not a prefix of `tree`.
 
     >>> import torch
     >>> rules({'x': torch.ones(2), 'n': 3, 'none': None}, {'x': None, 'n': Replicate(), 'none': None})
@@ -47,15 +47,15 @@ def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]
     """Separate a value from the rules in it.
 
     Args:
-        value: a tree, with or without `Split`, `Replicate` and `Entries` around parts.
-        spec: further rules, as for `scatter`.
-        root: the name of the value in messages.
+        value: a tree, parts of which may be wrapped in `Split`, `Replicate` or `Entries`.
+        spec: additional rules, as for `scatter`.
+        root: the name of the value in error messages.
 
     Returns:
         The value without rules, and a spec with all rules, for `scatter(value, chunks, spec)`.
 
     Raises:
-        ValueError: `spec` does not fit `value`, or contradicts a rule in it.
+        ValueError: `spec` is not a prefix of `value`, or contradicts a rule in it.
 
     >>> unwrap({'x': 1, 'n': Replicate(2)})
     ({'x': 1, 'n': 2}, (None, Replicate()))
@@ -67,21 +67,21 @@ def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]
         return value, spec if spec is None else _resolved(value, spec, root)
     asked = enumerate(zip(leaves, _broadcast(value, spec, root), strict=True))
     told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, root))]
-    # A rule may be around a value that has rules in it.
+    # A rule may wrap a value that contains rules.
     return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told), root)
 
 
 def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
-    """The rules of the leaves in a leaf, which may be a value with a rule of its own."""
+    """Return the rules of the leaves in `leaf`, which may be a value that is wrapped in a rule."""
     if not wraps(leaf):
         return [rule]
     own = replace(leaf, value=NoValue)
     inner = leaves_of(leaf.value)
     if isinstance(own, Entries) and not inner:
         raise ValueError(f"{place} is given as Entries(), but there is nothing in it: {leaf.value!r:.60}")
-    # What has no tensors can only be replicated, so any rule of its branch is meant for the rest of that.
+    # A value without tensors can only be replicated, so an outer rule is not a conflict: it applies to other leaves.
     if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
-        raise ValueError(f"{place} is given as {own!r}, but {rule!r} is declared for it too; give it one rule")
+        raise ValueError(f"{place} is given as {own!r}, but the spec also has {rule!r} for it; give it one rule")
     return [own] * len(inner)
 
 
@@ -91,10 +91,10 @@ def _resolved(value: Any, spec: Any, root: str) -> Leafwise:
 
 
 def entry_lists(value: Any, rules: Sequence[Rule], place: str) -> list[list[Any]]:
-    """The lists in `value` that are cut by entry, by the rule of each of its leaves.
+    """Find the lists in `value` with the rule `Entries()`, given the rule of each leaf.
 
     Raises:
-        TypeError: something else than a list has the rule `Entries()`.
+        TypeError: a value that is not a list has the rule `Entries()`.
     """
     if type(value) is list and rules and isinstance(rules[0], Entries) and all(rule is rules[0] for rule in rules):
         return [value]
@@ -102,7 +102,7 @@ def entry_lists(value: Any, rules: Sequence[Rule], place: str) -> list[list[Any]
     if branches is None:
         if isinstance(rules[0], Entries):
             raise TypeError(
-                f"{place} is of type {type(value).__name__}, and Entries() is for a list with an entry for each row"
+                f"{place} is of type {type(value).__name__}, but Entries() needs a list with one entry per row"
             )
         return []
     found, at = list[list[Any]](), 0
@@ -125,8 +125,8 @@ def cut_rules(value: Any, spec: Any, root: str) -> Ruled:
     for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
             raise TypeError(
-                f"the spec says {rule!r} for {LeafPath(found.value, i, root)}, which puts outputs together; an "
-                "input needs Split(dim) or Replicate()"
+                f"the spec has {rule!r} for {LeafPath(found.value, i, root)}, which combines outputs; an input needs "
+                "Split(dim) or Replicate()"
             )
     return found
 
@@ -157,12 +157,12 @@ def _rule(leaf: Any, rule: Rule, place: LeafPath) -> Rule:
     )
 
 
-_IN = "Replicate() around it hands it whole to every micro-batch"
-_OUT = "Replicate() in the spec (of a pipe, in out_spec) says that it is the same for all micro-batches"
+_IN = "wrap it in Replicate() to pass it whole to every micro-batch"
+_OUT = "use Replicate() in the spec (of a pipe, in out_spec) if it is the same for all micro-batches"
 
 
 def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
-    """The rule of each leaf, where `spec` is a prefix of `tree`; None where it says nothing."""
+    """Yield the rule of each leaf of `tree`, given the prefix `spec`; None if `spec` has no rule for it."""
     if isinstance(spec, Leafwise):
         yield from spec
         return
@@ -176,14 +176,14 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
             "also Mean() or Sum(), for an input also Entries())"
         )
     found, by_label = children(tree), dict(wanted)
-    # Of the same dataclass branches may differ, since torch leaves out fields that are None.
+    # Two instances of a dataclass may have different branches, because torch omits fields that are None.
     alike = is_dataclass(spec) and type(tree) is type(spec)
     labels = {label for label, _ in found or ()}
     fits = by_label.keys() <= labels if isinstance(spec, Mapping) else by_label.keys() == labels
     if found is None or not (alike or fits):
         raise ValueError(
             f"spec does not fit {path}: spec has {describe(wanted)}, {path} has {describe(found)}; "
-            "give one rule for all of it, or a rule for each branch"
+            "give one rule for all of it, or one per branch"
         )
     for label, branch in found:
         yield from _broadcast(branch, by_label.get(label), path + label)
@@ -192,7 +192,7 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
 def _refuse_packed(tree: Any, root: str) -> None:
     """Raise for a PackedSequence, whose consecutive rows belong to different samples."""
     if any(map(_is_packed, leaves_of(tree, _is_packed))):
-        raise TypeError(f"{root} has a PackedSequence, whose rows are no samples; pad it, and let a layer pack it")
+        raise TypeError(f"{root} has a PackedSequence, whose rows are not samples; pad it, and pack it in a layer")
 
 
 def _is_packed(node: Any) -> bool:

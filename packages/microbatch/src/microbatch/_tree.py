@@ -1,4 +1,4 @@
-"""Values as trees: torch's pytrees, extended by every dataclass and every mapping, registered or not."""
+"""Pytrees: torch's registered nodes plus every dataclass and mapping, registered or not."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,16 +10,16 @@ from ._plain import is_plain, opened
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a value, and its structure for `unflatten`.
+    """Flatten a value into its leaves and its structure for `unflatten`.
 
-    Branches are those of tuples, lists, dicts, named tuples, of types registered with `torch.utils._pytree`, and of
-    every other dataclass (its fields) and mapping. None is a leaf.
+    Nodes are tuples, lists, dicts, named tuples, types registered with `torch.utils._pytree`, and all other dataclasses
+    (their fields) and mappings. None is a leaf.
 
     Args:
         value: any object.
 
     Returns:
-        The leaves in order, and the tree.
+        The leaves in order, and the structure.
 
     >>> leaves, tree = flatten({'x': 1, 'y': (2, None)})
     >>> leaves, unflatten([3, 4, 5], tree)
@@ -30,21 +30,21 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
-    """The value whose `flatten` is `(leaves, tree)`.
+    """Rebuild a value from its leaves and its structure, the inverse of `flatten`.
 
-    A mapping that is not registered is made by calling its type with a dict; a dataclass by setting its fields. Other
+    An unregistered mapping is created by calling its type with a dict, and a dataclass by setting its fields. Other
     attributes of both are lost.
 
     Args:
-        leaves: as many as the tree has.
+        leaves: one leaf per leaf of the tree.
         tree: the structure that `flatten` returned.
 
     Returns:
         A value of the same types with these leaves.
 
     Raises:
-        TypeError: a mapping cannot be made of a dict.
-        ValueError: the number of leaves is not that of the tree.
+        TypeError: a mapping cannot be created from a dict.
+        ValueError: the number of leaves does not match the tree.
 
     >>> leaves, tree = flatten([1, {'x': 2}])
     >>> unflatten([leaf * 10 for leaf in leaves], tree)
@@ -54,7 +54,7 @@ def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
 
 
 def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves alone. Nodes for which `is_leaf` returns True are leaves."""
+    """Return only the leaves. Nodes count as leaves if `is_leaf` returns True for them."""
     leaves = pytree.tree_leaves(value, is_leaf=is_leaf)
     return pytree.tree_leaves(opened(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
 
@@ -64,17 +64,17 @@ def _holds_plain(leaves: list[Any]) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same tree with `function` applied to each tensor; other leaves do not change.
+    """Apply `function` to each tensor of a tree; other leaves do not change.
 
     Args:
-        function: called with each tensor; its result replaces the tensor.
+        function: a function of a tensor; its result replaces the tensor.
         value: a tensor, or a tree.
 
     Returns:
         A tree of the same types; for a single tensor, the result of `function`.
 
     Raises:
-        TypeError: a mapping cannot be made of a dict.
+        TypeError: a mapping cannot be created from a dict.
 
     >>> import torch
     >>> map_tensors(lambda t: t + 1, {'x': torch.zeros(2), 'n': 3})
@@ -87,7 +87,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether `value` is one tensor or a plain tuple of tensors, which needs no pytrees.
+    """Return whether `value` is one tensor or a plain tuple of tensors, which needs no pytrees.
 
     Args:
         value: any object.

@@ -1,4 +1,4 @@
-"""In-place changes of a tensor and of the parts that share its memory."""
+"""Synchronize the version counters of a tensor and its views after in-place changes."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -8,11 +8,11 @@ from torch.autograd.graph import increment_version
 
 
 class Versions:
-    """Tells autograd when a tensor that `scatter_views` cut, or a micro-batch of it, was changed in place.
+    """Informs autograd when a tensor that `scatter_views` split, or one of its micro-batches, was modified in place.
 
-    Autograd detects a changed tensor by its version counter. Micro-batches have counters of their own: changes of the
-    source are not counted in micro-batches, nor theirs in the source, until `sync` is called. Not thread-safe: no other
-    thread may use the tensors meanwhile.
+    Autograd detects a modified tensor by its version counter. Micro-batches have their own counters, so changes of the
+    source are not counted in them, and their changes are not counted in the source, until `sync` is called. It is not
+    thread-safe: no other thread may use the tensors during the call.
 
     >>> import torch
     >>> from microbatch import scatter_views
@@ -31,29 +31,29 @@ class Versions:
     def add(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
         """Track `chunks`, which are new and share the memory of `source`.
 
-        This object refers to all of them. So pass a detached alias of the source, which refers to no graph.
+        This object keeps references to all of them, so pass a detached alias of the source, which keeps no graph alive.
 
         Args:
-            source: the tensor that was cut.
+            source: the tensor that was split.
             chunks: its parts.
         """
         if not source.is_inference():  # inference tensors have no version counter, and autograd never saves them
             self._ties.append(_Tie(source, chunks))
 
     def sync(self) -> None:
-        """Count a change of a source as a change of its chunks, and a change of a chunk as one of its source.
+        """Count a change of a source also in its chunks, and a change of a chunk also in its source.
 
-        Sources that are one tensor, or views of one, have one counter: a change through one is a change of them all.
-        Call it before the backward, which then raises where autograd has saved a tensor that was changed.
+        Sources that are the same tensor, or views of it, share a counter, so a change of one counts for all. Call this
+        method before the backward, which then raises if autograd has saved a tensor that was modified.
         """
         for tie in self._ties:
             source, chunks = tie.seen
             if [*map(_version, tie.chunks)] != chunks:
-                # In-place operations may have connected them to a graph, which would be kept.
+                # In-place operations may have connected them to a graph; detach them, to keep no graph alive.
                 tie.chunks = [chunk.detach() for chunk in tie.chunks]
                 increment_version(tie.source)
                 tie.seen = source + 1, [*map(_version, tie.chunks)]
-        # After all sources, of which some may have the same counter.
+        # In a second loop, because several sources may share a counter.
         for tie in self._ties:
             if tie.source._version != tie.seen[0]:
                 increment_version(tie.chunks)
@@ -61,7 +61,7 @@ class Versions:
 
 
 class _Tie:
-    """A source and its chunks, with the versions that both had when they were last in step."""
+    """A source and its chunks, with their versions at the last synchronization."""
 
     __slots__ = ("chunks", "seen", "source")
 

@@ -1,4 +1,4 @@
-"""Seconds, bytes and FLOPs of every layer of a sequential model."""
+"""Measure the time, memory and FLOPs of every layer of a sequential model."""
 
 from ._allocations import AllocationTracker
 from ._data import LayerProfile

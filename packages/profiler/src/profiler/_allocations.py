@@ -1,4 +1,4 @@
-"""Counts the storages that are allocated and freed while layers run."""
+"""Track the storages that are allocated and freed while layers run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ._storages import storages
 
 
 class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
+    """A dispatch mode that counts the bytes of storages that operations allocate, and their FLOPs.
 
-    Each storage is counted as long as it is alive. Storages that existed before are not counted.
+    A storage counts until it is freed. Storages that existed before the mode do not count.
 
     Attributes:
-        peak: the peak of these bytes, with the memory that CPU kernels of convolutions use while they run.
+        peak: the peak of these bytes, including the workspaces of CPU kernels for convolutions and batch norms.
         flops: floating-point operations.
-        uncounted: names of operations that may multiply matrices, and have no FLOP formula.
-        unsized: whether a storage was made with 0 bytes because its size is not known without data.
+        uncounted: names of operations that may multiply matrices but have no FLOP formula.
+        unsized: True if an operation allocated a workspace of 0 bytes, because its size is unknown for fake tensors.
 
     >>> x = torch.ones(10, 10, requires_grad=True)
     >>> with AllocationTracker() as tracker:
@@ -42,21 +42,20 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.flops = self._now = 0
         self.uncounted: set[str] = set()
         self.unsized = False
-        # Appended to by any thread that drops the last reference to a storage, at any time; read by the counting
-        # thread.
-        self._deaths: deque[int] = deque()
+        # Any thread that drops the last reference to a storage appends to it. The counting thread reads it.
+        self._freed: deque[int] = deque()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of the storages allocated so far and not freed yet.
+        """Return the bytes of the storages that were allocated and are not freed yet.
 
         Args:
-            without: tensors that do not count.
+            without: tensors whose storages do not count.
 
         Returns:
-            Bytes.
+            The number of bytes.
         """
-        self._bury()
+        self._drain_freed()
         others = {storage._cdata for tensor in without for storage in storages(tensor)}
         living = [ref() for key, (ref, _) in self._alive.items() if key not in others]
         return sum(storage.nbytes() for storage in living if storage is not None)
@@ -64,7 +63,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # A tensor that is made from Python data is not seen when it is made, but first as the input of this operation.
+        # Tensors from Python data are created without a dispatched operation, and first appear as inputs of lift_fresh.
         old = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         self._note(result, {storage._cdata for storage in storages(old)}, workspace(func, args, result))
         found = flops(func, args, kwargs, result)
@@ -74,26 +73,26 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, result: Any, old: set[int], temporary: int) -> None:
-        self._bury()  # first, since the address of a freed storage may be used again
+        self._drain_freed()  # first, because a new storage may reuse the address of a freed one
         for leaf in tree_leaves(result):
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
-                    self._born(storage, leaf.dtype)
+                    self._on_alloc(storage, leaf.dtype)
         self.peak = max(self.peak, self._now + temporary)
 
-    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    def _on_alloc(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = weakref.ref(storage, partial(self._died, key)), size
+        self._alive[key] = weakref.ref(storage, partial(self._on_free, key)), size
         self._now += size
-        # Kernels of oneDNN on fake tensors make workspaces without bytes.
+        # oneDNN kernels on fake tensors allocate workspaces of 0 bytes.
         self.unsized |= size == 0 and dtype is torch.uint8
 
-    def _died(self, key: int, ref: object) -> None:
-        self._deaths.append(key)
+    def _on_free(self, key: int, ref: object) -> None:
+        self._freed.append(key)
 
-    def _bury(self) -> None:
-        while self._deaths:
-            _, size = self._alive.pop(self._deaths.popleft())
+    def _drain_freed(self) -> None:
+        while self._freed:
+            _, size = self._alive.pop(self._freed.popleft())
             self._now -= size
 
 
@@ -102,13 +101,13 @@ _KERNELS = frozenset({_aten.convolution, _aten.convolution_backward, _aten.nativ
 
 
 def workspace(func: Any, args: Any, result: Any) -> int:
-    """Bytes that the kernel of ``func`` needs at its fullest moment, beside its arguments and results; 0 if few.
+    """Return the peak bytes that the kernel of ``func`` needs besides its arguments and results; 0 if negligible.
 
-    It allocates and frees them itself, where no dispatch mode sees it.
+    The kernel allocates and frees them internally, invisibly to dispatch modes.
 
-    oneDNN uses a memory order of its own: a convolution has copies of all that it reads, and later one of its result; a
-    backward has copies of the gradient and the input, or twice the gradient of the input. Values whose channels are
-    last need none. (Measured on x86 processors by the allocator's events.)
+    oneDNN uses its own memory layout. A convolution copies its inputs, and later its result. Its backward copies the
+    gradient, the input and the weight, or holds the gradient of the input twice. Tensors in ``channels_last`` need no
+    copies. (Measured on x86 processors from allocator events.)
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet not in _KERNELS:

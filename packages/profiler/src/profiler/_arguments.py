@@ -1,4 +1,4 @@
-"""Checks of arguments, for all entry points."""
+"""Argument validation shared by all entry points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Device: TypeAlias = torch.device | int | str
 
 
 def check_no_gradient(module: nn.Module) -> None:
-    """Raises if a parameter has a gradient: the model may be in the middle of a training step."""
+    """Raise ValueError if a parameter has a gradient, because the model may be in the middle of a training step."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
@@ -39,14 +39,14 @@ def first_part(value: Any, chunks: int, rows: int | None, root: str) -> Batch:
         return scatter(value, chunks, root=root)[0]
     fewest = fewest_rows(value, root)
     if rows > fewest:
-        raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the {root}, got {rows}")
+        raise ValueError(f"rows: expected at most {fewest}, the number of rows of the {root}, got {rows}")
     bare, spec = unwrap(value)
     leaves, tree = flatten(bare)
     for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
         if isinstance(rule, Split) and isinstance(leaf, torch.Tensor):
             if rule.counts is not None:
-                raise ValueError(f"rows: a {root} with Split(counts=...) is measured by chunks only, got rows")
-            leaves[k] = leaf.narrow(rule.dim, 0, rows * leaf.shape[rule.dim] // fewest)  # some have k for each sample
+                raise ValueError(f"rows: expected chunks instead, because the {root} has Split(counts=...)")
+            leaves[k] = leaf.narrow(rule.dim, 0, rows * leaf.shape[rule.dim] // fewest)  # some have k rows per sample
     return Batch(unflatten(leaves, tree), (rows,))
 
 
@@ -55,31 +55,30 @@ def fewest_rows(value: Any, root: str = "sample") -> int:
 
 
 def check_rows(rows: Sequence[int], chunks: int) -> list[int]:
-    """``rows`` in ascending order; there must be no other number of ``chunks`` than the default."""
+    """Return ``rows`` in ascending order. Raise ValueError if ``chunks`` is not the default, or rows repeat."""
     if isinstance(rows, SupportsIndex):
         raise TypeError(f"rows: expected a list of numbers, got {rows!r}; write rows=[{rows!r}]")
     numbers = sorted(operator.index(number) for number in rows)
     if not numbers or numbers[0] < 1 or len(set(numbers)) < len(numbers):
-        raise ValueError(f"rows: expected different numbers of at least 1, got {list(rows)}")
+        raise ValueError(f"rows: expected distinct numbers of at least 1, got {list(rows)}")
     if chunks != 1:
         raise ValueError(f"rows: expected either rows or chunks, got rows={list(rows)} and chunks={chunks}")
     return numbers
 
 
 def running_device(device: Device | None) -> torch.device:
-    """The device to run on: `device` if this machine has it; by default the accelerator, else the CPU."""
+    """Return the device to run on: `device` if this machine has it, by default the accelerator, else the CPU."""
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     wanted = torch.device(default if device is None else device)
     if wanted.type != "cpu" and not streams.has_streams(wanted):
         raise ValueError(
-            f"device: expected the CPU or an accelerator that this machine has, to run on, got {str(wanted)!r}; "
-            "use device='cpu'"
+            f"device: expected the CPU or an accelerator of this machine, got {str(wanted)!r}; use device='cpu'"
         )
-    return streams.get_device(streams.current_stream(wanted))  # raises if there are fewer of them
+    return streams.get_device(streams.current_stream(wanted))  # raises if the index is too large
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:
-    """Like `running_device`; ``meta`` is allowed, and the default for a module there."""
+    """Return the device as `running_device` does, but allow ``meta``, the default for a module on ``meta``."""
     if device is None and any(parameter.is_meta for parameter in module.parameters()):
         device = "meta"
     is_meta = device is not None and torch.device(device).type == "meta"

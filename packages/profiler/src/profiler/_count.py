@@ -1,4 +1,4 @@
-"""Counts the bytes and FLOPs of each layer by running it once."""
+"""Count the bytes and FLOPs of each layer by running it once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from microbatch import Batch, flatten
 
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
-from ._ends import SEED, copied, enter_batch, turned
+from ._ends import SEED, copied, enter_batch, ones_backward_root
 from ._forms import form_of
 from ._layers import owned
 from ._skips import routes_of
@@ -28,7 +28,7 @@ from .sandbox import copy_on
 
 
 class _Count(NamedTuple):
-    """What was counted of a layer: its output, fields of a :class:`LayerProfile`, and what could not be counted."""
+    """The counts of a layer: its output, fields of a :class:`LayerProfile`, and the operations without a formula."""
 
     output: Batch
     figures: dict[str, int]
@@ -39,16 +39,16 @@ class _Count(NamedTuple):
 def count_layers(
     chain: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True
 ) -> list[LayerProfile]:
-    """The bytes and FLOPs of every layer on `batch`, without seconds: with fake tensors if `device` is ``meta``.
+    """Count the bytes and FLOPs of every layer on `batch`, with fake tensors if `device` is ``meta``.
 
-    With `backward`, backwards run too, for peaks and FLOPs.
+    The profiles have no seconds. With `backward`, peaks and FLOPs include the backward.
     """
     found: list[_Count] = []
     count: Callable[[Visit], _Count] = partial(_count, backward=backward)
     copy, first = partial(copy_on, device=device), partial(copied, device=device)
     if device.type == "meta":
         mode = fake_mode()
-        # Equal layers are counted once, since deep models repeat blocks.
+        # Count equal layers once, because deep models repeat blocks.
         count = partial(_count_fake, known={}, mode=mode, backward=backward)
         copy, first = partial(blank_layer, mode=mode), partial(blank_batch, mode=mode)
 
@@ -66,21 +66,21 @@ def count_layers(
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """A context in which compiled modules run uncompiled: what their code creates is not seen by dispatch modes."""
-    # Unless the compiler's front end was imported, which takes long, nothing can have been compiled.
+    """Run compiled modules eagerly inside this context; dispatch modes miss the allocations of compiled code."""
+    # Without torch._dynamo, which is slow to import, no module can be compiled.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: bool) -> _Count:
-    key = situation(visit.original, visit.input)
+    key = count_key(visit.original, visit.input)
     if key is not None and key in known:
         return known[key]
     counted = _count(visit, backward, partial(faking, mode))
     for tensor in counted.output:
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"the bytes of an output of layout {tensor.layout} depend on its values, and without a device there "
-                "are none; use device='cpu'"
+                f"the bytes of an output of layout {tensor.layout} depend on its values, which do not exist without a "
+                "device; use device='cpu'"
             )
     if counted.unsized:
         real = visit._replace(layer=blank_layer(visit.original), input=blank_batch(visit.input))
@@ -91,26 +91,26 @@ def _count_fake(visit: Visit, known: dict[bytes, _Count], mode: Any, backward: b
 
 
 def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManager[object]] = nullcontext) -> _Count:
-    """Runs the forward, and counts the storages that stay alive: of the output, and of what the graph has saved.
+    """Run the forward, and count the storages that stay alive: the output and the tensors saved by the graph.
 
-    Then runs the backward, for the peak and FLOPs. Compiled layers are counted uncompiled. The layer computes with a
-    copy of its input, and the output is copied too; what is alive of the originals afterwards is what the layer needs.
+    Then run the backward, for the peak and FLOPs. The layer runs on a copy of its input, and the next layer gets a copy
+    of its output, so the storages that stay alive are the ones that this layer needs.
     """
     entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
     inputs = _watched(entered)
     with mode(), tracker:
         output, roots = visit.forward(entered)
     saved, given = tracker.alive(), tensor_bytes(output.value)
-    outputs, handed = _watched(output), copied(output)
-    turn = turned(roots) if roots and backward else None
-    # Of the inputs, only what the graph or the output needs is alive after this; of the outputs what the graph needs.
+    outputs, next_input = _watched(output), copied(output)
+    ones_root = ones_backward_root(roots) if roots and backward else None
+    # After this, inputs are alive only if the graph or the output needs them, and outputs only if the graph does.
     del entered, roots
-    freed = _gone(inputs)
+    freed = _freed_bytes(inputs)
     del output
-    passing = _gone(outputs)
-    if turn is not None:
+    passing = _freed_bytes(outputs)
+    if ones_root is not None:
         with mode(), tracker:
-            torch.autograd.backward(turn, SEED)
+            torch.autograd.backward(ones_root, SEED)
     figures = {
         "saved_bytes": saved,
         "output_bytes": given,
@@ -119,14 +119,14 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
         "passing_bytes": passing,
         "freed_bytes": freed,
     }
-    return _Count(handed, figures, tracker.uncounted, tracker.unsized)
+    return _Count(next_input, figures, tracker.uncounted, tracker.unsized)
 
 
 def _warn(name: str, uncounted: set[str]) -> None:
     if uncounted:
         warnings.warn(
-            f"layer {name!r}: there is no FLOP formula for {', '.join(sorted(uncounted))}, so the FLOPs of the layer "
-            "are too low, and seconds that are estimated from them; register a formula with "
+            f"layer {name!r}: there is no FLOP formula for {', '.join(sorted(uncounted))}, so the FLOPs of the layer, "
+            "and seconds estimated from them, are too low; register a formula with "
             "torch.utils.flop_counter.register_flop_formula",
             stacklevel=2,
         )
@@ -140,10 +140,13 @@ def _watched(tensors: Iterable[torch.Tensor]) -> _Watched:
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
-def _gone(watched: _Watched) -> int:
+def _freed_bytes(watched: _Watched) -> int:
     return sum(size for ref, size in watched if ref() is None)
 
 
-def situation(layer: nn.Module, value: Batch) -> bytes | None:
-    """A key of all that a count without data depends on; None if other things may matter too, such as skips."""
+def count_key(layer: nn.Module, value: Batch) -> bytes | None:
+    """Return a key of everything that a count with fake tensors depends on; None if it cannot be computed.
+
+    Layers with skips have no key.
+    """
     return None if routes_of(layer) else form_of((layer, flatten(value.value)))

@@ -1,4 +1,4 @@
-"""The two ends of a layer that runs alone: inputs as outputs of another, and gradients as from a later one."""
+"""Run a layer in isolation: make its inputs non-leaf tensors, and seed its backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microbatch import Batch, map_tensors
 
 
 class _Enter(torch.autograd.Function):
-    # A leaf that requires grad cannot be changed in place, nor can a view of one.
+    # Leaves that require grad, and their views, cannot be modified in place.
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, copies: bool) -> torch.Tensor:
         return leaf.clone() if copies else leaf.detach()
@@ -24,7 +24,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
-    """`x`, or a copy of it, as the output of a node; a first operation may overwrite it."""
+    """Return `x`, or a copy of it, as a non-leaf tensor if it requires grad, so that a layer may modify it in place."""
     leaf = x.detach()
     if not x.requires_grad:
         return leaf.clone() if copies else leaf
@@ -33,7 +33,7 @@ def enter(x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
 
 
 def is_entrance(node: torch.autograd.graph.Node) -> bool:
-    """Whether `node` is where a tensor enters the layer."""
+    """Return whether `node` was created by :func:`enter`."""
     return isinstance(node, _Enter._backward_cls)
 
 
@@ -42,7 +42,7 @@ def enter_batch(batch: Batch, *, copies: bool = False) -> Batch:
 
 
 def copied(batch: Batch, device: torch.device | None = None) -> Batch:
-    """A detached copy, which a layer may overwrite."""
+    """Return a detached copy, which a layer may overwrite."""
 
     def clone(x: torch.Tensor) -> torch.Tensor:
         return x.detach().to(device or x.device, copy=True).requires_grad_(x.requires_grad)
@@ -51,24 +51,24 @@ def copied(batch: Batch, device: torch.device | None = None) -> Batch:
 
 
 def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Ones, or the values of a sparse root."""
+    """Return gradients of ones; for a sparse root, a copy of it."""
     return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
 
 
 SEED = torch.ones(())
-"""The gradient with which a backward from the result of :func:`turned` begins."""
+"""The gradient that starts a backward from the result of :func:`ones_backward_root`."""
 
 
-def turned(roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor whose backward makes gradients of ones for ``roots``, and frees each as soon as it was used.
+def ones_backward_root(roots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor whose backward seeds ``roots`` with ones, and frees each gradient after its use.
 
-    It refers to the graph of ``roots``, but not to ``roots``.
+    The tensor refers to the graph of ``roots``, but not to ``roots``.
     """
-    turn: torch.Tensor = _Turn.apply(*roots)  # type: ignore[no-untyped-call]
-    return turn
+    ones_root: torch.Tensor = _OnesBackwardRoot.apply(*roots)  # type: ignore[no-untyped-call]
+    return ones_root
 
 
-class _Turn(torch.autograd.Function):
+class _OnesBackwardRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
         ctx.gradients = [_gradient_later(root) for root in roots]
@@ -80,9 +80,9 @@ class _Turn(torch.autograd.Function):
 
 
 def _gradient_later(root: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes the gradient of ``root``, and keeps its shape only, so that ``root`` may be freed."""
+    """Return a function that creates the gradient of ``root`` from its shape, so that ``root`` may be freed."""
     if root.layout is not torch.strided or is_traceable_wrapper_subclass(root):
-        (ready,) = gradients_for([root])  # it cannot be made from a shape
+        (ready,) = gradients_for([root])  # a shape is not enough to create it
         return lambda: ready
     shape = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     return partial(torch.ones_like, shape, device=root.device)

@@ -1,4 +1,4 @@
-"""The floating-point operations of one operation: PyTorch's formulas, and some that it lacks."""
+"""FLOP formulas: PyTorch's own, plus some that it lacks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 Formula = Callable[..., int]
 _aten = torch.ops.aten
 
-# Libraries whose operations are those of PyTorch itself, or only send and arrange values.
+# Namespaces of PyTorch's own operations, or of operations that only move data.
 _KNOWN = re.compile(r"aten|prims?|.*c10d.*|fsdp|symm_mem|_dtensor|profiler|rng_prims|inductor|")
 # Parts of the names of operations that multiply matrices, such as addmm, bmm, conv2d, lstm.
 _PRODUCT = re.compile(
     r"\w{0,4}m[mv]|matmul|linear|bilinear|trilinear|conv(olution|\dd)?|dilated\dd|transpose\dd|attention"
     r"|rnn|lstm|gru|fft|cdist|gemm|einsum|v?dot"
 )
-# The products of a recurrent cell on a GPU are operations of their own.
+# The matrix products of a recurrent cell on a GPU are separate operations.
 _POINTWISE = frozenset({"upsample", "cell", "flatten", "combination"})
 
 
 def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """The operations of ``func``: 0 if it multiplies no matrices; None if it may, and there is no formula."""
-    from torch.utils.flop_counter import flop_registry  # imported late: it takes a while
+    """Return the FLOPs of ``func``: 0 if it multiplies no matrices, None if it may but has no formula."""
+    from torch.utils.flop_counter import flop_registry  # imported late, because it is slow to import
 
     packet = getattr(func, "_overloadpacket", func)
     if packet in _OWN:
@@ -51,18 +51,19 @@ def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
-    """The products of groups, such as the rows of each expert with its matrix.
+    """Count the products of groups, such as the rows of each expert with the expert's matrix.
 
-    ``a`` has the shape (groups, m, k) and ``b`` (groups, k, n); without groups if these are parts of m, n or k.
+    ``a`` has the shape (groups, m, k) and ``b`` (groups, k, n). A tensor whose m, n or k is divided into groups lacks
+    the first dimension.
     """
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> int:
-    """The products of each matrix with the values of each row at each time step.
+    """Count the products of each matrix with the values of each row at each time step.
 
-    ``values`` have the shape (times, rows, features), or without the padding (times of all rows, features).
+    ``values`` has the shape (times, rows, features), or if packed, (sum of the rows' lengths, features).
     """
     given = [weights, rest[0]] if isinstance(weights, torch.Tensor) else weights
     vectors = values.numel() // max(1, values.shape[-1])
@@ -70,12 +71,12 @@ def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tens
 
 
 def _recurrent_backward(*args: Any) -> int:
-    """The products for the gradients of values and of matrices, which one operation computes."""
+    """Count the products of a backward, where one operation computes the gradients of values and of matrices."""
     return 2 * _recurrent(*args)
 
 
 def _named(names: Sequence[str], value: Any) -> dict[Any, Any]:
-    """``value`` for each of these operations that this version of PyTorch has."""
+    """Map the operations that this version of PyTorch has to ``value``."""
     return {getattr(_aten, name): value for name in names if hasattr(_aten, name)}
 
 
@@ -90,4 +91,4 @@ _LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-"""Operations that PyTorch has no formula for, each with one that has the same."""
+"""Operations without a formula in PyTorch, mapped to an operation with the same formula."""

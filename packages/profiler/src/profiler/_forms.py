@@ -1,4 +1,4 @@
-"""The form of a value: a key that is the same for values that differ in the values of their tensors alone."""
+"""Compute a key that is the same for values that differ only in the data of their tensors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ._storages import storages
 
 
 def form_of(value: Any) -> bytes | None:
-    """The form of ``value``; None if something in it cannot be pickled.
+    """Return the form of ``value``; None if something in it cannot be pickled.
 
-    Two values have the same form if they are equal as pickle sees them, and their tensors have the same shapes, strides
-    and dtypes and are shared in the same way.
+    Two values have the same form if their pickles are equal, and their tensors have the same shapes, strides and
+    dtypes, and share memory in the same way.
     """
     text = io.BytesIO()
     try:
         _Forms(text).dump(value)
-    except Exception:  # whatever an object raises that cannot be pickled
+    except Exception:  # unpicklable objects may raise anything
         return None
     return text.getvalue()
 
 
 class _Forms(pickle.Pickler):
-    """Writes the form of a tensor instead of its values, with the numbers of the tensor and of its memory."""
+    """Pickle the metadata of tensors instead of their values, with indices that show which tensors share memory."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -35,7 +35,7 @@ class _Forms(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, (type, FunctionType)):
-            return id(value)  # pickle knows those by name only, and none that was defined inside of a function
+            return id(value)  # pickle stores only their names, and cannot store local ones
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         memory = [storage._cdata for storage in storages(value)]

@@ -1,4 +1,4 @@
-"""The layers of a module to profile, and its loss as one more layer after the last."""
+"""List the layers to profile, with the loss appended as a final layer."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ from microbatch import flatten, map_tensors, unflatten
 from .memory import attached, held_bytes
 
 LossFunction = Callable[[Any, Any], Any]
-"""A function of an output and a target that returns a scalar loss, or a tuple that begins with it."""
+"""A function of an output and a target that returns a scalar loss, or a tuple that starts with one."""
 
 
 def layers_of(module: nn.Module) -> nn.Sequential:
-    """The layers of ``module`` in the order in which they run, with their names.
+    """Return the layers of ``module`` in execution order, with their names.
 
-    ``module`` is an ``nn.Sequential``, or has a ``forward`` that iterates over its own children, as ``GPipe``.
+    ``module`` is an ``nn.Sequential``, or iterates over its children and runs them in order, like ``GPipe``.
     """
     if not isinstance(module, nn.Sequential) and not _is_chain(module):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
     chain = nn.Sequential()
-    # Not by add_module, which refuses names with dots.
+    # add_module rejects names with dots.
     chain._modules.update({name: child for name, child in module._modules.items() if child is not None})
     if not chain:
         raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
     for name, tensor in (*chain.named_parameters(), *chain.named_buffers()):
         if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
-            )
+            raise ValueError(f"module: {name!r} is lazy and has no size yet; run the module once on a sample first")
     return chain
 
 
 def _is_chain(module: nn.Module) -> bool:
-    # A ModuleList computes nothing.
+    # A ModuleList also iterates over its children, but has no forward.
     if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         return False
     return isinstance(module, Iterable) and list(module) == [child for child in module._modules.values() if child]
 
 
 def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
-    """The bytes of the parameters and buffers of each layer. What several layers share belongs to the first."""
+    """Return the bytes of each layer's parameters and buffers. Shared tensors count for the first layer."""
     seen: set[int] = set()
 
     def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -68,7 +66,8 @@ def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
 
 
 class LossLayer(nn.Module):
-    """Calls ``loss_fn`` with its input and a target that it holds; of a tuple it returns the first entry."""
+    """A layer that calls ``loss_fn`` with its input and a stored target. If the loss is a tuple, it returns the first
+    entry."""
 
     def __init__(self, loss_fn: LossFunction, target: Any) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class LossLayer(nn.Module):
         self._target = map_tensors(lambda _: None, target)
         for k, leaf in enumerate(flatten(target)[0]):
             if isinstance(leaf, Tensor):
-                self.register_buffer(f"target{k}", leaf.detach())  # so it is moved with the layer
+                self.register_buffer(f"target{k}", leaf.detach())  # buffers move with the layer
 
     def forward(self, output: Any) -> Any:
         leaves, tree = flatten(self._target)

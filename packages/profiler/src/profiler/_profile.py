@@ -1,4 +1,4 @@
-"""The functions that profile a model: check the arguments, choose the device, measure and count."""
+"""Public entry points: validate the arguments, choose the device, then time and count every layer."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def profile(
     timeout: float = 1.0,
     progress: bool = False,
 ) -> Profile:
-    """Seconds, bytes and FLOPs of every layer of `module` on a micro-batch: the first of `chunks` cut from `sample`.
+    """Measure the time, memory and FLOPs of every layer on one micro-batch, the first of `chunks` of `sample`.
 
-    Each layer runs alone, as a copy in training mode, on the detached output of the layer before. There is one round to
-    warm up, as many rounds as fit in `timeout` seconds, but at least three, and one more in which bytes and FLOPs are
-    counted. Seconds are medians. `module`, `sample` and PyTorch's random generators do not change; layers that draw
-    from the generators of Python or NumPy change these.
+    Each layer runs in isolation, as a copy in training mode, on the detached output of the previous layer. There is one
+    warm-up round, then as many timed rounds as fit in `timeout` seconds, but at least three, and a final round that
+    counts bytes and FLOPs. Times are medians. `module`, `sample` and PyTorch's random generators do not change, but
+    layers that use the generators of Python or NumPy advance them.
 
     Args:
         module: an ``nn.Sequential``, or a module that iterates over its children, such as a ``GPipe``.
         sample: a mini-batch; tensors of shape (rows, ...), or a tree of them.
         device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"``, the default for a
             module there, nothing is computed: the profile has no seconds, and the bytes and FLOPs of a CPU.
-        chunks: the number of micro-batches that `sample` is cut into.
-        rows: instead of `chunks`: numbers of rows, for each of which the first rows of `sample` are measured for
-            `timeout` seconds. The result is that of the largest number; :meth:`Profile.at` returns it for any.
-        loss_fn, target: also profile ``loss_fn(output, target)``; its cost is :attr:`Profile.loss`. `target` is cut
-            like `sample`. A ``loss_fn`` may return a scalar, or a tuple that begins with it, such as a sum and its
+        chunks: the number of micro-batches that `sample` is split into.
+        rows: micro-batch sizes in rows, instead of `chunks`. The first rows of `sample` are measured for `timeout`
+            seconds per size. The result is the profile of the largest size; :meth:`Profile.at` interpolates to others.
+        loss_fn, target: also profile ``loss_fn(output, target)``; its cost is :attr:`Profile.loss`. `target` is split
+            like `sample`. ``loss_fn`` may return a scalar, or a tuple that starts with one, such as a sum and its
             count, or a loss and its metrics.
-        split_backward: also measure the first part of each backward alone, for the gradients of the inputs.
+        split_backward: also measure the first part of each backward separately, for the gradients of the inputs.
         timeout: how long to measure, in seconds.
-        progress: show a progress bar, if the output is a terminal.
+        progress: show a progress indicator if stderr is a terminal.
 
     Returns:
-        The figures of each layer, by its name.
+        The costs of each layer, by position or name.
 
     Raises:
-        TypeError: `module` is not an nn.Sequential, or `sample` or `target` not a tree of tensors.
+        TypeError: `module` is not an nn.Sequential, or `sample` or `target` is not a tree of tensors.
         ValueError: `module` is empty, lazy, or has gradients; this machine does not have `device`; `timeout`, `chunks`
             or `rows` is invalid.
-        Exception: any error of a layer, with a note that names the layer and the shapes of its input.
+        Exception: any error of a layer, with a note that contains the layer's name and the shapes of its input.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     >>> found = profile(model, torch.rand(8, 4), device="meta", chunks=2)
@@ -123,9 +123,9 @@ def _profile_once(
 
 
 def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[int]:
-    """Microseconds of forward plus backward for each layer, summed over the rounds that fit in `timeout` seconds.
+    """Measure the time of forward plus backward per layer, summed over the rounds that fit in `timeout` seconds.
 
-    Only the ratios between layers are meaningful; `profile_seconds` returns medians.
+    Only the ratios between layers are meaningful. Use `profile_seconds` for medians.
 
     Args:
         module, sample, timeout, device: as for :func:`profile_seconds`.
@@ -134,7 +134,7 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
         The microseconds of each layer, a list of int.
 
     Raises:
-        TypeError, ValueError: as :func:`profile`.
+        TypeError, ValueError: as for :func:`profile`.
 
     >>> microseconds = profile_times(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.rand(8, 64), 0.1, "cpu")
     >>> len(microseconds), min(microseconds) > 0
@@ -147,9 +147,9 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
 def profile_seconds(
     module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[float]:
-    """Seconds of forward plus backward for each layer, medians over rounds; nothing else is measured.
+    """Measure only the time of forward plus backward per layer, as medians over rounds.
 
-    A round runs a copy of every layer once. There is one round to warm up, and then at least one.
+    A round runs a copy of every layer once. There is one warm-up round, and then at least one timed round.
 
     Args:
         module: as for :func:`profile`.
@@ -161,7 +161,7 @@ def profile_seconds(
         The seconds of each layer, a list of float.
 
     Raises:
-        TypeError, ValueError: as :func:`profile`.
+        TypeError, ValueError: as for :func:`profile`.
 
     >>> seconds = profile_seconds(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.rand(8, 64), timeout=0.1)
     >>> len(seconds), min(seconds) > 0
@@ -186,24 +186,24 @@ def profile_sizes(
     param_scale: float,
     device: Device | None,
 ) -> list[int]:
-    """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
+    """Compute the training memory of each layer: saved bytes of a micro-batch plus `param_scale` × parameter bytes.
 
-    Saved bytes are those that the forward allocates and that stay alive, for the backward or as the output. Parameters
-    and the input do not count; a tensor that several layers share counts for the first.
+    Saved bytes are allocated by the forward and stay alive, for the backward or as the output. Parameters and the input
+    are not part of them. A parameter that several layers share counts for the first of them.
 
     Args:
         module: as for :func:`profile`.
         input: a mini-batch; tensors of shape (rows, ...), or a tree of them. The first micro-batch is measured.
-        chunks: the number of micro-batches that `input` is cut into.
+        chunks: the number of micro-batches that `input` is split into.
         param_scale: the memory of a parameter with its gradient and optimizer state, as a multiple of its size.
-        device: the CPU, an accelerator or ``"meta"``, where nothing is computed; None for the accelerator if there is
-            one, else the CPU.
+        device: the CPU, an accelerator or ``"meta"``, where nothing is computed. None selects ``"meta"`` for a module
+            there, else the accelerator if there is one, else the CPU.
 
     Returns:
         The bytes of each layer, a list of int.
 
     Raises:
-        TypeError, ValueError: as :func:`profile`.
+        TypeError, ValueError: as for :func:`profile`.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     >>> profile_sizes(model, torch.rand(8, 4), chunks=2, param_scale=2.0, device="cpu")  # 4 rows of 3 floats each
@@ -219,7 +219,7 @@ def profile_sizes(
 
 @contextmanager
 def _isolated(device: torch.device) -> Iterator[None]:
-    """A context with gradients and the caller's autocast, which restores random generators at its end."""
+    """Enable gradients inside this context; afterwards, restore the random generators and clear the autocast cache."""
     generators = torch.random.fork_rng([device] if streams.has_streams(device) else [])
     with generators, torch.inference_mode(False), torch.enable_grad(), streams.use_device(device):
         try:

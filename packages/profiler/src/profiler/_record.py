@@ -1,4 +1,4 @@
-""":class:`Profile`: the result of a measurement, as text, as JSON, and for other numbers of rows."""
+""":class:`Profile`: measured costs, as text or JSON, and interpolated to other micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ _NOT_SUMMED = ("peak_bytes", "output_bytes")
 class Profile:
     """The layers of a model in order, and how they were profiled.
 
-    `str()` is a table. An index is a position or a name.
+    `str()` returns a table. Index a profile with a position or a name.
 
-    device: the device that was measured on, or ``meta``.
+    layers: the costs of each layer.
+    device: the device of the measurement, or ``meta``.
     torch: the version of PyTorch.
     threads: the number of intra-op threads on the CPU.
-    chunks: the number of micro-batches that the sample was cut into.
-    rows: the rows of the micro-batch that was measured.
-    rounds: the number of times that each layer was timed.
-    loss: the cost of the loss, as of a layer; None if no loss was given.
-    others: the same layers with fewer rows, in ascending order.
+    chunks: the number of micro-batches that the sample was split into.
+    rows: the number of rows of the measured micro-batch.
+    rounds: the number of timed rounds; 0 on ``meta``.
+    loss: the cost of the loss, as a layer; None if no loss was given.
+    others: profiles of the same layers with fewer rows, in ascending order.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -65,7 +66,7 @@ class Profile:
         if not isinstance(layer, str):
             return self.layers[layer]
         if layer not in self.names:
-            raise KeyError(f"no layer {layer!r} in this profile; it has {', '.join(self.names)}")
+            raise KeyError(f"no layer {layer!r} in this profile; choose one of {', '.join(self.names)}")
         return self.layers[self.names.index(layer)]
 
     @property
@@ -74,39 +75,39 @@ class Profile:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of forward and backward of each layer."""
+        """The seconds of forward plus backward of each layer."""
         return self.costs("seconds")
 
     def costs(self, by: str) -> list[float]:
-        """One figure of every layer, such as ``"seconds"``, ``"saved_bytes"`` or ``"flops"``.
+        """Return one kind of cost of every layer, such as ``"seconds"``, ``"saved_bytes"`` or ``"flops"``.
 
         Args:
-            by: the name of a figure.
+            by: the name of the cost, a field or property of :class:`LayerProfile`.
 
         Returns:
-            A number for each layer, in seconds, bytes or operations.
+            A number per layer, in seconds, bytes or operations.
 
         Raises:
-            ValueError: there is no such figure, or it was not measured.
+            ValueError: ``by`` is unknown, or was not measured.
         """
         if by not in COSTS:
             raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
         costs = [getattr(layer, by) for layer in self.layers]
         if None in costs:
-            raise ValueError(f"by: this profile has no {by}, as it was made on device {self.device!r}")
+            raise ValueError(f"by: this profile has no {by}, because it was measured on device {self.device!r}")
         return costs
 
     def at(self, rows: int) -> Profile:
-        """The profile of a micro-batch of `rows` rows, interpolated between the two nearest that were measured.
+        """Interpolate the profile to a micro-batch of `rows` rows, between the two nearest measured sizes.
 
         Args:
-            rows: the rows of a micro-batch, at least 1.
+            rows: the number of rows of a micro-batch, at least 1.
 
         Returns:
             A profile whose `others` is empty.
 
         Raises:
-            ValueError: only one number of rows was measured, or `rows` is below 1.
+            ValueError: `rows` is below 1, or differs from the only measured size.
         """
         if rows < 1:
             raise ValueError(f"rows: expected at least 1, got {rows}")
@@ -116,10 +117,10 @@ class Profile:
                 return replace(each, others=())
         if not self.others:
             raise ValueError(
-                f"rows: this profile knows {self.rows} rows only, and got {rows}; "
-                f"measure at two: profile(..., rows=[{min(rows, self.rows)}, {max(rows, self.rows)}])"
+                f"rows: this profile was measured only with {self.rows} rows, got {rows}; "
+                f"measure two sizes: profile(..., rows=[{min(rows, self.rows)}, {max(rows, self.rows)}])"
             )
-        # The first two of which one is above `rows`; beyond the last measured number, the last two.
+        # Choose the first pair with an upper end above `rows`; extrapolate from the last pair otherwise.
         pairs = list(pairwise(measured))
         low, high = next((pair for pair in pairs if pair[1].rows > rows), pairs[-1])
         share = (rows - low.rows) / (high.rows - low.rows)
@@ -137,16 +138,16 @@ class Profile:
         return _table(self)
 
     def to_json(self) -> str:
-        """Text that `from_json` turns into an equal profile.
+        """Serialize the profile.
 
         Returns:
-            JSON.
+            JSON that `from_json` turns into an equal profile.
         """
         return documents.dump(self, SCHEMA)
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """The profile whose `to_json` returned `text`.
+        """Load a profile from the output of `to_json`.
 
         Args:
             text: JSON.
@@ -155,7 +156,7 @@ class Profile:
             An equal profile.
 
         Raises:
-            ValueError: `text` is not the JSON of a profile; the message names the place.
+            ValueError: `text` is not the JSON of a profile. The message contains the path of the first error.
         """
         profile = documents.load(Profile, text, "profile", SCHEMA)
         _expect_whole([*profile.others, profile])
@@ -165,7 +166,7 @@ class Profile:
 def _expect_whole(profiles: list[Profile]) -> None:
     for each in profiles:
         if not each.names or len(set(each.names)) < len(each.names):
-            raise ValueError("layers: expected at least one, and no name that occurs twice")
+            raise ValueError("layers: expected at least one layer, with distinct names")
     for fewer, more in pairwise(profiles):
         if _form(fewer) != _form(more) or fewer.rows >= more.rows or fewer.others:
             raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
@@ -179,7 +180,7 @@ def _table(profile: Profile) -> str:
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     columns = [["layer", *(line.name for line in lines), "total"], ["type", *(line.kind for line in lines), ""]]
     for head, name in _COLUMNS.items():
-        # The first part of a split backward only if it was measured.
+        # Show the first part of a split backward only if it was measured.
         if name != "backward_input_seconds" or any(getattr(layer, name) is not None for layer in profile):
             columns.append([head, *_column(lines, name)])
     table = align(list(zip(*columns, strict=True)), left=2)

@@ -1,4 +1,4 @@
-"""Pass tensors that skip layers to a layer that runs alone."""
+"""Route skip tensors to a layer that runs in isolation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._ends import enter
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
-    """Tensors that earlier layers have stashed and no layer has popped yet.
+    """The tensors that earlier layers stashed and no layer has popped yet.
 
     >>> store = SkipStore()
     >>> store["input"] = torch.ones(2)
@@ -30,24 +30,27 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
-        """The tensor of `key`, as an input of the current layer: detached, unless this layer has stashed it itself.
+        """Remove and return a tensor, detached unless the current layer stashed it.
 
         Args:
             key: the key of the skip.
 
         Returns:
             The tensor; None if None was stashed.
+
+        Raises:
+            KeyError: nothing is stashed under `key`.
         """
         value = super().pop(key)
         return value if value is None or key in self._stashed else enter(value)
 
     def stashed(self) -> list[torch.Tensor]:
-        """Tensors that the current layer has stashed and not popped itself: further outputs of it."""
+        """Return the tensors that the current layer stashed and did not pop, which are additional outputs."""
         values = [self[key] for key in self._stashed if key in self]
         return [value for value in values if value is not None]
 
     def detach(self) -> None:
-        """Detaches the stashed tensors from the layer that made them. Call it before the next layer."""
+        """Detach the tensors that the current layer stashed. Call this method before the next layer."""
         for key in self._stashed:
             value = self.get(key)
             if value is not None:
@@ -56,16 +59,16 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
 
 
 class SkipLayer(Protocol):
-    """A layer that passes tensors directly to later layers, or takes them. It is recognized by its method."""
+    """A layer that stashes tensors for later layers, or pops them. The profiler recognizes it by its method."""
 
     def route_skips(self, store: SkipStore) -> AbstractContextManager[object]:
-        """A context in which the forward of this layer stashes by ``store[key] = tensor``, and pops by ``store.pop``.
+        """Make the forward of this layer stash with ``store[key] = tensor`` and pop with ``store.pop(key)``.
 
         Args:
-            store: what earlier layers have stashed.
+            store: the tensors that earlier layers stashed.
 
         Returns:
-            A context manager.
+            A context manager that the forward runs in.
         """
 
 
@@ -73,7 +76,7 @@ Route = Callable[[SkipStore], AbstractContextManager[object]]
 
 
 def routes_of(layer: nn.Module) -> list[Route]:
-    """The method of each :class:`SkipLayer` in `layer`."""
+    """Return the method of each :class:`SkipLayer` in `layer`."""
     found = (getattr(child, "route_skips", None) for child in layer.modules())
     return [route for route in found if route is not None]
 

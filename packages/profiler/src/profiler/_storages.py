@@ -1,4 +1,4 @@
-"""The memory behind tensors: what two views share is one storage."""
+"""The storages behind tensors: views of one tensor share a storage, which counts once."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Bytes of the tensors of `tree`, as a copy to another device would have."""
+    """Return the bytes of the tensors of `tree`, as if each were copied to a different device."""
     return sum(leaf.numel() * leaf.itemsize for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))

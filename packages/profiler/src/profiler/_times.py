@@ -1,4 +1,4 @@
-"""Measures the time of each layer."""
+"""Time each layer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .split import BackwardGraph
 
 
 def marker(device: torch.device) -> Callable[[], Any]:
-    """A function that sets a mark behind all work that this thread has given to `device` so far."""
+    """Return a function that marks the time after all work that this thread has queued on `device`."""
     if streams.has_streams(device):
-        # Events on the current stream: correct although the host runs ahead.
+        # Events on the current stream are exact although the host runs ahead.
         return lambda: streams.record_event(streams.current_stream(device), timed=True)
-    return time.perf_counter  # other devices have done their work when a call returns
+    return time.perf_counter  # without streams, work is complete when a call returns
 
 
 def seconds(start: Any, end: Any) -> float:
@@ -38,7 +38,7 @@ def seconds(start: Any, end: Any) -> float:
 
 
 _SMALL = 256 * 2**20
-"""Bytes of a module whose copies are kept from round to round."""
+"""The largest module, in bytes, whose copies are kept between rounds."""
 
 
 class Seconds(NamedTuple):
@@ -54,7 +54,7 @@ Mark = Callable[[], Any]
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
-    from statistics import median  # imported late: it takes as long as the rest of this package
+    from statistics import median  # imported late, because it takes as long as the rest of this package
 
     def middle(values: Sequence[Any]) -> Any:
         return None if None in values else median(values)
@@ -72,11 +72,11 @@ def measure(
     split: bool = False,
     progress: bool = False,
 ) -> list[Round]:
-    """Rounds over all layers until `timeout`, at least `least`, after one to warm up; layers take turns."""
+    """Time all layers in rounds: one warm-up, then at least `least` rounds, until `timeout` seconds have passed."""
     mark = marker(device)
     copy: Callable[[nn.Module], nn.Module] = partial(copy_on, device=device)
     if tensor_bytes([*chain.parameters(), *chain.buffers()]) <= _SMALL:
-        copy = cache(copy)  # copying a small layer takes longer than running it: this leaves time for more rounds
+        copy = cache(copy)  # copying a small layer takes longer than running it, so this allows more rounds
     rounds: list[Round] = []
 
     def step(visit: Visit) -> Batch:
@@ -91,7 +91,7 @@ def measure(
         walk(chain, copy, copied(batch, device), step)
 
     one_round()
-    rounds.clear()  # that was to warm up
+    rounds.clear()  # discard the warm-up
     show = progress and sys.stderr.isatty()
     began, spent = time.perf_counter(), 0.0
     while len(rounds) < least or spent < timeout:
@@ -109,7 +109,7 @@ def _run(visit: Visit, mark: Mark, split: bool) -> tuple[Batch, Seconds]:
     start = mark()
     output, roots = visit.forward(entered)
     forward = seconds(start, mark())
-    if not roots:  # no backward, which is not one that takes as long as reading the clock
+    if not roots:  # there is no backward, so report 0 and not the time of reading the clock
         return output, Seconds(forward, 0.0, 0.0 if split else None)
     gradients = gradients_for(roots)
     part = _first_part(roots, gradients, mark) if split else None
@@ -120,7 +120,7 @@ def _run(visit: Visit, mark: Mark, split: bool) -> tuple[Batch, Seconds]:
 
 def _first_part(roots: list[Tensor], gradients: list[Tensor], mark: Mark) -> float | None:
     graph = BackwardGraph([get_gradient_edge(root) for root in roots])
-    # Found in the graph: a tensor that the layer overwrites is no longer an input of it.
+    # Search the graph, because an input that the layer modified in place is no longer the leaf.
     inputs: list[Any] = [node.next_functions[0][0].variable for node in graph.nodes if is_entrance(node)]  # type: ignore[union-attr]
     if not inputs:
         return 0.0

@@ -1,4 +1,4 @@
-"""Runs the layers one at a time, each on the detached output of the one before."""
+"""Run the layers one at a time, each on the detached output of the previous one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .sandbox import detach
 
 
 class Visit(NamedTuple):
-    """One layer, ready to run.
+    """A layer that is ready to run.
 
     Attributes:
+        name: the name of the layer.
         original: the layer of the caller's module.
         layer: the copy that runs.
-        input: the output of the layer before, detached. Enter it to run the layer on it.
-        skips: what earlier layers have stashed.
+        input: the detached output of the previous layer. Pass it through ``enter_batch`` before the forward.
+        skips: the tensors that earlier layers stashed.
     """
 
     name: str
@@ -33,31 +34,31 @@ class Visit(NamedTuple):
     skips: SkipStore
 
     def forward(self, entered: Batch) -> tuple[Batch, list[torch.Tensor]]:
-        """The output, and the tensors among outputs and skips at which a backward begins."""
+        """Return the output, and the output and skip tensors that require grad, where the backward starts."""
         with routed(self.layer, self.skips):
             output = entered.call(self.layer)
         return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
 
 
 Step = Callable[[Visit], Batch]
-"""What is done at a layer: it runs the forward, perhaps the backward, and returns the output."""
+"""A function that runs the forward of a layer, perhaps its backward, and returns the output."""
 
 
 def walk(chain: nn.Sequential, copied: Callable[[nn.Module], nn.Module], batch: Batch, step: Step) -> None:
-    """Does `step` for every layer of `chain`, with the copy that `copied` makes of it; `batch` is the first input.
+    """Call `step` for every layer of `chain`, with a copy of the layer from `copied`; `batch` is the first input.
 
-    Each layer gets the detached output of the one before. No reference to a copy is kept when the next one is made.
+    Each layer gets the detached output of the previous one. No reference to a copy remains when the next is created.
     """
     skips = SkipStore()
     for name, original in zip(chain._modules, chain, strict=True):
-        with _blaming(name, original, batch):
+        with _noting_layer(name, original, batch):
             batch = step(Visit(name, original, copied(original), batch, skips))
             detach(batch)
             skips.detach()
 
 
 @contextmanager
-def _blaming(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
+def _noting_layer(name: str, layer: nn.Module, batch: Batch) -> Iterator[None]:
     try:
         yield
     except Exception as error:

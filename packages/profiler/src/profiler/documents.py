@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and back by a reader that accepts nothing else."""
+"""Serialize dataclasses to JSON, and load them back with strict validation."""
 
 from __future__ import annotations
 
@@ -19,50 +19,47 @@ _PLAIN: dict[type, tuple[str, Callable[[Any], bool]]] = {
     str: ("a string", lambda value: isinstance(value, str)),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 2**63),
-    float: (
-        "a number that is not negative",
-        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
-    ),
+    float: ("a non-negative number", lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max),
 }
 
 
 def dump(value: Any, schema: str) -> str:
-    """A dataclass of numbers, text, tuples and dataclasses as text that :func:`load` reads back as an equal one.
+    """Serialize a dataclass of numbers, text, tuples and dataclasses.
 
     Args:
-        value: the dataclass. Fields whose names begin with an underscore are left out.
+        value: the dataclass. Fields with a leading underscore are omitted.
         schema: the name of the format.
 
     Returns:
-        JSON.
+        JSON that :func:`load` turns into an equal dataclass.
     """
     return json.dumps({"schema": schema, **_document(value)}, indent=1, allow_nan=False)
 
 
 def load(kind: type[T], text: str, name: str, schema: str) -> T:
-    """The dataclass that :func:`dump` wrote.
+    """Load a dataclass from the output of :func:`dump`.
 
     Args:
-        kind: its class.
+        kind: the class.
         text: JSON.
-        name: what it is, for errors.
-        schema: the name of the format that is read.
+        name: the name of the value in error messages.
+        schema: the expected name of the format.
 
     Returns:
-        An equal one.
+        A dataclass that equals the dumped one.
 
     Raises:
-        ValueError: names the path of the first thing that :func:`dump` would not have written.
+        ValueError: ``text`` cannot be the output of :func:`dump`. The message contains the path of the first error.
     """
 
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: expected the text that to_json wrote, got no JSON: {error}") from None
+        raise ValueError(f"{name}: expected the output of to_json, got invalid JSON: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"{name}: expected an object, got {shortened(document)}")
     if (found := document.pop("schema", None)) != schema:
-        raise ValueError(f"schema: this version reads {schema!r}, got {shortened(found)}; make the {name} again")
+        raise ValueError(f"schema: expected {schema!r}, got {shortened(found)}; create the {name} with this version")
     read: T = _read(kind, document, name)
     return read
 
@@ -78,7 +75,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None, or plain."""
+    """Validate ``value`` as ``kind``, which is a dataclass, a tuple, a union with None, or a plain type."""
     if is_dataclass(kind):
         return _read_fields(kind, value, where)
     origin, of = typing.get_origin(kind), typing.get_args(kind)
@@ -99,11 +96,11 @@ def _read_fields(cls: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: expected an object, got {shortened(value)}")
     kinds, names = typing.get_type_hints(cls), _names(cls)
     if missing := set(names) - value.keys():
-        raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{where}: missing {', '.join(sorted(missing))}")
     if surplus := value.keys() - set(names):
-        raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))[:200]}")
+        raise ValueError(f"{where}: unknown {', '.join(sorted(surplus))[:200]}")
     read = {name: _read(kinds[name], value[name], f"{where}.{name}") for name in names}
     try:
         return cls(**read)
-    except ValueError as error:  # of figures that contradict each other
+    except ValueError as error:  # the class checks relations between its fields
         raise ValueError(f"{where}.{error}") from None

@@ -1,4 +1,4 @@
-"""Layers and batches that have shapes but no data, for counting without memory and without a device."""
+"""Fake layers and batches, with shapes but no data, to count bytes and FLOPs without a device."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NO_MODE: Mode = nullcontext()
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and no data.
+    """Create a fake tensor mode, in which tensors have shapes but no data.
 
     Returns:
-        The mode, a context manager, which layers with data may be called in too.
+        The mode, a context manager. Layers with real tensors may also be called inside it.
     """
-    # Imported late: it takes a while, and few calls need it.
+    # Imported late, because it is slow and few calls need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -45,29 +45,29 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """A context in which layers compute shapes only. Errors of a layer that reads values say what to do about it."""
+    """Make layers compute only shapes inside this context. The error of a layer that reads values gets a note."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
         with mode, FusedAttention():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        add_note(error, "the layer looks at values, and without a device there are none; use device='cpu'")
+        add_note(error, "the layer reads values of tensors, which do not exist without a device; use device='cpu'")
         raise
 
 
 class FusedAttention(TorchFunctionMode):
-    """Counts attention as a fused kernel of an accelerator computes it, which keeps no scores.
+    """A mode that computes attention like the fused kernel of an accelerator, which does not store the scores.
 
-    A CPU's kernel keeps them if there is dropout, or if values and queries differ in width. (Fake CUDA tensors that
-    require a gradient abort a build of PyTorch without CUDA.)
+    The CPU's kernel stores them if there is dropout, or if values and queries differ in width. (Fake CUDA tensors
+    would be simpler, but abort a PyTorch build without CUDA if they require grad.)
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _fused(*args, **kwargs)
-        # It calls the function above, which is not seen in here.
+        # It calls scaled_dot_product_attention internally, where this mode is off.
         if func is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
         return func(*args, **kwargs)
@@ -85,17 +85,17 @@ def _fused(
 
 
 def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """A tensor like `x` on the CPU, of zeros.
+    """Create a tensor of zeros like `x` on the CPU.
 
     Args:
         x: a tensor on any device.
-        mode: the mode in which it is made; in a fake one it takes no memory.
+        mode: the mode that creates the tensor. In a fake mode it needs no memory.
 
     Returns:
-        A tensor of the same shape, strides and dtype, or a parameter.
+        A tensor of the same shape, strides, dtype and ``requires_grad``; a parameter if `x` is one.
     """
     with mode:
-        # With the same strides: a kernel that needs another layout would keep a copy.
+        # Keep the strides, because a kernel that needs a different layout would save a copy.
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
         if isinstance(x, nn.Parameter):
             return nn.Parameter(y, requires_grad=x.requires_grad)
@@ -103,7 +103,7 @@ def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 
 def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
-    """A copy of a layer with blank tensors.
+    """Copy a layer with blank tensors.
 
     A layer with weights of a tensor subclass, which cannot compute without data, is called on zeros on the CPU instead.
 
@@ -136,7 +136,7 @@ def _blank_subclass(x: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 
 def blank_batch(batch: Batch, mode: Mode = _NO_MODE) -> Batch:
-    """A batch with blank tensors in the places of others.
+    """Copy a batch with blank tensors.
 
     Args:
         batch: the batch, which does not change.

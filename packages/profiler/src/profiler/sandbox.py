@@ -1,4 +1,4 @@
-"""Copies of layers to measure, so that the caller's module does not change."""
+"""Copy layers before measuring them, so that the caller's module does not change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
-    """Deep copies of the layers on `device`, in training mode, each made when the iterator reaches it.
+    """Iterate over deep copies of the layers on `device`, in training mode. Each copy is created when it is reached.
 
-    Forward hooks are copied, since they are part of what a layer does; hooks on parameters and gradients are not.
+    Forward hooks are copied, because they are part of the forward; hooks on parameters and gradients are not.
 
     Args:
         module: the layers, such as an ``nn.Sequential``, which do not change.
@@ -37,16 +37,16 @@ def copy_on(layer: nn.Module, device: torch.device | str | int) -> nn.Module:
 
 
 def copied(layer: Layer) -> Layer:
-    """A deep copy of a module, also of one that keeps tensors with a graph in attributes.
+    """Deep-copy a module, even if its attributes include tensors with a graph.
 
     Args:
         layer: the module, which does not change.
 
     Returns:
-        The copy, on the same device and in the same mode. Such tensors are detached in it.
+        The copy, on the same device and in the same mode. Tensors with a graph are detached in it.
     """
-    # Deepcopy refuses tensors that were computed, such as the weight that `torch.nn.utils.weight_norm` computes in
-    # every forward, and keeps in an attribute.
+    # deepcopy rejects non-leaf tensors, such as the weight that `torch.nn.utils.weight_norm` computes in every forward
+    # and stores in an attribute.
     detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
     detached |= {id(x): _duplicate(x) for x in tensors_of(layer) if is_traceable_wrapper_subclass(x)}
     return copy.deepcopy(layer, detached)
@@ -64,14 +64,14 @@ def _duplicate(x: Tensor) -> Tensor:
 
 
 def tensors_of(layer: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a layer, and the tensors that are plain attributes of modules in it."""
+    """Yield the parameters and buffers of a layer, and the tensors that are plain attributes of its modules."""
     for child in layer.modules():
         for owner in (child._parameters, child._buffers, vars(child)):
             yield from (value for value in owner.values() if isinstance(value, Tensor))
 
 
 def detach(batch: Batch) -> None:
-    """Detaches `batch` from its graph, in place. A tensor that requires grad becomes a leaf that does.
+    """Detach `batch` from its graph, in place. A tensor that requires grad becomes a leaf that requires grad.
 
     Args:
         batch: the batch, whose tensors are replaced.

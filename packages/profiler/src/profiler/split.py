@@ -1,7 +1,8 @@
-"""Where a backward can be cut in two: the gradients of inputs first, those of parameters later.
+"""Find where a backward can be split: input gradients first, parameter gradients later.
 
-Some nodes on the paths from outputs to inputs also lead to parameters, such as that of a linear layer. A first part
-computes the paths to the inputs only, and keeps the gradients that arrive at these nodes; a second part starts there.
+Some nodes on the paths from outputs to inputs also lead to parameters, for example the node of a linear layer. The
+first part runs only the paths to the inputs, and saves the gradients that arrive at these nodes. The second part starts
+from these gradients.
 
 Source: zero bubble (Qi et al., arXiv 2401.10241).
 """
@@ -18,11 +19,11 @@ __all__ = ["BackwardGraph", "Branch"]
 
 
 class Branch(NamedTuple):
-    """A node at which paths to parameters leave the paths to inputs.
+    """A node where paths to parameters leave the paths to inputs.
 
     Attributes:
-        edges: where gradients arrive at the node.
-        parameters: the tensors to whose ``.grad`` the other paths lead.
+        edges: the edges through which gradients arrive at the node.
+        parameters: the tensors whose ``.grad`` the paths to parameters accumulate into.
     """
 
     edges: list[GradientEdge]
@@ -33,10 +34,10 @@ class BackwardGraph:
     """The nodes of a backward.
 
     Args:
-        roots: the edges at which the backward begins.
+        roots: the edges where the backward starts.
 
     Attributes:
-        nodes: all nodes, each after those that it leads to.
+        nodes: all nodes, each after its ``next_functions``.
     """
 
     def __init__(self, roots: Sequence[GradientEdge]) -> None:
@@ -44,7 +45,7 @@ class BackwardGraph:
         self._roots = roots
         self._children: dict[Node, list[tuple[Node, int]]] = {}
         stack = [root.node for root in roots]
-        while stack:  # without recursion, since graphs are deep
+        while stack:  # iterative, because graphs may exceed the recursion limit
             node = stack[-1]
             if node not in self._children:
                 children = [(child, number) for child, number in node.next_functions if child is not None]
@@ -54,14 +55,15 @@ class BackwardGraph:
                 self.nodes.append(stack.pop())
 
     def branches(self, leaves: Container[int]) -> list[Branch] | None:
-        """Every node on a path to a leaf that also has a path to parameters.
+        """Find every node that is on a path to an input and also has a path to parameters.
 
         Args:
             leaves: the ids of the inputs.
 
         Returns:
-            The branches; None if the backward cannot be cut there: a root leads to no input, one operation computes all
-            its gradients at once, or the gradients of a parameter would be added in another order.
+            The branches; None if the backward cannot be split, because a root leads to no input, a branch always
+            computes all its gradients, the graph has a reentrant checkpoint, or the gradients of a parameter would be
+            added in a different order.
         """
         leads: dict[Node, bool] = {}
         for node in self.nodes:
@@ -104,16 +106,16 @@ def _variable(node: Node) -> Any:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether ``node`` always computes all its gradients, so that it should not run twice."""
+    """Return whether ``node`` always computes all its gradients, so that it should not run twice."""
     return hasattr(node, "_forward_cls") or "Rnn" in node.name() or _is_group_norm_of_the_cpu(node)
 
 
 def _is_group_norm_of_the_cpu(node: Node) -> bool:
-    # Its kernel for channels_last writes the gradient of the input also if nobody asks for it, and no memory is there:
-    # the process ends (seen in PyTorch 2.13).
+    # Its channels_last kernel writes the input gradient even if it is not requested and has no memory, which crashes
+    # the process (PyTorch 2.13).
     return node.name().startswith("NativeGroupNorm") and node._input_metadata[0].device.type == "cpu"
 
 
 def _is_reentrant(node: Node) -> bool:
-    """Whether ``node`` is a reentrant checkpoint, which cannot run for some inputs only."""
+    """Return whether ``node`` is a reentrant checkpoint, which cannot run for a subset of its inputs."""
     return type(node).__name__ == "CheckpointFunctionBackward"

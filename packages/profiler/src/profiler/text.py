@@ -1,4 +1,4 @@
-"""Reports as text: numbers with three digits and a unit, and aligned tables."""
+"""Format reports: numbers with three digits and a unit, and aligned tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _TIMES = ("ns", "µs", "ms", "s")
 _LONGEST = 1e9
-"""The largest number without an exponent, in the largest unit."""
+"""The bound above which numbers are written with an exponent, in the largest unit."""
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with a suitable unit.
+    """Format bytes with a suitable unit.
 
     Args:
         count: the number of bytes.
@@ -29,7 +29,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """Operations with a suitable prefix.
+    """Format operations with a suitable prefix.
 
     Args:
         count: the number of operations.
@@ -44,7 +44,7 @@ def format_flops(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time with a suitable unit.
+    """Format a time with a suitable unit.
 
     Args:
         seconds: the time in seconds.
@@ -57,15 +57,15 @@ def format_seconds(seconds: float) -> str:
     """
     if not seconds:
         return "0 s"
-    # Not from nanoseconds: a float holds larger numbers of seconds.
+    # Start from seconds, because nanoseconds could overflow a float.
     return _scaled(seconds, 1000, _TIMES, power=3) if seconds >= 1 else _scaled(seconds * 1e9, 1000, _TIMES)
 
 
 def format_share(share: float) -> str:
-    """A share in percent.
+    """Format a fraction as a percentage.
 
     Args:
-        share: a part of 1.
+        share: the fraction; 1 is 100 %.
 
     Returns:
         Percent with one decimal.
@@ -77,11 +77,11 @@ def format_share(share: float) -> str:
 
 
 def format_cost(value: float, by: str) -> str:
-    """A value of the figure ``by``, with a unit.
+    """Format the cost ``by`` with a unit.
 
     Args:
         value: the value in bytes, seconds or operations.
-        by: the name of a figure, which ends in ``bytes`` or ``seconds``; any other counts operations.
+        by: the name of the cost. Its suffix ``bytes`` or ``seconds`` selects the unit; without one, it is operations.
 
     Returns:
         Three digits and a unit.
@@ -95,11 +95,11 @@ def format_cost(value: float, by: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table of text: columns two spaces apart, and a line below the head.
+    """Format a table: columns two spaces apart, and a line below the head.
 
     Args:
-        rows: the head and the lines, with equally many cells.
-        left: the number of columns that are aligned left; others are aligned right.
+        rows: the head and the lines, each with the same number of cells.
+        left: the number of columns that are aligned left; the remaining columns are aligned right.
 
     Returns:
         The lines, joined.
@@ -123,13 +123,13 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def _printable(cell: str) -> str:
-    """``cell`` without lone surrogates and escapes."""
+    """Escape lone surrogates and other unprintable characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:
-    """``value``, in units of ``power``, in the first unit in which it is less than ``base``; else in the largest."""
-    # 999.7 would be written with four digits, as 1000.
+    """Format ``value``, which is in ``units[power]``, in the first unit that makes it less than ``base``."""
+    # Numbers such as 999.7 would round to four digits, 1000.
     while abs(value) >= base - 0.5 and power < len(units) - 1:
         value /= base
         power += 1

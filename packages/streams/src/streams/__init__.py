@@ -1,4 +1,4 @@
-"""One interface for the streams of accelerators and the CPU, and worker threads with their caller's settings."""
+"""A device-independent stream API, and worker threads that inherit their caller's settings."""
 
 from ._context import Context
 from ._device import has_streams

@@ -1,4 +1,4 @@
-"""The settings of a thread, captured in one thread and applied in another."""
+"""Capture the settings of one thread and apply them in another."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class Context:
-    """The settings that torch and Python keep for each thread, and that a new thread does not inherit.
+    """The thread-local settings of torch and Python, which a new thread does not inherit.
 
-    It holds the grad mode, the inference mode, autocast for every device type (whether, to which dtype, and whether
-    casts are cached), the saved-tensor hooks that act, the default device and the other torch function modes, and the
-    context variables.
+    A context contains the grad mode, the inference mode, the autocast state of every device type (enabled, dtype, cast
+    cache), the innermost saved-tensor hooks, the default device and the other torch function modes, and the context
+    variables.
 
-    It does not contain settings of the process (default dtype, deterministic flags); other switches of autograd
-    (multithreaded backwards, view replay) and ``DisableTorchFunctionSubclass``; torch dispatch modes and profilers,
-    which two threads cannot use; a ban of saved-tensor hooks; the current device and streams; the number of intra-op
-    threads; and the cores that a thread may run on.
+    It does not contain process-wide settings (default dtype, deterministic flags), other switches of autograd
+    (multithreaded backwards, view replay), ``DisableTorchFunctionSubclass``, torch dispatch modes and profilers (which
+    threads cannot share), a ban of saved-tensor hooks, the current device and streams, the number of intra-op threads,
+    or the CPU affinity.
 
     >>> with torch.no_grad():
     ...     context = Context.capture()
@@ -45,32 +45,33 @@ class Context:
 
     @classmethod
     def capture(cls) -> Context:
-        """The context of this thread, now.
+        """Capture the current settings of this thread.
 
         Returns:
             A context that any thread can apply, any number of times.
 
         Raises:
-            RuntimeError: inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …), whose levels belong to one thread.
+            RuntimeError: a ``torch.func`` transform (``vmap``, ``grad``, ``jvp`` …) is active; its levels belong to one
+                thread.
         """
         if is_transformed():
             raise RuntimeError(
                 "cannot capture the context inside a torch.func transform (vmap, grad, jvp, ...): "
-                "another thread cannot take part in it; call the transform inside the work instead"
+                "other threads cannot join it; call the transform inside the work instead"
             )
         return cls()
 
     @staticmethod
     def plain() -> Context:
-        """The context of a thread that has just begun: grad mode on, and nothing else."""
+        """Return the context of a new thread: grad mode on, and defaults otherwise."""
         return _plain()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context manager inside of which this thread has these settings; afterwards it has its own again.
+        """Apply these settings to the current thread inside a ``with`` block.
 
-        Context variables that the captured context lacks keep their values. Casts of weights that autocast keeps are
-        freed when the last of the threads that apply this context leaves it.
+        Context variables that the captured context lacks keep their values. Autocast's cached casts of weights are
+        freed when the last thread leaves this context.
         """
         undos: list[Undo] = []
         try:
@@ -80,15 +81,15 @@ class Context:
             try:
                 while undos:
                     undos.pop()()
-            finally:  # an interrupt may come between two of them
+            finally:  # an interrupt may arrive between two of them
                 while undos:
                     undos.pop()()
 
     def over(self, around: Context) -> Callable[[], AbstractContextManager[None]]:
-        """What does as :meth:`applied` on threads that are in another context, at less cost if it differs little.
+        """Return a cheaper :meth:`applied`, for threads that are already in the context ``around``.
 
         Args:
-            around: the context of these threads. If it has another grad mode and nothing else, only that is set.
+            around: the context of these threads. If it differs at most in the grad mode, only the grad mode is set.
 
         Returns:
             A function that returns a context manager.
@@ -103,17 +104,17 @@ class Context:
         return self.inference_mode, self.autocast, self.saved_tensors_hooks, self.function_modes
 
     def casts_kept(self) -> AbstractContextManager[None]:
-        """A context manager that keeps autocast's casts of weights while threads enter and leave this context.
+        """Keep autocast's casts of weights inside a ``with`` block while threads enter and leave this context.
 
-        For a thread that waits for the others: each weight is then cast once for all of them.
+        Use it in the thread that waits for the other threads, so that each weight is cast once for all of them.
         """
         return self._cast_users.kept() if self.autocast.nested else nullcontext()
 
     def _enter(self, undos: list[Undo]) -> None:
         steps: tuple[tuple[Any, Any], ...] = (
-            # Modes are switched off first: no mode of either context may see the other changes.
+            # Disable function modes first, so that no mode of either context intercepts the other changes.
             (enter_modes, ()),
-            # Then inference mode, since entering and leaving it sets the grad mode too.
+            # Then set inference mode, because entering and leaving it also sets the grad mode.
             (enter_inference_mode, self.inference_mode),
             (enter_grad_mode, self.grad_mode),
             (self._cast_users.enter, self.autocast),
@@ -137,19 +138,19 @@ def _plain() -> Context:
 
 
 Undo: TypeAlias = Callable[[], object]
-"""What restores a setting; a function that sets one returns it, or None if nothing was changed."""
+"""A function that restores a setting. Functions that change a setting return one, or None if nothing has changed."""
 
 Modes: TypeAlias = tuple[TorchFunctionMode, ...]
-"""The torch function modes, the outermost first; the default device is one of them."""
+"""The torch function modes, outermost first; the default device is one of them."""
 
 Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-"""A pair of saved-tensor hooks. Pairs nest, but only the innermost acts, so that is what another thread needs."""
+"""A pair of saved-tensor hooks. Pairs nest, but only the innermost pair is active, so other threads need only this."""
 
 DEVICE_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
 
 
 def enter_grad_mode(mode: bool) -> Undo:
-    # Return a way to restore it even if nothing is changed here: code inside may change it and not restore it.
+    # Restore it even if nothing changes here, because code inside the block may change it without restoring it.
     undo = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     torch.set_grad_enabled(mode)
     return undo
@@ -168,7 +169,7 @@ def is_transformed() -> bool:
 
 
 class Autocast(NamedTuple):
-    """The autocast state, one entry of ``enabled`` and ``dtypes`` for each of ``DEVICE_TYPES``."""
+    """The autocast state; ``enabled`` and ``dtypes`` have one entry per type in ``DEVICE_TYPES``."""
 
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -177,7 +178,7 @@ class Autocast(NamedTuple):
 
 
 def read_autocast() -> Autocast:
-    # The depth of nesting can only be read by changing it.
+    # The nesting depth can only be read by changing it.
     nested = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
     # Dtypes matter even if nothing is enabled: a later `torch.autocast(type)` without a dtype uses them.
@@ -186,18 +187,18 @@ def read_autocast() -> Autocast:
 
 
 class CastUsers:
-    """Enters the autocast of one context in any number of threads, and counts those that are inside.
+    """Enter the autocast state of one context in any number of threads, and count the threads inside.
 
-    Torch has one cache of casts for all threads, and empties it when a thread leaves its outermost autocast block:
-    workers that still compute would cast their weights again. But a kept cast must not be used when its weight has
-    changed. So the last thread empties it.
+    Torch has one cast cache for all threads, and clears it when a thread leaves its outermost autocast block. Workers
+    that still compute would then cast their weights again. But a cast must not outlive a change of its weight, so the
+    last thread clears the cache.
     """
 
     __slots__ = ("_inside", "_lock")
 
     def __init__(self) -> None:
         self._inside = 0
-        self._lock = RLock()  # reentrant, since the garbage collector may run anything while it is held
+        self._lock = RLock()  # reentrant, because the garbage collector may run any code while it is held
 
     def enter(self, wanted: Autocast) -> Undo | None:
         found = read_autocast()
@@ -213,7 +214,7 @@ class CastUsers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A context in which this thread counts as one that is inside."""
+        """Count this thread as one inside during a ``with`` block."""
         with self._lock:
             self._inside += 1
         try:
@@ -252,7 +253,7 @@ def enter_hooks(hooks: Hooks) -> Undo | None:
 
 
 def _replace_hooks(wanted: Sequence[Hooks]) -> list[Hooks]:
-    """Replace the pairs of this thread, and return those that it had; the innermost comes last."""
+    """Replace the pairs of this thread, and return the previous pairs, innermost last."""
     found: list[Hooks] = []
     while (pair := read_hooks()) is not None:
         found.append(pair)
@@ -275,7 +276,7 @@ def enter_modes(modes: Modes) -> Undo | None:
 
 
 def _replace_modes(modes: Modes) -> None:
-    # Not by `with mode`: its __enter__ may have other effects, and that of a default device reorders the stack.
+    # `with mode` would call __enter__, which may have side effects; a default device's __enter__ reorders the stack.
     for _ in range(_C._len_torch_function_stack()):
         _C._pop_torch_function_stack()
     for mode in modes:
@@ -283,7 +284,7 @@ def _replace_modes(modes: Modes) -> None:
 
 
 def enter_variables(variables: Variables) -> Undo | None:
-    """Set the context ``variables`` one by one: two threads cannot enter a ``contextvars.Context`` at the same time."""
+    """Set context variables one by one, because two threads cannot be in the same ``contextvars.Context``."""
     tokens = [(var, var.set(value)) for var, value in variables.items() if var.get(_UNSET) is not value]
     return partial(_reset_variables, tokens) if tokens else None
 

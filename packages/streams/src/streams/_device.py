@@ -1,4 +1,4 @@
-"""Devices: which objects are devices, which of them are equal, and which have streams."""
+"""Device helpers: validate, normalize and compare devices, and find out which ones have streams."""
 
 from collections.abc import Hashable
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 CPU = torch.device("cpu")
-"""Made once, since a torch function mode sees each call that makes one."""
+"""Created once, because torch function modes intercept every call of ``torch.device``."""
 
 
 class Device(Hashable, Protocol):
@@ -20,13 +20,13 @@ class Device(Hashable, Protocol):
 
 
 def has_streams(device: Device) -> bool:
-    """Whether work on ``device`` is queued on streams, as on CUDA, XPU, MPS, and what registers as PrivateUse1.
+    """Return whether work on ``device`` is queued on streams, as on CUDA, XPU, MPS and PrivateUse1 backends.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
-        False for the CPU.
+        True for accelerators, False for the CPU and ``meta``.
 
     Raises:
         TypeError: `device` is not a device.
@@ -36,7 +36,7 @@ def has_streams(device: Device) -> bool:
     """
     if not hasattr(device, "type"):
         check(device)
-    # True for "cuda" even on a CPU build, so that using the device raises an error instead of running on the CPU.
+    # "cuda" counts even in a CPU build, so that using the device raises an error instead of running on the CPU.
     return device.type == "cuda" or (device.type != "cpu" and device.type == accelerator())
 
 
@@ -46,7 +46,7 @@ def on_accelerator(device: Device) -> torch.device:
 
 
 def normalise(device: Device) -> Device:
-    """A normal form of ``device``: an accelerator gets the current index, and ``cpu:k`` becomes ``cpu``."""
+    """Normalize ``device``: an accelerator without an index gets the current index, and ``cpu:k`` becomes ``cpu``."""
     if device.type == "cpu":
         return CPU
     if device.index is None and device.type == accelerator():
@@ -55,15 +55,15 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise unless ``device`` is a device that this machine has.
+    """Check that ``device`` is a device of this machine.
 
     Args:
         device: any object.
-        name: what errors call it.
+        name: the name of the argument in error messages.
 
     Raises:
-        TypeError: it is no device.
-        ValueError: torch does not see it, or uses accelerators of another type.
+        TypeError: `device` is not a device, or not hashable.
+        ValueError: torch does not find it, or uses accelerators of a different type.
     """
     if not hasattr(device, "type") or not hasattr(device, "index"):
         raise TypeError(
@@ -71,7 +71,7 @@ def check(device: object, name: str = "device") -> None:
             f"got {device!r} ({type(device).__name__}); wrap names and numbers in torch.device(...)"
         )
     if type(device).__hash__ is None:
-        raise TypeError(f"{name} must be hashable, to find the worker of a device; got {device!r}")
+        raise TypeError(f"{name} must be hashable, because devices are the keys of workers; got {device!r}")
     if not has_streams(device):
         return
     if accelerator() not in (None, device.type):

@@ -1,4 +1,4 @@
-"""A dispatch mode that is cheap to import, and applies to one thread only."""
+"""A dispatch mode that is cheap to import and affects only the current thread."""
 
 import sys
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A ``TorchDispatchMode`` that does not import ``torch._dynamo``, which takes seconds.
 
-    Torch hides what a mode does from ``torch.compile``, and so imports the compiler. This class hides it only if other
-    code has imported the compiler.
+    Torch excludes a mode's own code from ``torch.compile``, and imports the compiler for this. This class does so only
+    if the compiler is already imported.
 
     >>> class Counter(DispatchMode):
     ...     operations = 0
@@ -35,9 +35,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pushed(self) -> Iterator[None]:
-        """A context in which the mode sees the operations of this thread, for several threads with modes.
+        """Intercept the operations of this thread inside a ``with`` block; other threads may have their own modes.
 
-        ``with mode`` also sets a flag of the whole process, which remains wrong if threads leave their modes in another
+        ``with mode`` also sets a process-wide flag, which stays wrong if threads do not leave their modes in reverse
         order.
         """
         _push_mode(self)
@@ -52,7 +52,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Otherwise compiled code that runs inside the mode would run eagerly from then on, everywhere.
+        # Otherwise compiled code that runs inside the mode would run eagerly everywhere from then on.
         return True
 
 

@@ -1,10 +1,11 @@
-"""Notes on exceptions of any class, on every version of Python."""
+"""Add notes to exceptions of any class, on every supported Python version."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note, as ``error.add_note(note)`` does.
+    """Add a note like ``error.add_note(note)``.
 
-    Also on Python 3.10, which has no notes but keeps them, and to an exception that forbids to set its attributes.
+    It also works on Python 3.10, which stores notes but does not print them, and for exceptions that do not allow
+    setting attributes.
 
     Args:
         error: the exception.

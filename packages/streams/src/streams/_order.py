@@ -1,4 +1,4 @@
-"""The order of work on different streams: events, waits, and memory that another stream still reads."""
+"""Order work across streams: events, waits, and memory that is still in use on a second stream."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -8,15 +8,15 @@ import torch
 from ._stream import AbstractStream, is_accelerator
 
 AbstractEvent: TypeAlias = torch.Event | None
-"""A :class:`torch.Event` of an accelerator; ``None`` for the CPU, whose work is done when it is recorded."""
+"""A :class:`torch.Event` of an accelerator, or ``None`` for the CPU, whose work is complete when it is recorded."""
 
 
 def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEvent:
-    """Record an event behind all work that is queued on ``stream``.
+    """Record an event after all work queued on ``stream``.
 
     Args:
         stream: the stream.
-        timed: whether ``elapsed_time`` between two events is needed, which takes a little time.
+        timed: enable ``elapsed_time`` between two events, at a small cost.
 
     Returns:
         The event; None for :data:`CPUStream`.
@@ -38,8 +38,8 @@ def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEven
 def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
     """Make ``source`` wait for ``event``.
 
-    A stream of an accelerator waits on the device. If ``source`` is the CPU, this call blocks. ``None`` is not waited
-    for.
+    A stream of an accelerator waits on the device. If ``source`` is the CPU, this call blocks. If ``event`` is None,
+    nothing waits.
 
     Args:
         source: the stream that waits.
@@ -48,7 +48,7 @@ def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
     Raises:
         TypeError: `source` is not a stream.
     """
-    if is_accelerator(source):  # raises if it is not a stream, also where there is no event
+    if is_accelerator(source):  # raises if it is not a stream, even without an event
         if event is not None:
             source.wait_event(event)
     elif event is not None:
@@ -56,10 +56,10 @@ def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Make ``source`` wait for everything queued on ``target`` so far.
+    """Make ``source`` wait for all work queued on ``target`` so far.
 
-    Between two streams of accelerators the device waits. If ``source`` is the CPU, this call blocks. If ``target`` is
-    the CPU there is nothing to wait for.
+    A stream of an accelerator waits on the device. If ``source`` is the CPU, this call blocks. If ``target`` is the
+    CPU, nothing waits.
 
     Args:
         source: the stream that waits.
@@ -75,17 +75,18 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
-    """Keep the memory of ``tensor`` from being reused before ``stream`` has done its present work.
+    """Keep the memory of ``tensor`` from being reused before the work queued on ``stream`` is complete.
 
-    Call this whenever a tensor that was made on one stream of an accelerator is used on another. For a view, the whole
-    storage is kept. Does nothing for :data:`CPUStream`, and for tensors that are not on an accelerator.
+    Call this whenever a tensor that was allocated on one stream of an accelerator is used on another one. For a view,
+    it keeps the whole storage. It does nothing for :data:`CPUStream`, or if tensor and stream are on different device
+    types.
 
     Args:
         tensor: a tensor on any device.
         stream: the stream that reads it.
 
     Raises:
-        TypeError: `tensor` is not a tensor, or `stream` not a stream.
+        TypeError: `tensor` is not a tensor, or `stream` is not a stream.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a torch.Tensor; got {tensor!r} ({type(tensor).__name__})")
@@ -96,6 +97,6 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
 
 
 def _with_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors whose memory ``tensor`` uses: torch cannot record one that is sparse, but what it consists of."""
-    # Gradients of embeddings are of this layout. Torch refuses others, which no module has.
+    """Return the tensors whose memory ``tensor`` uses, because torch can record only the parts of a sparse tensor."""
+    # Sparse gradients of embeddings have this layout. Torch rejects other sparse layouts, which no module produces.
     return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

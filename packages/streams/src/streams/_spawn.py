@@ -1,4 +1,4 @@
-"""Worker threads for the length of a ``with`` block, one for each device."""
+"""Run one worker thread per device for the duration of a ``with`` block."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -18,14 +18,14 @@ Queues = tuple[list[InQueue], list[OutQueue]]
 
 
 class _Worker(Thread):
-    """A worker with its queues. ``ended`` is set when it has done its last task."""
+    """A worker thread with its queues. ``ended`` is set after its last task."""
 
     def __init__(self, device: Device, context: Context) -> None:
         self.in_queue: InQueue = SimpleQueue()
         self.out_queue: OutQueue = SimpleQueue()
         self.ended = Event()
         blocks = partial(watched, self.in_queue, self.ended), context.applied, partial(use_device, device)
-        # A daemon thread, since the interpreter waits for other threads before its exit.
+        # A daemon thread, because the interpreter waits for non-daemon threads before it exits.
         super().__init__(
             target=serve, args=(self.in_queue, self.out_queue, *blocks), name=f"worker of {device}", daemon=True
         )
@@ -34,25 +34,27 @@ class _Worker(Thread):
 def spawn_workers(
     devices: Iterable[Device], shared: bool = True, *, context: Context | None = None
 ) -> AbstractContextManager[Queues]:
-    """A context manager that starts a worker for each device, and ends them.
+    """Start one worker thread per device for the duration of a ``with`` block.
 
-    It yields ``(in_queues, out_queues)``, with one queue of each kind for each of ``devices``. Workers have the
-    settings of the thread that enters the block (:class:`Context`). When the block is left, also by an exception,
-    workers finish the tasks that are queued, and all are joined. A KeyboardInterrupt during that wait is raised after
-    it; a second one stops the wait. A process that is forked inside the block has no workers, and can leave the block
-    only: then each out-queue says that its worker has ended.
+    The context manager yields ``(in_queues, out_queues)``, two lists with one queue per entry of ``devices``. Workers
+    have the settings of the thread that enters the block (:class:`Context`). When the block exits, even with an
+    exception, the workers finish all queued tasks and are joined. A KeyboardInterrupt during this wait is raised after
+    it, and a second one aborts the wait. In a process that is forked inside the block the workers do not exist; it can
+    only exit the block, which puts ``(False, None)`` into every out-queue.
 
     Args:
-        devices: objects that are hashable and have ``type`` and ``index``. Equal devices share a worker and its queues;
-            ``cuda`` is the current GPU, and ``cpu:k`` the CPU.
-        shared: if False, each entry has a worker of its own.
-        context: the settings of the workers, instead of the caller's.
+        devices: hashable objects with ``type`` and ``index``. Equal devices share a worker and its queues; ``cuda`` is
+            the current GPU, and ``cpu:k`` the CPU.
+        shared: if False, every entry has its own worker.
+        context: the settings of the workers; by default the caller's settings.
 
     Returns:
-        A context manager, which may be entered again after it was left.
+        A context manager, which may be entered again after it has exited.
 
     Raises:
-        TypeError, ValueError: an entry of ``devices`` is not a device, or one that this machine does not have.
+        TypeError: an entry of ``devices`` is not a device.
+        ValueError: this machine does not have one of ``devices``.
+        RuntimeError: on entry, if the block is active already, or a ``torch.func`` transform is.
 
     >>> import torch
     >>> from streams import CPUStream, Task
@@ -69,7 +71,7 @@ def spawn_workers(
 
 
 class _WorkerBlock(AbstractContextManager[Queues]):
-    """The context manager. Not a generator, which the garbage collector could close, and so wait, on any thread."""
+    """The context manager; not a generator, because the garbage collector could close one, and wait, on any thread."""
 
     def __init__(self, devices: Sequence[Device], shared: bool, context: Context | None) -> None:
         self._devices = devices
@@ -80,8 +82,8 @@ class _WorkerBlock(AbstractContextManager[Queues]):
     def __enter__(self) -> Queues:
         if self._workers:
             raise RuntimeError(
-                "this block of workers is entered already, and its queues belong to whoever did; leave it first, or "
-                "make another one with spawn_workers(...)"
+                "this block of workers is entered already; leave it first, or create a second one with "
+                "spawn_workers(...)"
             )
         context = self._context or Context.capture()
         by_device: dict[Device, _Worker] = {}
@@ -102,13 +104,13 @@ class _WorkerBlock(AbstractContextManager[Queues]):
         try:
             self._end_all()
         except BaseException:
-            # Interrupted: end all workers again, and then let the interrupt be raised.
+            # After an interrupt, end all workers before raising it.
             self._end_all()
             raise
 
     def __del__(self) -> None:
-        # Freed without being left: end the workers, but do not wait, since this may run on any thread.
-        for each in vars(self).get("_workers", ()):  # none if an interrupt came before the end of __init__
+        # The block was not left: end the workers without waiting, because this may run on any thread.
+        for each in vars(self).get("_workers", ()):  # missing if __init__ was interrupted
             each.in_queue.put(None)
 
     def _start(self, device: Device, context: Context) -> _Worker:
@@ -122,12 +124,12 @@ class _WorkerBlock(AbstractContextManager[Queues]):
             each.in_queue.put(None)
         for each in self._workers:
             if each is current_thread():
-                continue  # a worker may leave the block that it belongs to
+                continue  # a worker may leave its own block, but cannot join itself
             if each.is_alive():
-                # Before Python 3.13, join after an interrupted join returns although the thread still runs.
+                # Before Python 3.13, a join that follows an interrupted join returns although the thread still runs.
                 each.ended.wait()
                 each.join()
             elif not each.ended.is_set():
-                # It could not start, or this is a forked process, in which other threads do not exist.
+                # The thread could not start, or this is a forked process, where it does not exist.
                 each.out_queue.put((False, None))
         self._workers.clear()

@@ -1,4 +1,4 @@
-"""Streams of accelerators, and a placeholder for devices without streams."""
+"""Accelerator streams, and a placeholder for devices that have none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._device import CPU, Device, has_streams, on_accelerator
 
 
 class CPUStreamType:
-    """The type of :data:`CPUStream`. There is one instance; copies and unpickled copies are the same object."""
+    """The type of :data:`CPUStream`, a singleton; copying or unpickling it returns the same object."""
 
     __slots__ = ()
 
@@ -29,16 +29,16 @@ class CPUStreamType:
 CPUStreamType._only = object.__new__(CPUStreamType)
 
 CPUStream = CPUStreamType()
-"""The stream of every device that has none: its work is always in order."""
+"""The stream of every device that has none, on which work is always in order."""
 
 AbstractStream: TypeAlias = CPUStreamType | torch.Stream
 """A stream of an accelerator, such as a :class:`torch.cuda.Stream`, or :data:`CPUStream`."""
 
 
 def new_stream(device: Device) -> AbstractStream:
-    """A new stream of ``device``; :data:`CPUStream` for a device without streams.
+    """Create a stream on ``device``; return :data:`CPUStream` for a device without streams.
 
-    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a :class:`torch.Stream`. MPS has one stream only.
+    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a :class:`torch.Stream`. MPS has only one stream.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.
@@ -54,7 +54,7 @@ def new_stream(device: Device) -> AbstractStream:
 
 
 def current_stream(device: Device) -> AbstractStream:
-    """The current stream of this thread on ``device``; :data:`CPUStream` for a device without streams.
+    """Return this thread's current stream on ``device``; :data:`CPUStream` for a device without streams.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.
@@ -70,7 +70,7 @@ def current_stream(device: Device) -> AbstractStream:
 
 
 def default_stream(device: Device) -> AbstractStream:
-    """The default stream of ``device``; :data:`CPUStream` for a device without streams.
+    """Return the default stream of ``device``; :data:`CPUStream` for a device without streams.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.
@@ -82,19 +82,19 @@ def default_stream(device: Device) -> AbstractStream:
         return CPUStream
     if device.type == "cuda":
         return torch.cuda.default_stream(on_accelerator(device))
-    # The current stream is needed only for torch's numbers of its device and device type; stream 0 is the default one.
+    # Stream 0 is the default stream. The current stream only provides torch's indices of device and device type.
     current = torch.accelerator.current_stream(on_accelerator(device))
     return torch.Stream(0, current.device_index, current.device_type)
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """The device of ``stream``; the CPU for :data:`CPUStream`.
+    """Return the device of ``stream``; the CPU for :data:`CPUStream`.
 
     Args:
         stream: any stream.
 
     Returns:
-        Its device.
+        The device.
 
     Raises:
         TypeError: `stream` is not a stream.
@@ -106,7 +106,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
-    """Whether ``stream`` belongs to an accelerator, so that other work has to wait for it.
+    """Return whether ``stream`` belongs to an accelerator, so that other work must be synchronized with it.
 
     Args:
         stream: any stream.
@@ -123,18 +123,18 @@ def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
         return True
     raise TypeError(
         "stream must be CPUStream or a torch.Stream, such as a torch.cuda.Stream; "
-        f"got {stream!r} ({type(stream).__name__}); current_stream(device) gives the one of a device"
+        f"got {stream!r} ({type(stream).__name__}); current_stream(device) returns one"
     )
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
-    """Whether ``stream`` is a CUDA stream; see :func:`is_accelerator` for those of any accelerator.
+    """Return whether ``stream`` is a CUDA stream; use :func:`is_accelerator` for any accelerator.
 
     Args:
         stream: any stream.
 
     Returns:
-        False for :data:`CPUStream` and other accelerators' streams.
+        False for :data:`CPUStream` and for streams of other accelerators.
 
     Raises:
         TypeError: `stream` is not a stream.
@@ -143,7 +143,7 @@ def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
 
 
 def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """``stream`` itself, with the type of a CUDA stream.
+    """Return ``stream`` itself, typed as a CUDA stream.
 
     Args:
         stream: any stream.
@@ -156,4 +156,4 @@ def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
     """
     if is_cuda(stream):
         return stream
-    raise TypeError(f"stream must be a torch.cuda.Stream here; got {stream!r}; ask is_cuda(stream) first")
+    raise TypeError(f"stream must be a torch.cuda.Stream here; got {stream!r}; check is_cuda(stream) first")

@@ -1,4 +1,4 @@
-"""A task of a worker."""
+"""A unit of work for a worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ Result = TypeVar("Result")
 
 
 class Task(Generic[Result]):
-    """Work in two parts, both under ``stream``: ``compute`` on a worker, ``finalize`` on the caller.
+    """Work in two parts: ``compute`` runs on a worker, and ``finalize`` on the caller's thread.
 
     Args:
         stream: the current stream while either part runs.
-        compute: called by the worker without arguments; returns the result.
-        finalize: called with the result on the thread that takes the answer from the out-queue; optional.
+        compute: a function without arguments that returns the result.
+        finalize: an optional function of the result. The thread that takes the answer from the out-queue calls it.
+
+    Raises TypeError if ``stream`` is not a stream, or a function is not callable.
 
     >>> from streams import CPUStream
     >>> results = []
@@ -38,7 +40,7 @@ class Task(Generic[Result]):
         compute: Callable[[], Result],
         finalize: Callable[[Result], object] | None = None,
     ) -> None:
-        is_accelerator(stream)  # raises here, and not on the worker, if it is not a stream
+        is_accelerator(stream)  # raises here instead of on the worker if it is not a stream
         if not callable(compute):
             raise TypeError(f"compute must be callable without arguments; got {compute!r}")
         if finalize is not None and not callable(finalize):
@@ -56,7 +58,7 @@ class Task(Generic[Result]):
         """Run ``finalize`` with the result.
 
         Args:
-            result: what :meth:`compute` returned.
+            result: the return value of :meth:`compute`.
         """
         if self._finalize is not None:
             with use_stream(self.stream):
@@ -64,13 +66,13 @@ class Task(Generic[Result]):
 
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
-"""What ``sys.exc_info()`` returns inside an ``except`` block."""
+"""The return value of ``sys.exc_info()`` inside an ``except`` block."""
 
 Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo]
-"""What a worker says of a task: ``(True, (task, result))`` or ``(False, exc_info)``."""
+"""The answer of a worker to a task: ``(True, (task, result))`` or ``(False, exc_info)``."""
 
 InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
-"""Tasks for a worker; ``None`` ends it."""
+"""The tasks of a worker; ``None`` stops it."""
 
 OutQueue: TypeAlias = SimpleQueue[Answer | tuple[Literal[False], None]]
-"""Answers of a worker; the last is ``(False, None)``, when it ends."""
+"""The answers of a worker. The last one is ``(False, None)``, when it stops."""

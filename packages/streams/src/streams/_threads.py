@@ -1,4 +1,4 @@
-"""The intra-op threads of one thread: their number, and the helper threads that stay after an operation."""
+"""Control the intra-op threads of the current thread: their number and OpenMP's helper threads."""
 
 import ctypes
 import os
@@ -13,20 +13,20 @@ import torch
 
 _LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
 _PROCESS = os.getpid()
-_SOFT = 1  # omp_pause_soft of OpenMP 5.0: thread-local data is kept
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0, which keeps thread-local data
 
 
 def limit_threads(number: int) -> None:
-    """Set the number of threads that CPU operations of the calling thread use, itself included.
+    """Set the number of threads that CPU operations of the calling thread use.
 
-    Unlike ``torch.set_num_threads``, it has no effect on other threads and on those that begin later.
+    Unlike ``torch.set_num_threads``, it does not affect other threads, including threads that start later.
 
     Args:
-        number: the number of threads, at least 1.
+        number: the number of threads including the calling one, at least 1.
 
     Raises:
         TypeError: `number` is not an int.
-        ValueError: `number` is below 1, or does not fit into an int of C.
+        ValueError: `number` is below 1, or does not fit into a C int.
 
     >>> before = torch.get_num_threads()
     >>> limit_threads(1)
@@ -38,12 +38,12 @@ def limit_threads(number: int) -> None:
         raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")
     if not 1 <= number < 2**31:
         raise ValueError(f"number of threads must be from 1, the calling thread itself, to {2**31 - 1}; got {number}")
-    # Torch initialises a thread at its first computation or query; that would overwrite a number that was set before.
+    # Torch initializes a thread at its first computation or query, which would overwrite an earlier setting.
     before = torch.get_num_threads()
-    # Called by their names in C, since torch.set_num_threads also sets the number of threads that begin later.
+    # Call the C functions, because torch.set_num_threads also changes the default of threads that start later.
     openmp, mkl = native("omp_set_num_threads"), native("MKL_Set_Num_Threads_Local")
     if openmp is None:
-        # This sets the number of this thread and of the process; a helper thread then restores that of the process.
+        # This call changes this thread and the process default; a temporary thread then restores the process default.
         torch.set_num_threads(number)
         thread = Thread(target=torch.set_num_threads, args=(before,))
         thread.start()
@@ -54,26 +54,26 @@ def limit_threads(number: int) -> None:
 
 
 def pause_helpers() -> bool:
-    """End the helper threads that intra-op parallelism has started for this thread.
+    """Stop the helper threads that intra-op parallelism has started for this thread.
 
-    After a parallel operation OpenMP's helpers spin for some milliseconds, which takes cores away from other threads.
-    The next parallel operation of this thread starts its helpers again, which takes tens of microseconds for each. Does
-    nothing inside a parallel region, if torch uses another library than OpenMP, and in a forked process.
+    After a parallel operation, OpenMP's helpers spin for some milliseconds, which takes cores from other threads. The
+    next parallel operation of this thread restarts its helpers, which takes tens of microseconds per helper. The call
+    does nothing inside a parallel region, in a forked process, or if torch does not use OpenMP.
 
     Returns:
-        True if OpenMP has a function for this, and it was called.
+        True if OpenMP has paused its threads.
     """
     if os.getpid() != _PROCESS:
-        return False  # OpenMP would wait for the helpers of the parent process, which do not exist here
+        return False  # OpenMP would wait for the parent's helpers, which do not exist here
     pause = native("omp_pause_resource_all")
     return pause is not None and pause(_SOFT) == 0
 
 
 @cache
 def native(name: str) -> Callable[..., Any] | None:
-    """The C function ``name`` that torch itself would call; None if it cannot be found.
+    """Return the C function ``name`` that torch itself would call; None if it is not found.
 
-    It is looked up through torch's own library, since a process may hold several OpenMP runtimes.
+    The lookup starts at torch's own library, because a process may contain several OpenMP runtimes.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))

@@ -1,4 +1,4 @@
-"""Set the current device or stream of this thread for the length of a ``with`` block."""
+"""Make a device or stream current for this thread for the duration of a ``with`` block."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,13 +12,13 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:
-    """Make ``device`` current for this thread inside a ``with`` block. Does nothing for a device without streams.
+    """Make ``device`` current for this thread inside a ``with`` block. A device without streams has no effect.
 
     Args:
         device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
-        A context manager for one use.
+        A single-use context manager.
     """
     if not has_streams(device):
         return _NOTHING
@@ -26,15 +26,15 @@ def use_device(device: Device) -> AbstractContextManager[object]:
 
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
-    """Make ``stream`` and its device current for this thread inside a ``with`` block; :data:`CPUStream` does nothing.
+    """Make ``stream`` and its device current for this thread inside a ``with`` block; :data:`CPUStream` has no effect.
 
-    Unlike ``with stream`` of torch, several threads may use it with the same stream at the same time.
+    Unlike torch's ``with stream``, several threads may use the same stream at the same time.
 
     Args:
         stream: any stream.
 
     Returns:
-        A context manager for one use.
+        A single-use context manager.
 
     Raises:
         TypeError: `stream` is not a stream.
@@ -49,8 +49,8 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
 
 @contextmanager
 def _on_stream(stream: torch.Stream) -> Iterator[None]:
-    # Not by `with stream`: torch stores on the stream object what was current before. If another thread enters the same
-    # stream meanwhile, that is overwritten, and leaving sets the device and stream of the wrong thread.
+    # `with stream` stores the previous device and stream on the stream object. If a second thread enters the same
+    # stream, it overwrites them, and the first thread restores the wrong ones.
     device = torch.accelerator.current_device_index()
     before = torch.accelerator.current_stream(stream.device)
     try:

@@ -1,4 +1,4 @@
-"""The loop of a worker: it computes the tasks of one queue in order, and answers each once."""
+"""The worker loop: run the tasks of one queue in order, and answer each exactly once."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -12,32 +12,33 @@ from ._task import Answer, ExcInfo, InQueue, OutQueue, Task
 from ._use import use_device
 
 Block = Callable[[], AbstractContextManager[object]]
-"""Makes a context manager, in the thread that enters it."""
+"""A function that returns a context manager; it runs in the thread that enters the context."""
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool) -> None:
-    """Compute the tasks of ``in_queue`` until ``None``. Use it as the target of a thread.
+    """Run the tasks of ``in_queue`` until ``None``. Use this function as the target of a thread.
 
-    Each task is answered once, in order: by ``(True, (task, result))``, or by ``(False, exc_info)`` for any
+    Each task is answered exactly once, in order, with ``(True, (task, result))``, or with ``(False, exc_info)`` for any
     BaseException. The last answer is ``(False, None)``. A waiting worker keeps no reference to its last task.
 
     Args:
         in_queue: the tasks.
         out_queue: the answers.
-        device: the current device while tasks run. If it cannot be made current, every task is answered by that error.
+        device: the current device while tasks run. If it cannot be made current, the answer to every task is this
+            error.
         grad_mode: whether grad mode is on while tasks run.
     """
     serve(in_queue, out_queue, partial(use_device, device), partial(torch.set_grad_enabled, grad_mode))
 
 
 def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
-    """Answer tasks as :func:`worker` does, inside ``blocks``; if one of them cannot be entered, by its error."""
+    """Answer tasks like :func:`worker`, inside ``blocks``. If a block cannot be entered, answer with its error."""
     try:
         with ExitStack() as scope:
             failure = _failure(scope, blocks)
             while (task := in_queue.get()) is not None:
                 out_queue.put(failure or _answer(task))
-                del task  # or it would stay alive until the next one comes
+                del task  # otherwise it stays alive until the next task
     finally:
         out_queue.put((False, None))
 
@@ -52,8 +53,8 @@ def _failure(scope: ExitStack, blocks: tuple[Block, ...]) -> Answer | None:
 
 
 def _answer(task: Task[Any]) -> Answer:
-    # In a function of its own: the traceback of an error refers to the frame that caught it, which would be the
-    # worker's.
+    # This is a separate function, because a traceback refers to the frame that caught the error, and must not refer to
+    # the frame of the loop.
     try:
         return True, (task, task.compute())
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Compute the number of layers of each partition, so that all partitions cost about the same.
+"""Choose how many layers each partition gets, so that all partitions cost about the same.
 
-All functions return a list for `GPipe`'s ``balance`` that is optimal for the costs that they find: in no other balance
-is the most expensive partition cheaper.
+All functions return a list for `GPipe`'s ``balance`` that is optimal for the costs they determine: no balance has a
+cheaper most expensive partition.
 """
 
 from ._balance import balance_by_flops as balance_by_flops

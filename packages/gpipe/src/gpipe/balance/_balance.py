@@ -1,4 +1,4 @@
-"""Balances by the costs of layers."""
+"""Balance partitions by the costs of their layers."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def balance_by_time(
     pin: Layers = (),
     forbid: Layers = (),
 ) -> list[int]:
-    """Balances the seconds of forward and backward, measured on copies of the layers for about `timeout` seconds.
+    """Balance forward plus backward time, measured on copies of the layers for about `timeout` seconds.
 
-    Layers are measured one at a time; on the CPU with the share of the intra-op threads that each partition will have.
+    Layers are measured one at a time, with the number of intra-op threads that a partition will have on the CPU.
 
     Args:
-        partitions: the number of partitions, at most that of layers.
+        partitions: the number of partitions, at most one per layer.
         module: the layers, which do not change.
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
         timeout: how long to measure, in seconds.
         device: the device to measure on; by default the accelerator if there is one, else the CPU.
-        pin: layers at which a partition has to begin: names or positions.
-        forbid: layers at which none may begin.
+        pin: layers that have to start a partition, by name or position.
+        forbid: layers that must not start a partition.
 
     Returns:
         The number of layers of each partition, a list of int for `GPipe`'s ``balance``.
 
     Raises:
-        TypeError: `module` is not an nn.Sequential, or `partitions` not an int.
-        ValueError: there are fewer layers than partitions, `pin` or `forbid` names a layer that does not exist, or no
-            balance satisfies them.
+        TypeError: `module` is not an nn.Sequential, or `partitions` is not an int.
+        ValueError: there are fewer layers than partitions, `pin` or `forbid` contains a layer that does not exist, or
+            no balance satisfies them.
     """
     balanced = balancer(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
     sample = replicated(sample, "sample")
-    # Stages compute at the same time, each with its share of the threads: layers scale differently with them.
+    # Stages run concurrently and share the threads. Measure with a stage's share, because layers scale differently.
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return balanced(seconds)
@@ -70,9 +70,9 @@ def balance_by_size(
     pin: Layers = (),
     forbid: Layers = (),
 ) -> list[int]:
-    """Balances the bytes of training: the saved activations of a micro-batch, plus the parameters times `param_scale`.
+    """Balance training memory: the saved activations of a micro-batch plus `param_scale` times the parameters.
 
-    What a stage holds under a schedule is a question for :func:`gpipe.plan`. With ``device="meta"`` nothing runs.
+    Use :func:`gpipe.plan` for the memory of stages under a schedule. With ``device="meta"`` nothing runs.
 
     ===========================  ===========
     optimizer                    param_scale
@@ -94,15 +94,15 @@ def balance_by_size(
 
     Args:
         partitions, module, device, pin, forbid: as for :func:`balance_by_time`.
-        input: a whole mini-batch; tensors of shape (rows, ...), or a tree of them.
-        chunks: the number of micro-batches that `input` is cut into.
+        input: a full mini-batch; tensors of shape (rows, ...), or a tree of them.
+        chunks: the number of micro-batches that `input` is split into.
         param_scale: the memory of a parameter with gradient and optimizer state, as a multiple of its size.
 
     Returns:
         The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`.
+        TypeError, ValueError: as for :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
     input = replicated(input, "input")  # noqa: A001
@@ -112,7 +112,7 @@ def balance_by_size(
 def balance_by_parameters(
     partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()
 ) -> list[int]:
-    """Balances the bytes of the parameters; needs no sample, and runs nothing.
+    """Balance the bytes of the parameters, without a sample and without running the layers.
 
     Args:
         partitions, module, pin, forbid: as for :func:`balance_by_time`.
@@ -121,7 +121,7 @@ def balance_by_parameters(
         The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`.
+        TypeError, ValueError: as for :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
     sizes = [held_bytes(layer.parameters()) for layer in module]
@@ -131,7 +131,7 @@ def balance_by_parameters(
 def balance_by_flops(
     partitions: int, module: nn.Sequential, sample: Any, *, pin: Layers = (), forbid: Layers = ()
 ) -> list[int]:
-    """Balances the floating-point operations of forward and backward; runs nothing.
+    """Balance the floating-point operations of forward and backward, with shapes only.
 
     Matrix products, convolutions, attention and recurrent layers are counted; other layers count as zero.
 
@@ -143,7 +143,7 @@ def balance_by_flops(
         The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`.
+        TypeError, ValueError: as for :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
     sample = replicated(sample, "sample")
@@ -151,7 +151,7 @@ def balance_by_flops(
 
 
 def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
-    """Balances the number of layers.
+    """Balance the number of layers.
 
     Args:
         partitions, module, pin, forbid: as for :func:`balance_by_time`.
@@ -160,24 +160,24 @@ def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid:
         The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`.
+        TypeError, ValueError: as for :func:`balance_by_time`.
     """
     return balancer(partitions, module, pin, forbid)([1] * len(module))
 
 
 def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
-    """Balances costs that you know already, one for each layer; a layer is named by its position.
+    """Balance known costs, one per layer.
 
     Args:
         cost: the cost of each layer, in any unit.
-        partitions, pin, forbid: as for :func:`balance_by_time`.
+        partitions, pin, forbid: as for :func:`balance_by_time`; the name of a layer is its position as text.
 
     Returns:
         The number of layers of each partition.
 
     Raises:
         TypeError: a cost is not a number.
-        ValueError: as :func:`balance_by_time`; or a cost is negative or not finite.
+        ValueError: as for :func:`balance_by_time`, or a cost is negative or not finite.
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
@@ -205,13 +205,13 @@ Layers = Iterable[str | int]
 def balancer(
     partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers
 ) -> Callable[[Sequence[float]], list[int]]:
-    """The balance of ``module`` as a function of the costs of its layers, after a check that there is one."""
+    """Return a function from the costs of the layers to a balance, after a check that a balance exists."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module: expected nn.Sequential, got {type(module).__name__}; GPipe(model, devices=..., sample=...) "
-            "balances a model with a forward of its own"
+            "balances a model with a custom forward"
         )
-    # Positions are those of children, also of one that stands in two places.
+    # Take the names from _modules, because named_children() omits the second position of a layer that occurs twice.
     names = list(module._modules)
     balanced = partial(_balanced, partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"))
     balanced([1] * len(names))
@@ -219,14 +219,14 @@ def balancer(
 
 
 def _balanced(partitions: int, pinned: Sequence[int], forbidden: Sequence[int], cost: Sequence[float]) -> list[int]:
-    """The layers of each partition, so that the most expensive one costs the least."""
-    if not pinned and not forbidden:  # then the more even one of the optima is known too
+    """Return the number of layers of each partition that minimizes the cost of the most expensive one."""
+    if not pinned and not forbidden:  # partition() also breaks ties evenly
         return list(partition(cost, partitions).sizes)
     return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
 
 
 def _positions(layers: Layers, names: Sequence[str], argument: str) -> list[int]:
-    """The positions of ``layers``, without that of the first layer, at which a partition begins anyway."""
+    """Return the positions of ``layers``, except position 0, where a partition starts in any case."""
     if isinstance(layers, (str, int)):
         raise TypeError(f"{argument}: expected a list of layers, got {layers!r}; write [{layers!r}]")
     found = {names.index(layer) if layer in names else layer for layer in layers}

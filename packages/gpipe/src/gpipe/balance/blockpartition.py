@@ -1,3 +1,3 @@
-"""torchgpipe's module path of :func:`blockpartition.solve`."""
+"""Alias for code written for torchgpipe: :func:`blockpartition.solve`."""
 
 from blockpartition import solve as solve

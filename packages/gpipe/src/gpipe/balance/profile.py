@@ -1,4 +1,4 @@
-"""torchgpipe's module path of functions that the package :mod:`profiler` has under the same names."""
+"""Aliases for code written for torchgpipe: functions of :mod:`profiler`."""
 
 from profiler import detach as detach
 from profiler import layerwise_sandbox as layerwise_sandbox

@@ -61,8 +61,8 @@ def warn_of_one(*, chunks: int, stages: int) -> None:
         )
     else:
         _log.warning(
-            "a mini-batch of one row is one micro-batch, so nothing overlaps: the %d stages run one after another; pass "
-            "at least chunks=%d rows; GPipe(..., in_spec=gpipe.Packed()) splits a row of several documents between them",
+            "a mini-batch of one row is one micro-batch, so nothing overlaps: the %d stages run one after another; "
+            "pass at least chunks=%d rows; GPipe(..., in_spec=gpipe.Packed()) splits a row of several documents",
             stages,
             chunks,
         )

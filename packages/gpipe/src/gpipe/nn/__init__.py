@@ -1,7 +1,7 @@
-"""Modules that can be cut in the middle: residual blocks, and containers inside containers.
+"""Modules that a pipe can split inside: residual blocks and nested containers.
 
-A pipe cuts between the layers of an ``nn.Sequential``. :func:`flatten_nested` replaces larger parts by their layers, so
-that a partition may begin inside of them:
+A pipe is split between the layers of an ``nn.Sequential``. :func:`flatten_nested` replaces containers by their layers,
+so that a partition may start inside them:
 
 >>> import torch
 >>> from torch import nn

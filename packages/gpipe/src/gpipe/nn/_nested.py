@@ -1,4 +1,4 @@
-"""Containers inside containers, as one sequence of layers."""
+"""Flatten nested containers into one sequence of layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ._residual import Residual, ends
 
 
 class Inner(Part):
-    """A layer that was inside of a container."""
+    """A layer from inside a container."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.net(*args, **kwargs)
 
 
 def flatten_nested(module: nn.Sequential) -> nn.Sequential:
-    """``module`` with the layers of the containers in it as its own layers, between which a pipe may be cut.
+    """Flatten nested containers into a single sequence of layers, which a pipe can split anywhere.
 
-    Replaced are ``nn.Sequential`` and :class:`Residual`, at any depth, unless they have a ``forward`` of their own, or
-    hooks.
+    Instances of ``nn.Sequential`` and :class:`Residual` are replaced by their layers, at any depth, unless they have a
+    custom ``forward`` or hooks.
 
     Args:
-        module: its layers are shared with the result, so that training one trains the other.
+        module: the nested layers. The result shares them, so that training one trains the other.
 
     Returns:
-        The layers, in order. A layer at the path ``a.b`` is called ``a_b``; in ``state_dict()``, also in that of a
-        pipe, its parameters keep their names.
+        The layers, in order. A layer at the path ``a.b`` is called ``a_b``; in ``state_dict()``, even of a pipe, its
+        parameters keep their names.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order.
@@ -47,7 +47,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
     flat = Flattened()
     for path, layer in _opened(module):
         title = path.replace(".", "_")
-        # If there is another layer called "a_b", that one keeps its name.
+        # If the module already has a layer called "a_b", that layer keeps the name.
         while title in flat._modules or (title != path and title in module._modules):
             title += "_"
         flat._modules[title] = layer
@@ -59,7 +59,7 @@ Named = tuple[str, nn.Module]
 
 
 def _opened(container: nn.Module, around: str = "") -> Iterator[Named]:
-    """The layers of a container, each with its path in the outermost container."""
+    """Yield the layers of a container, each with its path in the outermost container."""
     for name, child in container._modules.items():
         if child is not None:
             yield from _layers(child, around + name)
@@ -71,7 +71,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[Named]:
     elif isinstance(module, Residual) and is_plain(module, known=(Residual,)):
         yield from _around(module, path)
     else:
-        # A layer of the outermost container has its name already; one from inside carries the path for state dicts.
+        # A layer of the outermost container keeps its name; a nested layer stores its path for state dicts.
         yield path, _inner(module, path) if "." in path else module
 
 

@@ -15,17 +15,17 @@ _RESERVED = ("shortcut", "join")
 
 
 class Residual(nn.Module):
-    """Layers, to whose output their input is added: ``layers(x) + shortcut(x)``.
+    """A residual block: ``layers(x) + shortcut(x)``.
 
     In a pipe it is one layer. :func:`gpipe.nn.flatten_nested` replaces it by its layers, which may be in different
     partitions.
 
     Args:
         layers: modules, or one ``OrderedDict`` of them, as for ``nn.Sequential``; each takes and returns one tensor.
-        shortcut: a module for the input before it is added, such as a convolution that changes its shape; none by
-            default.
-        join: a function or module of the layers' output and the shortcut's. By default it adds them; a U-Net
-            concatenates.
+        shortcut: a module that is applied to the input, such as a convolution that changes its shape. By default the
+            input is used unchanged.
+        join: a function or module that combines the output of the layers and the output of the shortcut. By default it
+            adds them; a U-Net concatenates.
 
     Raises:
         ValueError: a layer is called ``"shortcut"`` or ``"join"``.
@@ -42,13 +42,13 @@ class Residual(nn.Module):
         super().__init__()
         for name, layer in nn.Sequential(*layers).named_children():
             if name in _RESERVED:
-                raise ValueError(f"no layer of a Residual may be called {name!r}; give it as {name}=, or rename it")
+                raise ValueError(f"no layer of a Residual may be called {name!r}; pass it as {name}=, or rename it")
             self.add_module(name, layer)
         self.shortcut = shortcut
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
-        """``join`` of the layers' output and the shortcut's.
+        """Apply the layers and the shortcut, and join their outputs.
 
         Args:
             x: a tensor.
@@ -63,13 +63,13 @@ class Residual(nn.Module):
         return self.join(y, other)
 
     def body(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers with their names."""
+        """Iterate over the layers with their names."""
         return ((name, layer) for name, layer in self._modules.items() if layer is not None and name not in _RESERVED)
 
 
 @skippable(stash=["input"])
 class Fork(nn.Module):
-    """The layer at the beginning of a residual block, which stashes the input."""
+    """The first layer of a residual block, which stashes the input."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("input", x)
@@ -78,7 +78,7 @@ class Fork(nn.Module):
 
 @skippable(pop=["input"])
 class JoinAgain(nn.Module):
-    """The layer at the end of a residual block, which pops the input and joins."""
+    """The last layer of a residual block, which pops the input and joins it with the output."""
 
     def __init__(self, shortcut: nn.Module | None, join: Join) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class JoinAgain(nn.Module):
 
 
 def ends(block: Residual) -> tuple[nn.Module, nn.Module]:
-    """The first and the last layer that ``block`` becomes in a sequence of layers."""
-    # Blocks inside blocks stash under the same name: each pair has a namespace of its own.
+    """Return the first and the last layer of ``block`` in a sequence of layers."""
+    # Nested blocks stash under the same name, so each pair needs its own namespace.
     namespace = Namespace()
     both: list[Any] = [Fork(), JoinAgain(block.shortcut, block.join)]
     for end in both:

@@ -1,6 +1,6 @@
-"""Tensors that skip layers: a layer stashes one, and a later layer pops it, on the same or another stage.
+"""Skip connections: a layer stashes a tensor, and a later layer, on any stage, pops it.
 
-The tensor does not pass through the stages between. The same layers work in a plain ``nn.Sequential``.
+The tensor does not pass through the stages in between. The same layers work in a plain ``nn.Sequential``.
 
 >>> import torch
 >>> from torch import nn

@@ -1,4 +1,4 @@
-"""The partitions between which skips go."""
+"""The skips between partitions, with their source and target."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ class SkipLayout:
         self.routes = [route for route in routes if route.source != route.target]
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether the skip goes from one partition to another.
+        """Return whether the skip crosses partitions.
 
         Args:
             ns: the namespace of the skip.
-            name: its name there.
+            name: its name in the namespace.
 
         Returns:
-            False also if it is popped where it was stashed.
+            False if the skip is unknown, or the same partition stashes and pops it.
         """
         return any(route.key == (ns, name) for route in self.routes)
 
     def copy_policy(self, target: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """The skips that partition ``target`` pops, and where they come from.
+        """Iterate over the skips that partition ``target`` pops and other partitions stash.
 
         Args:
             target: the index of a partition.
 
         Returns:
-            For each of them the index of the partition that stashes it, its namespace, and its name.
+            An iterator over the index of the stashing partition, the namespace and the name of each skip.
         """
         return ((route.source, *route.key) for route in self.routes if route.target == target)
 
 
 def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
-    """The skips between ``partitions``, in the order in which they are stashed.
+    """Find the skips between ``partitions``.
 
     Args:
         partitions: the partitions, in order.
 
     Returns:
-        The layout of the skips.
+        The layout of the skips, in the order in which they are stashed.
     """
     sources: dict[Key, int] = {}
     targets: dict[Key, int] = {}

@@ -1,4 +1,4 @@
-"""Namespaces for skips that have the same name."""
+"""Namespaces that keep skips with the same name apart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from uuid import UUID, uuid4
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """A scope for the names of skips: the same name in two namespaces means two skips.
+    """A scope for the names of skips: the same name in two namespaces refers to two skips.
 
-    A namespace equals its copies and unpickled copies, and no other object.
+    A namespace equals its copies, pickled or not, and no other namespace.
     """
 
     _id: UUID = field(default_factory=uuid4, init=False)
 
 
 Key = tuple[Namespace | None, str]
-"""A skip: its namespace, if any, and its name there."""
+"""A skip: its namespace, if any, and its name in it."""

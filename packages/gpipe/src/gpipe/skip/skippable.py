@@ -36,26 +36,28 @@ class pop:  # noqa: N801
 
 
 class Skippable(nn.Module):
-    """The base of classes that :func:`skippable` makes; they are also subclasses of the decorated class."""
+    """The base of the classes that :func:`skippable` creates, which are also subclasses of the decorated class."""
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
     _commands: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own ``forward``, and do the stash and pop operations that it yields.
+        """Run the ``forward`` of the decorated class, and perform the stash and pop commands that it yields.
 
         Args:
             args, kwargs: the arguments of the layer.
 
         Returns:
-            What the layer returns.
+            The result of the layer.
 
         Raises:
-            RuntimeError: a skip that the layer declares was not stashed, or not popped.
+            TypeError: the layer yields something that is not a stash or pop.
+            RuntimeError: the layer does not stash or pop a skip that it declares, or a skip is not declared or was not
+                stashed.
         """
         commands = type(self)._commands(self, *args, **kwargs)
-        # A forward that yields nothing is no generator, but may have promised skips all the same.
+        # A forward without yield is not a generator, but its declared skips are still checked.
         left = {("stashed", name) for name in self.stashable_names} | {("popped", name) for name in self.poppable_names}
         result, answer = commands, None
         while isinstance(commands, Generator):
@@ -76,7 +78,7 @@ class Skippable(nn.Module):
 
         Args:
             ns: the namespace.
-            only: names; by default all that the layer declares.
+            only: the names of the skips; by default all that the layer declares.
 
         Returns:
             The layer itself.
@@ -91,15 +93,15 @@ class Skippable(nn.Module):
         names = declared if only is None else _names("only", only)
         if names - declared:
             raise ValueError(f"only names {sorted(names - declared)}, but this layer declares {sorted(declared)}")
-        # Made when it is needed: decorated classes need not call the __init__ of this class.
+        # Created lazily, because decorated classes need not call the __init__ of this class.
         self.__dict__["_namespaces"] = {**self._by_name(), **dict.fromkeys(names, ns)}
         return self
 
     def key(self, name: str) -> Key:
-        """The key of the skip ``name`` in this layer.
+        """Return the key of the skip ``name`` in this layer.
 
         Args:
-            name: as the layer declares it.
+            name: the name that the layer declares.
 
         Returns:
             The namespace of the skip, and its name.
@@ -107,21 +109,21 @@ class Skippable(nn.Module):
         return self._by_name().get(name), name
 
     def stashable(self) -> list[Key]:
-        """The skips that this layer stashes."""
+        """Return the keys of the skips that this layer stashes."""
         return [self.key(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Key]:
-        """The skips that this layer pops."""
+        """Return the keys of the skips that this layer pops."""
         return [self.key(name) for name in sorted(self.poppable_names)]
 
     def route_skips(self, store: Store) -> AbstractContextManager[None]:
-        """A context in which this layer stashes to ``store`` and pops from it. Profilers that run it alone need this.
+        """Make this layer stash to and pop from ``store``. Profilers that run the layer in isolation call this method.
 
         Args:
-            store: a dict, or another store of skips.
+            store: a dict, or a different mapping of skips.
 
         Returns:
-            A context manager.
+            A context manager that the forward runs in.
         """
         return doing(skips=store)
 
@@ -145,24 +147,24 @@ class Skippable(nn.Module):
         try:
             return current.work.skips.pop(self.key(command.name))
         except KeyError:
-            raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
+            raise RuntimeError(f"{command.name!r} is popped, but no earlier layer has stashed it") from None
 
 
 def own_forward(layer: Skippable) -> Callable[..., Any]:
-    """The ``forward`` of the decorated class, which yields its stashes and pops."""
+    """Return the ``forward`` of the decorated class, which yields its stashes and pops."""
     forward: Callable[..., Any] = type(layer)._commands.__get__(layer)
     return forward
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """A class decorator for layers whose ``forward`` stashes and pops by ``yield``.
+    """Decorate a layer class whose ``forward`` stashes and pops skips with ``yield``.
 
     Args:
-        stash: the names that it stashes, each exactly once in a forward.
-        pop: the names that it pops, each exactly once in a forward.
+        stash: the names of the skips that a forward stashes, each exactly once.
+        pop: the names of the skips that a forward pops, each exactly once.
 
     Returns:
-        A decorator that makes a subclass of the layer's class and of :class:`Skippable`.
+        A class decorator that creates a subclass of the layer's class and :class:`Skippable`.
 
     Raises:
         TypeError: an argument is a str instead of a list of names.
@@ -194,13 +196,14 @@ def _names(argument: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Raise TypeError unless every skip is stashed once, and popped once by a later layer.
+    """Check that every skip is stashed once, and popped once by a later layer.
 
     Args:
         module: all layers, in order.
 
     Raises:
-        TypeError: a skip is declared twice, popped before it is stashed, or missing on one side; lists all of these.
+        TypeError: a skip is declared twice, popped before it is stashed, or missing on one side. The message lists all
+            such skips.
     """
     problems = list(_problems(module))
     if problems:
@@ -226,6 +229,6 @@ def _problems(module: nn.Module) -> Iterator[str]:
             elif key not in stashed:
                 yield f"'{name}' declared '{key[1]}' as poppable but it was not stashed"
             popped.add(key)
-    # Sorted, since sets have another order in every process.
+    # Sort the names, because the order of a set differs between processes.
     for _, skip in sorted(stashed - popped, key=lambda key: key[1]):
         yield f"no module declared '{skip}' as poppable but stashed"
