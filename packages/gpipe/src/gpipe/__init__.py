@@ -9,12 +9,12 @@ from .checkpoint._phase import is_checkpointing, is_recomputing
 from .engine._loss_value import LossSum
 from .engine._settings import inline
 from .model._documents import Packed
-from .model._pipe import ModelPipe as _ModelPipe  # noqa: F401 — the class of pipes of models registers itself
+from .model._pipe import ModelPipe as _ModelPipe  # noqa: F401 — the import registers the class
 from .module._partition import BalanceError, recommend_auto_balance, split_module, verify_module
 from .schedule import Schedule
 from .values._leaves import Arguments
 
-# What a training loop does without is imported when it is first used: it takes longer than the rest of this package.
+# These names, which a training loop does not need, are imported on first use: they take longer than all other imports.
 if _typing.TYPE_CHECKING:
     from . import balance as balance
     from . import nn as nn

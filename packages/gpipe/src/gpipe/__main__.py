@@ -1,4 +1,4 @@
-"""``python -m gpipe``: plan, check, profile, simulate, and record a step of a model from the command line."""
+"""``python -m gpipe``: plan, check and profile a model, and simulate or record its steps, from the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch norm that sees micro-batches, and keeps running statistics of whole mini-batches."""
+"""Batch norm that normalizes each micro-batch but updates its running statistics once per mini-batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._hooks import hook_kinds
 
 
 class Moments:
-    """Count, mean and squared deviation of each channel over some inputs.
+    """The count, and per channel the mean and squared deviation, of the inputs so far.
 
     Attributes:
-        forwards: their number outside of pipes.
-        count: of each channel.
-        mean: of shape (C,), at least in single precision.
-        microbatches: the micro-batches of these inputs, if they belong to one run.
+        forwards: the number of forwards, counted outside pipes only.
+        count: the number of values per channel.
+        mean: the mean of each channel, of shape (C,), in float32 or a wider dtype.
+        microbatches: the indices of the micro-batches so far, counted inside pipes only.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance."""
+        """The unbiased variance of each channel, of shape (C,)."""
         return self._deviation / max(self.count - 1, 1)
 
     def add(self, input: Tensor) -> None:  # noqa: A002
         """Add the statistics of ``input``, of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979).
 
-        Without rows it has none.
+        An empty ``input`` changes nothing.
         """
         rows = input.transpose(0, 1).flatten(1).to(torch.promote_types(input.dtype, torch.float32))
         count = rows.shape[1]
@@ -58,15 +58,15 @@ class Moments:
 
 
 MiniBatchStatistics = dict["DeferredBatchNorm", list[Moments]]
-"""The statistics of the deferred batch norms of a stage for one mini-batch, until its last forward is done.
+"""The statistics of a stage's deferred batch norms for one mini-batch, until the stage's last forward has finished.
 
-They belong to the run and not to the layers, so those of a failed run are dropped. A layer that a forward calls k times
-has k moments, and is updated k times, as in the plain model.
+They belong to the run and not to the layers, so a failed run drops them. A layer that is called k times per forward has
+k moments and is updated k times, as in the plain model.
 """
 
 
 def commit(statistics: MiniBatchStatistics) -> None:
-    """After the last forward of a mini-batch: update the running statistics."""
+    """Update the running statistics, after the last forward of a mini-batch."""
     with torch.no_grad():
         for layer, calls in statistics.items():
             for moments in calls:
@@ -77,16 +77,16 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by its own statistics, and updates the running statistics once per mini-batch.
+    """Batch norm that normalizes each micro-batch, and updates its running statistics once per mini-batch.
 
-    After the last forward of a mini-batch, ``running_mean`` and ``running_var`` are those of the plain layer on the
-    whole mini-batch; ``num_batches_tracked`` counts mini-batches. A layer that is called k times in a forward is
-    updated k times. A recomputation updates nothing, nor does a micro-batch without rows.
+    After the last forward of a mini-batch, ``running_mean`` and ``running_var`` equal the plain layer's on the full
+    mini-batch, and ``num_batches_tracked`` counts mini-batches. A layer that is called k times per forward is updated
+    k times. Recomputations and empty micro-batches add nothing to the statistics.
 
     Args:
-        chunks: the number of micro-batches of a mini-batch, for use outside of pipes: it ends with every ``chunks``-th
-            forward. In a pipe it ends with the last forward of the stage.
-        others: as for ``torch.nn.BatchNorm2d``.
+        chunks: the number of micro-batches per mini-batch, for use outside pipes: every ``chunks``-th forward ends a
+            mini-batch. In a pipe, the last forward of the stage ends it.
+        others: the arguments of ``torch.nn.BatchNorm2d``.
     """
 
     recomputes_without_buffers: ClassVar[bool] = True
@@ -106,10 +106,10 @@ class DeferredBatchNorm(_BatchNorm):
         self._seen = Moments()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Normalise a micro-batch, and add its statistics to those of the mini-batch.
+        """Normalize a micro-batch, and add its statistics to the mini-batch's.
 
         Args:
-            input: of shape (N, C) or (N, C, ...).
+            input: a tensor of shape (N, C) or (N, C, ...).
 
         Returns:
             A tensor of the same shape.
@@ -126,19 +126,19 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
-        """Replace every batch norm in ``module`` that tracks statistics by a deferred one, with the same state.
+        """Replace every batch norm in ``module`` that tracks statistics by a deferred one with the same state.
 
         ``SyncBatchNorm``, lazy layers, and layers that track no statistics are not replaced.
 
         Args:
-            module: changed in place, unless it is a batch norm itself.
-            chunks: the number of micro-batches of a mini-batch, for use outside of pipes.
+            module: the module, which is modified in place unless it is a batch norm itself.
+            chunks: the number of micro-batches per mini-batch, for use outside pipes.
 
         Returns:
             ``module``, or the deferred batch norm that replaces it.
 
         Raises:
-            ValueError: a batch norm has hooks, parametrizations or a forward of its own. Then nothing is replaced.
+            ValueError: a batch norm has hooks, parametrizations or a custom forward. Then nothing is replaced.
         """
         for each in module.modules():
             if is_replaced(each):
@@ -183,7 +183,7 @@ class DeferredBatchNorm(_BatchNorm):
             moments.add(input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
-        seen = copy.copy(self._seen)  # not in place: whoever tries a model, as a check does, puts attributes back
+        seen = copy.copy(self._seen)  # not in place: a check of a model restores the attributes that it changed
         seen.add(input)
         seen.forwards += 1
         if seen.forwards >= self.chunks:
@@ -192,10 +192,10 @@ class DeferredBatchNorm(_BatchNorm):
         self._seen = seen
 
     def update(self, seen: Moments) -> None:
-        """Update the running statistics by those of a mini-batch, as batch norm does: one without rows only counts.
+        """Update the running statistics from a mini-batch. An empty one only increments ``num_batches_tracked``.
 
         Args:
-            seen: count, mean and squared deviation of each channel.
+            seen: the count, mean and squared deviation of the mini-batch.
         """
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -208,7 +208,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.running_var.lerp_(seen.variance.to(self.running_var.dtype), weight)
 
 
-# Whoever freezes batch norms, or gives them other options, finds them by their class.
+# Subclasses, because code that freezes or configures batch norms finds them with isinstance.
 class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
     pass
 
@@ -237,6 +237,6 @@ def _expect_plain(norm: nn.Module) -> None:
     """Raise ValueError if ``norm`` computes something that a deferred batch norm would not."""
     if hook_kinds(norm) or norm._modules or type(norm).forward is not _BatchNorm.forward:
         raise ValueError(
-            f"a {type(norm).__name__} with hooks, parametrizations or a forward of its own cannot be replaced by a "
-            "DeferredBatchNorm, which would lose them; replace it by hand"
+            f"a {type(norm).__name__} with hooks, parametrizations or a custom forward cannot be replaced by a "
+            "DeferredBatchNorm, which would lose them; replace it in the model's code"
         )

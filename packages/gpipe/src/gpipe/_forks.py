@@ -1,7 +1,6 @@
-"""Locks that no other thread holds while the process is forked.
+"""Fork-safe locks: a fork acquires them first, so that none is left locked in the child.
 
-In the child no thread could release a lock that was held then. So a fork first acquires these locks itself. Hold them
-for short work only.
+No thread of the child could release a lock that another thread held during the fork. Hold these locks only briefly.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager
 
 
 def fork_lock() -> AbstractContextManager[object]:
-    """A lock for the life of the process. The thread that holds it may acquire it again."""
+    """Return a reentrant lock that lives as long as the process."""
     lock = threading.RLock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)

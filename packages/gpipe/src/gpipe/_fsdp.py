@@ -1,4 +1,4 @@
-"""Modules that ``torch.distributed.fsdp.fully_shard`` has sharded: their parameters are replaced from call to call."""
+"""Find modules sharded by ``fully_shard`` (FSDP2), whose parameters are replaced between calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:
-    """The modules in ``module`` that ``fully_shard`` was called for; FSDP is not imported if nothing is sharded."""
+    """Return the modules in ``module`` that ``fully_shard`` was applied to, without importing FSDP."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not _is_used(kind):
         return []
@@ -17,6 +17,6 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
 
 
 def _is_used(kind: type) -> bool:
-    """Whether ``kind`` was sharded in this process: FSDP makes a new class for each class of sharded modules."""
+    """Return whether FSDP has sharded a module in this process: it derives a class from each class that it shards."""
     below: list[type] = kind.__subclasses__()
     return any(issubclass(each, nn.Module) or _is_used(each) for each in below)

@@ -45,61 +45,61 @@ from .values._leaves import as_value
 
 
 class GPipe(Stepping):
-    """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
+    """A drop-in replacement for a model, which runs it as a pipeline of stages.
 
-    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches. Outputs and
-    gradients equal those of the model on the whole mini-batch, except for layers that look at the batch as a whole,
-    such as batch norm.
+    The layers are split into partitions, one per device, and each mini-batch into micro-batches. Outputs and gradients
+    match the model's on the full mini-batch, except for layers that use statistics of the batch, such as batch norm.
 
     Args:
-        module: the model: an ``nn.Sequential``, or a model with a forward of its own. That runs once per micro-batch,
-            and is cut at the elements of its lists of modules. Its modules are moved to the devices, not copied.
-            Parameters that partitions share are on the device of the first one.
-        balance: the number of layers, or blocks, of each partition. With a ``sample`` it is optional: after a run to
-            warm up, forward and backward are measured on a copy for about a second, at least once. Of a model with a
-            forward of its own it is optional also without: then blocks are balanced by the bytes of their parameters,
-            as they are on ``meta``.
+        module: the model: an ``nn.Sequential``, or a model with a custom forward. A custom forward runs once per
+            micro-batch, and is split at the elements of its lists of modules. The modules are moved to the devices, not
+            copied. Parameters that partitions share are on the device of the first of them.
+        balance: the number of layers, or blocks, of each partition. It is optional with a ``sample``: then, after a
+            warm-up run, forward and backward are timed on a copy for about a second, at least once. For a model with a
+            custom forward it is always optional: without a ``sample``, and on ``meta``, blocks are balanced by the
+            bytes of their parameters.
         sample: an input of the model, with as many rows as a micro-batch, to measure the balance: a mapping for named
             arguments, a tuple for positional ones, :class:`microbatch.Arguments` for both, or one tensor.
-        devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
-            the CPU for each partition if there are none.
-        chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
-        checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
-            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
-            partition. Nothing is checkpointed in evaluation.
+        devices: one device per partition. Devices may repeat, and surplus devices are ignored. By default all CUDA
+            devices, or the CPU for every partition if there are none.
+        chunks: the number of micro-batches per mini-batch. As in ``torch.chunk``, a small mini-batch may yield fewer.
+        checkpoint: which micro-batches save only their inputs, and are recomputed in the backward: ``"always"`` all,
+            ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these per partition. Nothing is
+            checkpointed in evaluation.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch
             (:class:`DeferredBatchNorm`).
-        in_spec: how the input is cut, if its rows are not on dimension 0, or not one for each sample:
+        in_spec: how the input is split, if it has its rows in a dimension other than 0, or not one row per sample:
             :class:`microbatch.Split`, :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. A
-            mapping names keywords; it may leave out some, and a call may leave out others. :class:`gpipe.Packed` is for
-            a model's row of several documents.
-        out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value for each
+            mapping names keywords; keywords may be missing in the mapping, or in a call. :class:`gpipe.Packed` is for a
+            model's row of several documents.
+        out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value per
             micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or :class:`microbatch.Sum`.
-        init: for a model on ``meta``: the source of its data, which is loaded layer by layer onto each partition's own
-            device. ``"reset"`` calls the modules' own ``reset_parameters()``; a function is called with each module, as
-            by ``nn.Module.apply``; a state dict has the model's names, and may load values lazily; a path is a file of
-            ``torch.save``, a ``.safetensors`` file or a folder of Hugging Face, as ``snapshot_download()`` returns one.
-        blocks: the names of lists of modules, or of modules, at which a model is cut.
-        pick: what the pipe returns of the output of a model with a forward of its own, and what a ``loss_fn`` gets: the
-            name of a field, or a function of the output. By default all.
+        init: for a model on ``meta``, the source of its data, which is loaded layer by layer onto the device of each
+            partition. ``"reset"`` calls the modules' ``reset_parameters()``. A function is called with each module, as
+            in ``nn.Module.apply``. A state dict has the model's names, and may load values lazily. A path leads to a
+            file of ``torch.save``, a ``.safetensors`` file or a Hugging Face folder, as ``snapshot_download()``
+            returns.
+        blocks: the names of modules, or of lists of modules, that a model with a custom forward is split at.
+        pick: the part of a custom forward's output that the pipe returns and ``loss_fn`` receives: the name of a
+            field, or a function of the output. By default the full output.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
         devices: the device of each partition, a list of ``torch.device``.
-        chunks: the number of micro-batches of a mini-batch, an int.
-        checkpoint: as it was given.
+        chunks: the number of micro-batches per mini-batch, an int.
+        checkpoint: the argument of the same name.
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
-        TypeError: ``module`` is an ``nn.Sequential`` that does more than compute its layers in order, or has no
-            forward that can be cut; an argument has a wrong type.
-        BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` is invalid or does not go with a layer, a layer occurs twice,
+        TypeError: ``module`` is an ``nn.Sequential`` that does more than run its layers in order, or has no forward
+            that can be split; an argument has a wrong type.
+        BalanceError: a ValueError: ``balance`` is missing or does not fit.
+        ValueError: ``chunks`` or ``checkpoint`` is invalid or incompatible with a layer, a layer occurs twice,
             partitions share modules that cannot be copied, a device is missing or cannot hold its partition, or
             ``init`` does not fit the model, or does not set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
-    On any error no layer has moved; values that ``init`` has given to tensors with data remain.
+    If an error is raised, no layer has moved, but tensors that had data keep the values that ``init`` wrote.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
 
@@ -130,7 +130,7 @@ class GPipe(Stepping):
         pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        # First whatever can be checked by itself: measuring takes a second.
+        # Arguments that can be checked alone come first, because measuring takes a second.
         initializer = initializer_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
@@ -138,7 +138,7 @@ class GPipe(Stepping):
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         if blocks is not None or pick is not None:
-            raise TypeError("blocks= and pick= are for a model with a forward of its own; leave them out")
+            raise TypeError("blocks= and pick= are for a model with a custom forward; omit them")
         with untouched_on_failure(module) if isinstance(module, nn.Module) else nullcontext():
             kept = take_off_hooks(module)
             expect_sequential(module)
@@ -149,7 +149,7 @@ class GPipe(Stepping):
             places = checked_places(devices, len(sizes))
             verify_skippables(module)
             expect_sums(module, self.chunks)
-            # Past nn.Module.__setattr__, here and below: a layer of the model may have any of these names.
+            # Bypasses nn.Module.__setattr__, here and below, because a layer of the model may have any of these names.
             self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
             partitions = divide(module, sizes, places, initializer or kept, self.chunks if deferred else 0)
         self.training = module.training
@@ -157,7 +157,7 @@ class GPipe(Stepping):
         self.__dict__["_least_rows"] = 2 if has_deferred else 1
         self._take(partitions, module)
         if self._model is not None:
-            # Its state_dict() and load_state_dict() are called; its hooks are those of the pipe, also later ones.
+            # The pipe calls the model's state_dict() and load_state_dict(), and shares its hooks, even later ones.
             self.__dict__.update({name: each for name, each in vars(self._model).items() if "state_dict" in name})
         self._prepare()
 
@@ -168,7 +168,7 @@ class GPipe(Stepping):
 
     @property
     def checkpoint(self) -> Modes:
-        """Which micro-batches are checkpointed, as the argument says. May be set; later runs use the new value."""
+        """The checkpoint mode, or a list with one mode per partition. Can be set; later runs use the new value."""
         return copy.copy(self._checkpoint)
 
     @checkpoint.setter
@@ -181,7 +181,7 @@ class GPipe(Stepping):
     def last_schedule(self) -> Choice | None:
         """The schedule of the last :meth:`step`; None before the first step.
 
-        It has its name, the stages whose backward was split, and the seconds that ``"auto"`` expected of each schedule.
+        Holds its name, the stages whose backward was split, and the times that ``"auto"`` predicted for each schedule.
         """
         return self._chooser.last
 
@@ -190,15 +190,15 @@ class GPipe(Stepping):
         """Compute the output of the wrapped module in a pipeline.
 
         Args:
-            args, kwargs: the arguments of the first layer: tensors, or trees of tensors, whose rows can be cut into
-                equally many micro-batches. They are moved to the first device. With ``Replicate(...)`` around an
-                argument, or by ``in_spec``, every micro-batch gets it as a whole.
+            args, kwargs: the arguments of the first layer: tensors, or trees of tensors, whose rows can be split into
+                the same number of micro-batches. They are moved to the first device. An argument inside
+                ``Replicate(...)``, or replicated by ``in_spec``, is passed to every micro-batch without being split.
 
         Returns:
-            The output of the wrapped module for the whole mini-batch, on the last device.
+            The output of the wrapped module for the full mini-batch, on the last device.
 
         Raises:
-            TypeError, ValueError: an input cannot be cut into micro-batches, or the outputs cannot be concatenated.
+            TypeError, ValueError: an input cannot be split into micro-batches, or the outputs cannot be concatenated.
         """
         refuse_transforms()
         inputs = checked(as_value(args, kwargs), self.in_spec)
@@ -212,9 +212,9 @@ class GPipe(Stepping):
         return self._gathered(outputs, batches)
 
     def close(self) -> None:
-        """End the threads of this pipe; without this call, they end when it is freed. The next use starts new ones.
+        """Stop the worker threads, which otherwise stop when the pipe is freed. The next use starts new ones.
 
-        Waits for a run of another thread to end.
+        Waits until a run on another thread has finished.
         """
         with self._workers.section.entered():
             self._workers.close()
@@ -240,7 +240,7 @@ class GPipe(Stepping):
             setattr(self._model, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What a pipe does not have, such as ``config``, the model answers, and takes."""
+        """Look up attributes that the pipe lacks, such as ``config``, on the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -249,19 +249,19 @@ class GPipe(Stepping):
             return getattr(self._model, name)
 
     def _is_of_model(self, name: str) -> bool:
-        """Whether this is an attribute of the model, and not a private one."""
+        """Return whether the model has a public attribute ``name``, or one of the private ones that Trainer reads."""
         is_private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
         return not is_private and hasattr(vars(self).get("_model"), name)
 
     def _get_name(self) -> str:
-        # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
+        # Hugging Face's Trainer decides by the name of a model's class whether to shift labels.
         return type(self if self._model is None else self._model).__name__
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the dtype of parameters and buffers, as any module does; moves to a device are refused.
+        """Change the dtype of parameters and buffers. Moving a pipe to a device raises TypeError.
 
         Args:
-            args, kwargs: as of ``torch.nn.Module.to``, without a device.
+            args, kwargs: the arguments of ``torch.nn.Module.to``, without a device.
 
         Returns:
             The pipe.
@@ -283,8 +283,8 @@ class GPipe(Stepping):
         raise moving_denied("to_empty()")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
-        """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
-        # Before the first tensor is changed: an error in the middle would leave half of them moved.
+        """Apply ``fn`` to all tensors, for a module around the pipe that is moved or cast; only a cast is allowed."""
+        # Checked before the first tensor changes: a later error would leave some tensors moved.
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
         held = self._partitions if self._model is None else self._model
         with identities_kept(held):
@@ -303,7 +303,7 @@ class GPipe(Stepping):
 
     @property
     def hf_device_map(self) -> dict[str, str | torch.device]:
-        """The device of each layer and parameter, so that accelerate and transformers do not move the model."""
+        """The device of each layer and parameter, which keeps accelerate and transformers from moving the model."""
         held = zip(self._partitions, self._devices, strict=True)
         layers = {name: device for partition, device in held for name in partition._modules if name in self._modules}
         return device_map(layers, self.named_parameters())
@@ -312,7 +312,7 @@ class GPipe(Stepping):
         raise replicating_denied()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the threads and streams, which belong to this process."""
+        """Return the state without threads and streams, which belong to this process."""
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -320,32 +320,32 @@ class GPipe(Stepping):
         self._prepare()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, under the names of the wrapped one.
+        """Return the state dict, with the names of the wrapped module.
 
         Args:
-            args, kwargs: those of ``nn.Module.state_dict``, or of the model's own method, which is called.
+            args, kwargs: the arguments of the wrapped module's ``state_dict``.
 
         Returns:
-            The tensors by name, or what that method returns.
+            The result of that method: usually the tensors by name.
         """
         return super().state_dict(*args, **kwargs) if self._model is None else self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module.
+        """Load a state dict with the names of the wrapped module.
 
         Args:
-            args, kwargs: those of ``nn.Module.load_state_dict``, or of the model's own method, which is called.
+            args, kwargs: the arguments of the wrapped module's ``load_state_dict``.
 
         Returns:
-            What is missing and what is left over, or what that method returns.
+            The result of that method: usually the missing and the unexpected keys.
         """
         if self._model is None:
             return super().load_state_dict(*args, **kwargs)
         return self._model.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take keys as torchgpipe writes them too: ``partitions.j.name`` is ``name``."""
-        if self._model is not None:  # the pipe is a part of another module
+        """Load tensors, and accept torchgpipe's keys: ``partitions.j.name`` means ``name``."""
+        if self._model is not None:  # the pipe is a submodule, so this is called instead of load_state_dict()
             self._model._load_from_state_dict(state_dict, prefix, *args)
             return
         own = {prefix + name for name in self.state_dict()}
@@ -372,7 +372,7 @@ class GPipe(Stepping):
         self.__dict__["_chooser"] = Chooser(stages)
         self.__dict__["_laid_out"] = self._held()
         first = self._end(0) if self._balance else None
-        # A class of its own for each signature: frameworks ask type(model).forward for the names of arguments.
+        # One class per signature, because frameworks read argument names from type(model).forward.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
 
     def _whole(self) -> nn.Sequential:
@@ -383,7 +383,7 @@ class GPipe(Stepping):
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
     if sample is None:
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
-    from .balance import balance_by_parameters, balance_by_time  # with the profiler, which most pipes do without
+    from .balance import balance_by_parameters, balance_by_time  # imports the profiler, which most pipes do not need
 
     partitions = max(1, min(len(checked_devices(devices, 1 if devices is None else len(module))), len(module)))
     if has_data(module):
@@ -391,7 +391,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
     return balance_by_parameters(partitions, module)
 
 
-# What Trainer reads of a model besides public attributes.
+# The private attribute of models that Hugging Face's Trainer reads.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums", "_past", "_pipelines")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")

@@ -1,4 +1,4 @@
-"""Hooks of modules that are not called as modules: replaced ones, containers, and pipes under ``step``."""
+"""Hooks of modules that are not called as modules: replaced layers, containers, and pipes under ``step``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def refuse_hooks(pipe: nn.Module, method: str) -> None:
         if kind.startswith(("forward", "backward")):
             raise RuntimeError(
                 f"{method}() cannot call the {kind} of this pipe, because each micro-batch has its own input and loss; "
-                "register them on a layer, such as pipe[-1], which calls them for each micro-batch, or use pipe(input) "
+                "register them on a layer, such as pipe[-1], which calls them once per micro-batch, or use pipe(input) "
                 "and backward()"
             )

@@ -1,4 +1,4 @@
-"""Save reports, and show them as pages."""
+"""Save reports to files, and render them as HTML pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escaped(text: str) -> str:
-    """Text escaped for an element or an attribute. Characters that XML does not allow are replaced.
+    """Escape text for an element or an attribute, and replace characters that XML does not allow.
 
     >>> escaped('a < "b"')
     'a &lt; &quot;b&quot;'
@@ -28,11 +28,11 @@ def escaped(text: str) -> str:
 
 
 def fragment(text: str, picture: str = "") -> str:
-    """A report as notebooks show it, light or dark as the reader's browser.
+    """Return a report as HTML for notebooks, light or dark like the reader's browser.
 
     Args:
-        text: the report, which is escaped.
-        picture: an SVG to show below it.
+        text: the report as plain text, which is escaped.
+        picture: an SVG to show below the text.
     """
     shown = f"<pre>{escaped(text)}</pre>" if text else ""
     below = f"<div>{picture}</div>" if picture else ""
@@ -40,7 +40,7 @@ def fragment(text: str, picture: str = "") -> str:
 
 
 def page(title: str, text: str, picture: str = "") -> str:
-    """The same as a file, with a title."""
+    """Return the same as a complete HTML document with a title."""
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f"<title>{escaped(title)}</title>\n{fragment(text, picture)}\n</html>\n"
@@ -51,11 +51,11 @@ def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> N
     """Write a report to a file.
 
     Args:
-        path: the file; what it held before is replaced.
-        forms: by the ending of a name, such as ``.json``, a function that returns the report in that format.
+        path: the file, which is overwritten.
+        forms: functions that return the report in a format, keyed by file extension, such as ``.json``.
 
     Raises:
-        ValueError: ``forms`` has no format for the ending of ``path``.
+        ValueError: ``forms`` has no format for the extension of ``path``.
     """
     file = Path(fspath(path))
     if file.suffix not in forms:

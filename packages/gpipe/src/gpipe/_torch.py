@@ -1,7 +1,7 @@
-"""The private names of torch that gpipe calls, each with its reason and with what happens without it.
+"""Private PyTorch names that gpipe uses, why each is needed, and what breaks without it.
 
-Tests of pipes fail where torch changes one of them, or ``tests/test_torch.py`` does. Attributes of tensors and modules,
-such as ``_version`` and ``_modules``, are used where they are needed.
+If torch changes one of them, tests of pipes or ``tests/test_torch.py`` fail. Private attributes of tensors and modules,
+such as ``_version`` and ``_modules``, are not listed here.
 """
 
 from __future__ import annotations
@@ -25,40 +25,44 @@ from torch.nn.utils import parametrize
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Backwards. Without them: torch.autograd.backward and grad, whose checks take longer than the backward of a small cell.
+# Backwards. Without these names: torch.autograd.backward() and grad(), whose checks take longer than a small cell's
+# backward.
 
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-"""Autograd's engine, called without checks."""
+"""Runs autograd's engine without checks."""
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that this thread is in; -1 if it is in none. Without it: draws in a backward, which a
-recomputation cannot repeat, would not be refused."""
+"""Returns the ID of the backward that this thread is in, or -1. Without it: random numbers drawn in a backward, which
+a recomputation cannot repeat, would raise no error."""
 
 saved_tensors_hooks: Callable[[], object] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""The hooks through which this thread saves tensors for a backward; None if there are none. Without it: a split
-backward would call them twice, which repeats what ``torch.utils.checkpoint`` computes again."""
+"""Returns this thread's hooks for saved tensors, or None. Without it: a split backward would call them twice, and so
+repeat recomputations of ``torch.utils.checkpoint``."""
 
 
 def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those to which more refers than Python, such as a graph. Without it: every run asks each for its node."""
+    """Return the parameters that are also referenced from C++, such as by a graph.
+
+    Without it: every run would look up the node of every parameter.
+    """
     return [parameter for parameter in parameters if parameter._use_count() > 1]  # type: ignore[attr-defined]
 
 
-# Classes of tensors.
+# Tensor subclasses.
 
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""A context in which results are not of a class of tensors because arguments are. Without it: what is made of the sizes
-of a placeholder would count as computed from its values."""
+"""A context that returns plain tensors from operations on tensor subclasses. Without it: tensors computed from the
+sizes of a placeholder would count as computed from its values."""
 
 no_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
-"""A context in which operations take a tensor of a class for a plain one. Without it: a placeholder would have to keep
-a plain tensor beside it, which does not follow where its data is moved."""
+"""A context in which operations treat tensor subclasses as plain tensors. Without it: a placeholder would need a plain
+tensor as well, which would not follow when its data is moved."""
 
 
 def with_lost_weight(function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The keywords that torch gives to a function mode, with the ``weight`` that ``F.l1_loss`` does not pass on.
+    """Return a function mode's keyword arguments, with the ``weight`` that ``F.l1_loss`` does not pass on.
 
-    Without it: a weighted loss would be computed without weights, where a function mode is on.
+    Without it: a weighted loss would be computed without its weights under a function mode.
     """
     found = dict(kwargs or {})
     if function is F.l1_loss and "weight" not in found:
@@ -69,19 +73,19 @@ def with_lost_weight(function: Callable[..., Any], kwargs: Mapping[str, Any] | N
     return found
 
 
-# Interception of operations that draw. Without these names: a TorchDispatchMode, through which every operation passes;
-# a step of a small GPT-2 then takes 1.25 times as long.
+# Interception of random operations. Without these names: a TorchDispatchMode, which intercepts every operation, so that
+# a step of a small GPT-2 takes 1.25 times as long.
 
 INTERCEPTING: Final = "DeferredInit"
-"""A dispatch key for extensions of torch. The only known one that used it, torchdistx, is no longer developed."""
+"""A dispatch key for extensions of torch. The only known user, torchdistx, is no longer developed."""
 
 _KEY: Final = torch._C._dispatch_key_parse(INTERCEPTING)
 
 is_intercepting: Callable[[], bool] = partial(torch._C._dispatch_tls_is_dispatch_key_included, _KEY)
-"""Whether operations of this thread pass the key."""
+"""Returns whether this thread's operations are dispatched to the key."""
 
 set_intercepting: Callable[[bool], None] = partial(torch._C._dispatch_tls_set_dispatch_key_included, _KEY)
-"""Have the operations of this thread pass the key, or not."""
+"""Sets whether this thread's operations are dispatched to the key."""
 
 
 def is_intercepted_by_others() -> bool:
@@ -90,18 +94,18 @@ def is_intercepted_by_others() -> bool:
 
 
 operation_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-"""The names of all operations, also of other libraries."""
+"""Returns the names of all operations, including those of other libraries."""
 
 
 def has_tag(name: str, tag: torch.Tag) -> bool:
-    """Whether the operation of that name has the tag. ``torch.ops`` would make an object of each of thousands."""
+    """Return whether the operation ``name`` has the tag. ``torch.ops`` would create thousands of objects for this."""
     packet, _, overload = name.partition(".")
     found = torch._C._get_operation_overload(packet, overload)
-    return found is not None and tag in found[2]  # libraries may implement operations that nobody has defined
+    return found is not None and tag in found[2]  # None if a library implements an operation that is not defined
 
 
 def is_composite(operation: OpOverload) -> bool:
-    """Whether the operation consists of other ones, which are intercepted themselves."""
+    """Return whether the operation is composed of others, which are intercepted on their own."""
     return operation.has_kernel_for_dispatch_key("CompositeImplicitAutograd")  # type: ignore[arg-type]
 
 
@@ -127,7 +131,7 @@ _ATTENTION: Final = [
 
 
 def attention_settings() -> tuple[Any, ...]:
-    """Which kernels compute attention in this process."""
+    """Return which kernels compute attention in this process."""
     return tuple([read() for read, *_ in _ATTENTION])
 
 
@@ -138,14 +142,14 @@ def set_attention(settings: Mapping[int, Any]) -> None:
 
 
 def route_attention(read: Callable[[int], Any], write: Callable[[int, Any], None]) -> None:
-    """Let whoever reads or sets an entry of these settings call ``read`` or ``write`` with its index."""
+    """Call ``read`` or ``write``, with the index of the entry, instead of torch's own functions."""
     for k, (_, _, getter, setter) in enumerate(_ATTENTION):
         setattr(torch._C, getter, partial(read, k))
         setattr(torch._C, setter, partial(write, k))
 
 
 def parametrized_cache() -> tuple[Any, Any]:
-    """How many are inside of ``parametrize.cached()``, and the tensors that it keeps for them."""
+    """Return how many callers are inside ``parametrize.cached()``, and the tensors cached for them."""
     return parametrize._cache_enabled, parametrize._cache
 
 
@@ -154,28 +158,28 @@ def set_parametrized_cache(users: Any, cache: Any) -> None:
 
 
 def replace_cached(function: Callable[[], Iterator[None]]) -> None:
-    """Let ``parametrize.cached()`` enter ``function``, also for those that have imported it by its name."""
+    """Make ``parametrize.cached()`` enter ``function``, even where it was imported by name."""
     cached: Any = parametrize.cached
     cached.__closure__[cached.__code__.co_freevars.index("func")].cell_contents = function
 
 
-# Transforms and tracers. Without these names: a pipe inside of one gives a wrong graph instead of an error.
+# Transforms and tracers. Without these names: a pipe inside one would yield a wrong graph instead of an error.
 
 _MODES: Final = torch._C._TorchDispatchModeKey
 _has_mode = torch._C._get_dispatch_mode
 
 
 def is_faked() -> bool:
-    """Whether operations of this thread are traced or have no values, so that they draw nothing."""
+    """Return whether this thread's operations are traced or faked, so that they draw no random numbers."""
     return any(_has_mode(mode) is not None for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL))
 
 
 def transform() -> str | None:
-    """The name of a transform or tracer that this thread is inside of."""
+    """Return the name of the transform or tracer that is active in this thread, or None."""
     level: Any = torch._C._functorch.peek_interpreter_stack()
     if level is not None:
         return f"torch.func.{level.key().name.lower()}"
-    # Also without dual numbers here: any tensor that a layer has could be one.
+    # Even without dual tensors in the input, because any tensor of a layer could be one.
     if forward_ad._current_level >= 0:
         return "torch.autograd.forward_ad"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -188,19 +192,21 @@ def transform() -> str | None:
 
 
 def watches_operations() -> bool:
-    """Whether a ``TorchDispatchMode`` sees this thread's operations. Without it: it would see none of the stages."""
+    """Return whether a ``TorchDispatchMode`` is active in this thread. Without it: the mode would miss all stages."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def dispatch_modes() -> list[Any]:
-    """The modes that see this thread's operations. Without it: they would see no operation of a model's own forward,
-    which runs on another thread."""
+    """Return the active ``TorchDispatchMode`` objects of this thread, outermost first.
+
+    Without it: they would miss all operations of a model's forward, which runs on a different thread.
+    """
     return [torch._C._get_dispatch_stack_at(k) for k in range(torch._C._len_torch_dispatch_stack())]
 
 
 @contextmanager
 def with_dispatch_modes(modes: Iterable[Any]) -> Iterator[None]:
-    """A context in which these modes of a thread that waits see the operations of this one."""
+    """Activate the ``modes`` of another thread in this thread. The other thread must be waiting."""
     pushed = []
     try:
         for mode in modes:
@@ -217,7 +223,7 @@ pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
 
 
 def not_compiled(function: Function, reason: str) -> Function:
-    """``function``, which ``torch.compile`` does not trace; ``torch.compiler.disable`` would take seconds to import."""
+    """Keep ``torch.compile`` from tracing ``function``. ``torch.compiler.disable`` would take seconds to import."""
     assert isinstance(function, FunctionType)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -230,41 +236,47 @@ def not_compiled(function: Function, reason: str) -> Function:
 
 
 def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
-    """The device in arguments of ``Module.to``. Without it: ``pipe.to(device)`` would move all stages to one device."""
+    """Return the device in arguments of ``Module.to``, or None.
+
+    Without it: ``pipe.to(device)`` would move all stages to one device.
+    """
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device
 
 
 def stay_in_place(module: nn.Module) -> None:
-    """Let ``to`` leave a module that has no data as it is. Torch swaps the tensors of such a module, which fails where
-    something refers to them weakly. Without it: no step with parametrized layers could be tried without data."""
+    """Make ``module.to()`` do nothing, for a module of fake tensors.
+
+    Torch would swap the tensors of such a module, which fails if they have weak references. Without it: parametrized
+    layers would not support a dry run.
+    """
     vars(module)["_apply"] = lambda *_: module
 
 
 swap_implementations: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
-"""Exchange what two tensors are, but not who they are. ``torch.utils.swap_tensors`` refuses tensors with weak
-references, such as the weights of an LSTM. Without it: parameters made on ``meta`` would be replaced by others."""
+"""Swaps the contents of two tensors, but not their identities. ``torch.utils.swap_tensors`` rejects tensors with weak
+references, such as the weights of an LSTM. Without it: parameters on ``meta`` would be replaced by new objects."""
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch is on. Without it: every action of every run would be labelled."""
+    """Return whether torch's profiler is active. Without it: every action of every run would be labeled."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
-# Torch function modes of a thread. Without these names: a mode that looks at operations between blocks would also take
-# its time for each operation inside of them.
+# The torch function modes of a thread. Without these names: a mode that checks the operations between blocks would also
+# slow down each operation inside them.
 
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def top_function_mode() -> Any:
-    """The innermost mode of this thread, or None."""
+    """Return the innermost mode of this thread, or None."""
     return next(function_modes(), None)
 
 
 def function_modes() -> Iterator[Any]:
-    """The modes of this thread, from the innermost to the outermost."""
+    """Return the modes of this thread, from the innermost to the outermost."""
     return map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))
 
 
@@ -278,5 +290,5 @@ def change_arguments_of_functions(change: Callable[[tuple[Any, ...]], tuple[Any,
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""The number that the next node of a graph in this thread will have. Each thread counts its own. Without it: it would
-not be known on which stage a tensor was computed that a block has left in an attribute."""
+"""Returns the sequence number of the next autograd node in this thread; each thread counts its own nodes. Without it:
+the stage that computed a tensor, which a block has stored in an attribute, could not be determined."""

@@ -1,3 +1,3 @@
-"""torchgpipe's module path of :class:`gpipe.DeferredBatchNorm`."""
+"""Alias for code written for torchgpipe: :class:`gpipe.DeferredBatchNorm`."""
 
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm

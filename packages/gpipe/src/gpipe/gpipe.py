@@ -1,4 +1,4 @@
-"""torchgpipe's module path of :class:`gpipe.GPipe`, and of what it checks and cuts a model with."""
+"""Aliases for code written for torchgpipe: :class:`gpipe.GPipe` and the functions that check and split models."""
 
 from ._gpipe import GPipe as GPipe
 from .module._partition import BalanceError as BalanceError

@@ -1,4 +1,4 @@
-"""torchgpipe's module path of functions that the package :mod:`microbatch` has under the same names."""
+"""Aliases for code written for torchgpipe: functions of :mod:`microbatch`."""
 
 from microbatch import Batch as Batch
 from microbatch import Function as Function

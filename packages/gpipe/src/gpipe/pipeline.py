@@ -1,4 +1,4 @@
-"""One mini-batch in a pipeline, for programs that cut and join micro-batches themselves."""
+"""Run one mini-batch through a pipeline, for programs that split and join micro-batches themselves."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Computes the outputs of one mini-batch, which is given as micro-batches.
+    """Computes the outputs of one mini-batch that is already split into micro-batches.
 
     Args:
         batches: the micro-batches, on the first device. :meth:`run` replaces them by the outputs.
-        partitions: the stages, each on its own device.
-        devices: the device of each partition; the CPU if not given.
-        copy_streams: ``copy_streams[j][0]`` is the stream for all copies to and from the device of partition j; by
-            default new streams, one for each direction.
-        skip_layout: the skips between partitions; found by :func:`gpipe.skip.inspect_skip_layout` if not given.
-        checkpoint_stop: the number below which micro-batches are checkpointed, or a list with one for each partition.
+        partitions: the stages, each already on its device.
+        devices: the device of each partition; by default the CPU.
+        copy_streams: ``copy_streams[j][0]`` is the stream for all copies to and from the device of partition j. By
+            default, new streams are created, one per direction.
+        skip_layout: the skips between partitions; by default the result of :func:`gpipe.skip.inspect_skip_layout`.
+        checkpoint_stop: micro-batches with a smaller index are checkpointed; an int, or a list with one per partition.
 
     Raises:
-        ValueError: the number of devices, or of copy streams, is not that of partitions.
+        ValueError: the number of devices or copy streams differs from the number of partitions.
 
     >>> batches = [Batch(torch.ones(1, 2)), Batch(torch.ones(3, 2))]
     >>> Pipeline(batches, [nn.Linear(2, 4), nn.Linear(4, 1)]).run()
@@ -71,11 +71,11 @@ class Pipeline:
         self._pipeline = _pipeline.Pipeline(stages, layout, streams, Workers(places))
 
     def run(self) -> None:
-        """Compute all partitions on each micro-batch, and put the outputs into ``batches``.
+        """Run all partitions on each micro-batch, and put the outputs into ``batches``.
 
         Raises:
-            Exception: any error of a layer, with a note that names the place; of several, the earliest in the schedule.
-                Then ``batches`` are unchanged.
+            Exception: a layer raised it. A note names the partition and micro-batch. If several layers fail, the
+                earliest error in the schedule is raised. ``batches`` are unchanged.
         """
         trains, stages = torch.is_grad_enabled(), len(self._checkpoint_stops)
         with self._pipeline.section.entered():

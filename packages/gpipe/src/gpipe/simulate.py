@@ -1,4 +1,4 @@
-"""Predict the time of a step under a schedule from the times of its stages. Nothing is run."""
+"""Predict the time of a step under a schedule from the times of its stages, without running anything."""
 
 from .timeline._costs import StageCost as StageCost
 from .timeline._costs import stage_costs as stage_costs

@@ -1,1 +1,1 @@
-"""How values and gradients get from stage to stage."""
+"""Send values and gradients from stage to stage."""

@@ -1,15 +1,15 @@
-"""How tensors change devices without making computation wait.
+"""Copy tensors between devices without stalling computation.
 
-A copy runs on streams of its own, after what the source has queued so far; the target's computation waits for just this
-copy. What comes and what goes, values and gradients, each have a stream: on a common one the next value would arrive
-only after the last output had been sent. Every tensor is recorded with each stream that reads it::
+A copy runs on separate streams, after the work that the source has queued so far. The target's computation waits for
+this copy only. Incoming and outgoing values and gradients each have their own stream: on a shared one, the next value
+would arrive only after the last output had been sent. Every tensor is recorded on each stream that reads it::
 
     source computes   --y--x------------------->        x: copy waits for y
     copy streams            \\--copy--x                  x: event
     target computes  ------------------\\--reads-->
 
-Copies from and to the CPU go through pinned memory: a copy of pageable memory blocks the worker until all that the copy
-waits for is done.
+Copies from and to the CPU use pinned memory, because a copy of pageable memory blocks the worker until all work that
+the copy waits for has finished.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Parcel = tuple[Payload, AbstractEvent]
 
 
 class Place(NamedTuple):
-    """The device of a stage, and the stream on which tensors are copied to it, or from it."""
+    """The device of a stage, its compute stream, and the stream that copies tensors to or from it."""
 
     device: torch.device
     compute: AbstractStream
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class CopyStreams(NamedTuple):
-    """The streams on which tensors are copied to and from a stage."""
+    """The streams that copy tensors to and from a stage."""
 
     values_in: AbstractStream
     values_out: AbstractStream
@@ -62,11 +62,11 @@ class CopyStreams(NamedTuple):
 
 
 StagePlace = tuple[torch.device, AbstractStream, CopyStreams]
-"""The device of a stage, the stream on which it computes, and those for copies."""
+"""The device of a stage, its compute stream, and its copy streams."""
 
 
 def carriers(a: StagePlace, b: StagePlace) -> tuple[Copy | None, Copy | None]:
-    """The copies of values from stage ``a`` to stage ``b``, and of gradients back."""
+    """Return the copies of values from stage ``a`` to stage ``b``, and of gradients back."""
     (here, computes, own), (there, computes_there, theirs) = a, b
     forth = carrier(Place(here, computes, own.values_out), Place(there, computes_there, theirs.values_in))
     back = carrier(Place(there, computes_there, theirs.gradients_out), Place(here, computes, own.gradients_in))
@@ -74,7 +74,7 @@ def carriers(a: StagePlace, b: StagePlace) -> tuple[Copy | None, Copy | None]:
 
 
 def carrier(source: Place, target: Place) -> Copy | None:
-    """The copy of tensors from ``source`` to ``target``; None if they share their memory."""
+    """Return the copy from ``source`` to ``target``; None if both are on one device."""
     return None if source.device == target.device else Copy(source, target)
 
 
@@ -87,20 +87,24 @@ class Copy:
         self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
 
     def send(self, payload: Payload, after: AbstractEvent | None = None) -> Parcel:
-        """Queue the copy: on the worker of the source, or on any thread ``after`` an event of the source's stream."""
+        """Queue the copy.
+
+        Without ``after``, call this on the source's worker. ``after`` is an event of the source's stream that follows
+        the computation of the payload; with it, any thread may call this.
+        """
         source, target = self._source, self._target
         if after is not None:
             wait_event(source.copy, after)
         elif is_accelerator(source.copy):
-            # The values are computed by work that is queued there; the host does not wait.
+            # The compute stream has the work that computes the values queued; the host does not wait.
             wait_stream(source.copy, source.compute)
-        # torch orders a copy between two accelerators with the current streams of both, so both must be copy streams.
+        # torch synchronizes a copy between accelerators with the current streams of both, so both must be copy streams.
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
-        # The sender may free them at once, and its stream would then write to memory that the copy still reads.
+        # The sender may free the tensors at once, and its stream would then overwrite memory that the copy still reads.
         _each(payload, lambda tensor: recorded(tensor, source.copy))
-        # Between two accelerators the copy runs on the stream of the source, and torch makes that of the target wait
-        # for it: an event there comes after both.
+        # Between two accelerators, the copy runs on the source's stream, and torch makes the target's stream wait for
+        # it, so an event on the target's stream follows both.
         last = target.copy if is_accelerator(target.copy) else source.copy
         return (as_copied(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
@@ -110,7 +114,7 @@ class Copy:
         return arrived(payload, event, self._target.compute)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # Links carry leaves: a copy with a graph would make the backward of one stage run into another.
+        # Links carry leaves: if the copy had a graph, the backward of one stage would run into another stage.
         copy = self._moved(tensor.detach())
         return copy.requires_grad_() if tensor.requires_grad else copy
 
@@ -118,7 +122,7 @@ class Copy:
         if self._pins and type(tensor) is Tensor and tensor.layout is torch.strided:
             if self._target.device.type == "cpu":
                 return _pinned_like(tensor).copy_(tensor, non_blocking=True)
-            if self._source.device.type == "cpu":  # pinned memory too: its owner may change it before it is read
+            if self._source.device.type == "cpu":  # even pinned memory: its owner may change it before it is read
                 tensor = _pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
 
@@ -126,7 +130,7 @@ class Copy:
 def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
     """Make ``compute`` wait for ``event``, which is recorded after all writes to ``payload``."""
     wait_event(compute, event)
-    # They were allocated on the copy stream, which would use their memory again while this one reads it.
+    # The tensors were allocated on the copy stream, which could reuse their memory while this stream reads it.
     if is_accelerator(compute):
         return _each(payload, lambda tensor: recorded(tensor, compute))
     return payload
@@ -135,7 +139,7 @@ def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> 
 @cache
 def can_pin(kind: str) -> bool:
     try:
-        # Tried, since builds and drivers differ in what they can pin.
+        # Try it, because builds and drivers differ in the memory they can pin.
         torch.empty(1, device="cpu", pin_memory=True)
     except RuntimeError:
         return False
@@ -153,6 +157,6 @@ def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
 
 
 def recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
-    """``tensor``, whose memory is not used again before ``stream`` has read it."""
+    """Return ``tensor``, after telling the allocator not to reuse its memory before ``stream`` has read it."""
     record_stream(tensor, stream)
     return tensor

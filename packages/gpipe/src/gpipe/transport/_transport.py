@@ -1,4 +1,4 @@
-"""The transport of a run: a channel between each two neighbouring stages, to and from the caller, and for each skip."""
+"""The channels of a run: between neighboring stages, to and from the caller, and one per skip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("gpipe")
 
 
 class Carrier(Protocol):
-    """Moves payloads from device to device: ``send`` runs on the worker of the source, ``receive`` on the target's."""
+    """Moves payloads between devices: ``send`` runs on the source's worker, ``receive`` on the target's."""
 
     def send(self, payload: Any) -> Any: ...
 
@@ -33,19 +33,19 @@ class Carrier(Protocol):
 
 
 class Got(Protocol):
-    """Is told what has arrived, and whether from another device or process."""
+    """A callback for each payload that has arrived; ``moved`` if it comes from another device or process."""
 
     def __call__(self, payload: Any, *, moved: bool) -> None: ...
 
 
 class Link(Generic[Payload]):
-    """A queue from one worker to another, with one payload for each micro-batch. Only its reader waits.
+    """A queue from one worker to another, with one payload per micro-batch. Only its reader waits.
 
     Args:
-        name: a name for messages, such as ``values from partition 0 to 1``.
-        carrier: copies payloads from device to device; None if source and target share their memory.
-        stall_timeout: seconds after which a wait is logged; None for never.
-        is_cancelled: called by a reader after a failure: whether its payload will not arrive.
+        name: a name for messages, such as ``values between partitions 0 and 1``.
+        carrier: copies payloads between devices; None if source and target share their memory.
+        stall_timeout: a wait is logged after this many seconds; None to log nothing.
+        is_cancelled: called by a reader after a failure; returns whether its payload will not arrive.
         got: called by the reader with each payload, and whether it was copied.
     """
 
@@ -69,12 +69,12 @@ class Link(Generic[Payload]):
 
     def put(self, microbatch: int, payload: Payload) -> None:
         """Start to send the payload of a micro-batch."""
-        # The copy is queued here, on the thread of the sender, behind what computes the payload.
+        # The copy is queued here, on the sender's thread, after the work that computes the payload.
         self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
 
     def get(self, microbatch: int) -> Payload:
         """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will not arrive."""
-        # Backwards may ask for micro-batches in another order than the forwards have sent them.
+        # Backwards may read micro-batches in a different order than the forwards sent them.
         arrived = self._arrived
         while microbatch not in arrived:
             try:
@@ -97,18 +97,18 @@ class Link(Generic[Payload]):
         return payload
 
     def cancel(self) -> None:
-        """Wake the reader, if what it waits for will not arrive."""
+        """Wake the reader. It raises :class:`Cancelled` if its payload will not arrive."""
         self._queue.put((_POISON, None))
 
 
 class Channel:
-    """The two links between neighbouring stages: values from the stage before, and their gradients back."""
+    """The two links between a stage and an earlier one: values forward, and their gradients back."""
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
 
     def __init__(self, values: Link[Activation], gradients: Link[list[Tensor | None]]) -> None:
         self.values, self.gradients = values, gradients
-        # Bound once: each cell calls four of them.
+        # Bound once, because each cell makes four such calls.
         self.get_values, self.put_values = values.get, values.put
         self.get_gradients, self.put_gradients = gradients.get, gradients.put
 
@@ -118,9 +118,9 @@ class Channel:
 
 
 class OuterChannel:
-    """The channel between the caller and the first stage, or the last one. Nobody waits there.
+    """The channel between the caller and the first stage, or the last stage and the caller. Its reader never waits.
 
-    The caller puts everything in before the workers begin, and takes everything out after they have ended.
+    The caller puts everything in before the workers start, and takes everything out after they have finished.
     """
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
@@ -128,13 +128,13 @@ class OuterChannel:
     def __init__(self) -> None:
         self.values: dict[int, Activation] = {}
         self.gradients: dict[int, list[Tensor | None]] = {}
-        # Taken out with pop: between forward and backward the run lives, and must not keep outputs that nobody needs.
+        # Read with pop, because the run lives on between forward and backward, and must not keep unneeded outputs.
         self.get_values, self.put_values = self.values.pop, self.values.__setitem__
         self.get_gradients, self.put_gradients = self.gradients.pop, self.gradients.__setitem__
 
 
 class Ports:
-    """Several channels with the interface of one :class:`Channel`: the main one first, then one for each skip.
+    """Several channels with the interface of one :class:`Channel`: the main one first, then one per skip.
 
     The combined activation is a tuple of the main value and the skips.
     """
@@ -148,12 +148,12 @@ class Ports:
     def get_values(self, i: int) -> Activation:
         parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
-        # Skips come last, as the stage expects them.
+        # The stage expects the skips after the main value.
         return joined(parts)
 
     def put_values(self, i: int, activation: Activation) -> None:
         parts = divided(activation)
-        # The cell gives the gradients of all parts as one list, which has to be cut again.
+        # The cell returns the gradients of all parts as one list, which has to be split again.
         self._sizes[i] = [len(part.tensors) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):
             channel.put_values(i, part)
@@ -168,11 +168,11 @@ class Ports:
 
 
 AnyChannel = Channel | OuterChannel | Ports
-"""What a stage receives from, and sends to."""
+"""A channel that a stage receives from or sends to."""
 
 
 def stall_seconds() -> float | None:
-    """``GPIPE_STALL_SECONDS``: the time after which a waiting worker logs this; None if the variable is not set."""
+    """Return ``GPIPE_STALL_SECONDS``, the time after which a waiting worker logs a warning; None if it is not set."""
     text = os.environ.get("GPIPE_STALL_SECONDS")
     if text is None:
         return None
@@ -189,15 +189,16 @@ class Transport:
     """The channels of one run, for the stages of this process.
 
     Args:
-        places: the places of these stages, by number; also an attribute.
+        places: the device and streams of these stages, by index. Available as an attribute.
         count: the number of stages in all processes.
-        is_cancelled: whether what a reader waits for will not arrive.
-        remote: the channel of a number, if one of its ends is in another process.
-        got: is told of all that arrives.
+        layout: the skips between the stages of all processes.
+        is_cancelled: returns whether the payload that a reader waits for will not arrive.
+        remote: returns the channel with this index, if one of its ends is in another process, else None.
+        got: called with each payload that arrives.
 
     Attributes:
         entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
-        arrivals, departures: the channel into, and out of, each stage of this process, by its number.
+        arrivals, departures: the channels into and out of each stage of this process, by stage index.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Transport:
         self.entrance, self.exit = OuterChannel(), OuterChannel()
         main: dict[int, AnyChannel] = {0: self.entrance, count: self.exit}
         for j in range(1, count):
-            # A process has channels where one end at least is a stage of its own.
+            # A process has the channels with at least one end at one of its stages.
             if not places.keys().isdisjoint((j - 1, j)):
                 main[j] = self.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
         self.arrivals: dict[int, AnyChannel] = {j: main[j] for j in places}
@@ -225,7 +226,7 @@ class Transport:
             self._add_skips(layout, count)
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        """A new channel from stage ``a`` to stage ``b``, with its ``number`` among all channels between stages."""
+        """Create the channel from stage ``a`` to stage ``b``, with the index ``number`` in the whole pipeline."""
         channel = self._remote(number)
         if channel is None:
             forth, back = carriers(self.places[a], self.places[b])
@@ -236,7 +237,7 @@ class Transport:
     def _add_skips(self, layout: SkipLayout, count: int) -> None:
         popped: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.arrivals.items()}
         stashed: dict[int, list[AnyChannel]] = {j: [main] for j, main in self.departures.items()}
-        # Every process gives a skip the same number, also if it has neither end of it.
+        # Every process gives a skip the same number, even if it has neither end of it.
         for number, (key, source, target) in enumerate(layout.routes, start=count):
             if source in self.places or target in self.places:
                 skip = self.between(
@@ -248,6 +249,6 @@ class Transport:
         self.departures |= {j: Ports(stashed[j]) for j in self.departures if len(stashed[j]) > 1}
 
     def cancel(self) -> None:
-        # Not those at both ends, where nobody waits.
+        # The channels to and from the caller are not cancelled, because their readers never wait.
         for channel in self._inner:
             channel.cancel()

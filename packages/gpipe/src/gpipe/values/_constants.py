@@ -1,4 +1,4 @@
-"""Constants: objects without tensors that may be in a value between stages."""
+"""Constants: non-tensor objects that may be passed between stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from microbatch import flatten, is_flat, leaf_paths
 
 
 class Note:
-    """An immutable object that may be passed between stages beside tensors; its content can be pickled."""
+    """An immutable object that may be passed between stages with tensors. Its content can be pickled."""
 
     __slots__ = ("content",)
 
@@ -39,9 +39,9 @@ def is_constant(value: Any) -> bool:
 
 
 def expect_plain(value: Any, partition: int) -> None:
-    """Raise TypeError unless ``value`` is made of tensors and constants.
+    """Raise TypeError unless ``value`` consists of tensors and constants.
 
-    Any other object may contain tensors that are not found, and whose gradients would not be sent back.
+    Any other object may contain tensors that are not found, so their gradients would not be sent back.
     """
     if isinstance(value, Tensor) or is_flat(value):
         return

@@ -1,4 +1,4 @@
-"""Say where in the pipeline an error happened, without changing what it is."""
+"""Describe values in error messages, and define the exception that cancels a stage."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.utils import _pytree
 
 
 class Cancelled(BaseException):
-    """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
+    """Another stage failed, so this one stops. Never reaches the caller."""
 
 
 def shapes(value: object) -> str:
-    """The types and shapes of all tensors in ``value``, in its own structure.
+    """Return the dtypes and shapes of the tensors in ``value``, in the structure of ``value``.
 
     >>> shapes((torch.zeros(2, 3), None))
     '(float32[2, 3], None)'
     """
     try:
         return repr(_pytree.tree_map(_Shape, value))
-    except Exception:  # of a class of the user's own; it must not take the place of the error that this describes
+    except Exception:  # from a user's class; it must not replace the error that is being described
         return type(value).__name__
 
 
@@ -31,4 +31,4 @@ class _Shape:
     def __repr__(self) -> str:
         if isinstance(self._leaf, torch.Tensor):
             return f"{str(self._leaf.dtype).removeprefix('torch.')}{[*self._leaf.shape]}"
-        return "None" if self._leaf is None else type(self._leaf).__name__  # its own repr might fail, or be long
+        return "None" if self._leaf is None else type(self._leaf).__name__  # the leaf's repr may fail or be long

@@ -1,4 +1,4 @@
-"""Activations: the values between stages, whose tensors are detached from the graph in which they were computed."""
+"""Activations: the values sent between stages, detached from the graph that computed them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without overlap; then a clone has the same strides."""
-    # Then torch.empty_like keeps the strides; an expanded tensor without elements counts as contiguous.
+    """Return whether the elements fill their memory without gaps or overlap, so that a clone has the same strides."""
+    # torch.empty_like keeps the strides of such tensors. An expanded tensor without elements counts as contiguous.
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
@@ -30,11 +30,11 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 class Activation:
-    """A value that one stage sends to the next for a micro-batch, with the list of its tensors.
+    """A micro-batch's value, which one stage sends to the next, with the list of its tensors.
 
     Args:
-        tensors: the tensors in ``value``, in tree order; found if not given.
-        marks: for each tensor, what else uses its memory (:mod:`gpipe.values._sharing`). Empty if nothing else does.
+        tensors: the tensors in ``value``, in tree order. By default, they are collected from ``value``.
+        marks: one per tensor, telling what else uses its memory (:mod:`gpipe.values._sharing`); empty if nothing does.
     """
 
     __slots__ = ("marks", "tensors", "value")
@@ -55,12 +55,12 @@ class Activation:
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as one value: a single positional one itself, several as :class:`Arguments`."""
+    """Return the arguments of a call as one value: a single positional one itself, others as :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
 def as_arguments(value: Any) -> Arguments:
-    """The inverse of :func:`as_value`."""
+    """Invert :func:`as_value`."""
     return value if isinstance(value, Arguments) else Arguments((value,), {})
 
 
@@ -77,7 +77,7 @@ def _rebuilt(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """``found`` with copies of tensors that others use: the stage that receives them may overwrite them."""
+    """Clone gradients in ``found`` that share a storage with ``kept`` or each other: the receiver may modify them."""
     taken = {storage_id(gradient) for gradient in kept if gradient is not None}
     gradients: list[Tensor | None] = []
     for gradient in found:
@@ -89,20 +89,23 @@ def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) ->
 
 
 def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` with the strides that autograd would give it in ``leaf``; rounding may depend on them."""
+    """Return ``gradient`` with the strides that autograd would give ``leaf.grad``; rounding may depend on them."""
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 def accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """A captured ``gradient`` as it would be in ``leaf.grad``, with what a layer's own backward has left there."""
+    """Return a captured ``gradient`` as it would be in ``leaf.grad``, added to a gradient that is there already.
+
+    A layer that calls backward() itself may have left one.
+    """
     before, gradient = leaf.grad, like_accumulated(gradient, leaf)
     return gradient if before is None else before if gradient is None else before + gradient
 
 
 def detach_leaves(activation: Activation) -> Activation:
-    """The same tensors as leaves of a new graph; those that require grad still do."""
+    """Detach all tensors, so that they are leaves of a new graph, and keep their ``requires_grad``."""
     value = activation.value
     if isinstance(value, Tensor):
         return Activation(value.detach().requires_grad_(value.requires_grad), marks=activation.marks)
@@ -114,12 +117,12 @@ def clone_leaves(activation: Activation) -> Activation:
 
 
 def as_nonleaf(activation: Activation) -> Activation:
-    """The same tensors, not as leaves, since torch refuses in-place changes of leaves that require grad."""
+    """Return the same tensors as non-leaves, because torch forbids in-place changes of leaves that require grad."""
     return activation.with_tensors(map(_enter, activation.tensors))
 
 
 def versions(activation: Activation) -> list[int]:
-    """The version counter of each tensor."""
+    """Return the version counter of each tensor."""
     try:
         return [*map(_version, activation.tensors)]
     except RuntimeError:  # inference tensors
@@ -130,7 +133,7 @@ _version = attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int:
-    """The version counter; 0 of an inference tensor, which has none."""
+    """Return the version counter, or 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -146,7 +149,7 @@ class AsNonleaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # None instead of zeros where there is no gradient
+        ctx.set_materialize_grads(False)  # a missing gradient stays None instead of zeros
         return tensor.detach()
 
     @staticmethod
@@ -158,5 +161,5 @@ _OWN = getattr(AsNonleaf, "_backward_cls", None)
 
 
 def is_custom(kind: type[Node]) -> bool:
-    """Whether nodes of this kind are written in Python, other than those through which tensors enter a stage."""
+    """Return whether nodes of this class are written in Python and are not :class:`AsNonleaf`'s own."""
     return issubclass(kind, BackwardCFunction) and kind is not _OWN

@@ -1,13 +1,13 @@
-"""Memory that a tensor on its way from stage to stage shares with anything else.
+"""Track the memory that a tensor shares while it is sent from stage to stage.
 
-Each tensor has a mark, which is sent with it and says what else uses its memory:
+Each tensor has a mark, which is sent with it and describes what else uses its memory:
 
 - ``OWN``: nothing else uses the memory.
-- ``PRESERVED``: a checkpointed cell or the caller needs the memory as it is. A layer that works in place gets a clone.
+- ``PRESERVED``: a checkpointed cell or the caller needs the memory unchanged. Layers that modify it get a clone.
 - ``SHARED``: a change would be visible elsewhere: through another tensor of the value, a skip, or the layer that owns
-  this parameter or buffer. In-place work is refused, because autograd would not see the change there.
+  this parameter or buffer. In-place changes raise an error, because autograd would not see the change there.
 
-Of several marks the largest counts. Tensors with one storage count as sharing memory, wherever they lie in it.
+The largest of several marks counts. Tensors with one storage count as sharing memory, even if they do not overlap.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def with_marks(activation: Activation, marks: Sequence[int]) -> Activation:
 
 
 def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
-    """``outputs`` of a stage with marks for the memory that they share; ``SHARED`` where it is with each other.
+    """Return ``outputs`` of a stage with marks for the memory they share: ``SHARED`` if it is with each other.
 
     Args:
-        inputs: of the stage; an output in the memory of one of them gets its mark.
-        others: more tensors, with the mark that an output in their memory gets.
+        inputs: the inputs of the stage; an output in the memory of an input gets its mark.
+        others: more tensors, each with the mark for an output in its memory.
     """
     sources: dict[int, int] = {}
-    marked = [*zip(inputs.tensors, inputs.marks, strict=False), *others]  # inputs without marks are left out
+    marked = [*zip(inputs.tensors, inputs.marks, strict=False), *others]  # inputs may have no marks
     for tensor, mark in marked:
         storage = storage_id(tensor)
         sources[storage] = max(mark, sources.get(storage, OWN))
@@ -54,7 +54,7 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
 
 
 def owned(activation: Activation) -> Activation:
-    """``activation`` with clones of tensors that are ``PRESERVED``; a change of ``SHARED`` ones is refused."""
+    """Clone the ``PRESERVED`` tensors of ``activation``. ``SHARED`` ones keep their marks."""
     if PRESERVED not in activation.marks:
         return activation
     pairs = zip(activation.tensors, activation.marks, strict=True)
@@ -63,7 +63,7 @@ def owned(activation: Activation) -> Activation:
 
 
 def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
-    """The ``SHARED`` tensors of inference mode, where torch counts no changes, each with a copy."""
+    """Return the ``SHARED`` inference tensors, which have no version counters, each with a copy to compare."""
     pairs = zip(activation.tensors, activation.marks, strict=False)
     return [(tensor, tensor.clone()) for tensor, mark in pairs if mark == SHARED and tensor.is_inference()]
 
@@ -71,14 +71,20 @@ def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
 def refuse_shared_changes(
     who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Raise RuntimeError if ``who`` has changed a ``SHARED`` tensor since its version was ``before``."""
+    """Raise RuntimeError if ``who`` has modified a ``SHARED`` tensor in place.
+
+    Args:
+        who: the layers that may have done it, as the subject of the message.
+        before: the versions of all tensors at the beginning.
+        uncounted: the result of :func:`uncounted_of` at the beginning.
+    """
     shared = [mark == SHARED for mark in activation.marks]
     counted = any(flag and a != b for flag, a, b in zip(shared, before, versions(activation), strict=False))
     if counted or any(_differs(tensor, copy) for tensor, copy in uncounted):
         raise RuntimeError(
-            f"{who} changed a tensor in place that shares its memory with another one, which may be elsewhere by now, "
-            "and whose gradient would be wrong; let them work on a clone, or put all layers that use it into one "
-            "partition"
+            f"{who} changed a tensor in place that shares its memory with another tensor, which may already be on a "
+            "different stage, and whose gradient would be wrong; change a clone, or put all layers that use it into "
+            "one partition"
         )
 
 
@@ -92,21 +98,24 @@ def joined(parts: Sequence[Activation]) -> Activation:
 
 
 def divided(activation: Activation) -> list[Activation]:
-    """The inverse of :func:`joined`: one activation for each value in the tuple."""
+    """Invert :func:`joined`: return one activation per value in the tuple."""
     parts = [Activation(value) for value in activation.value]
     marks = iter(marks_of(activation))
     return [with_marks(part, [next(marks) for _ in part.tensors]) for part in parts]
 
 
 def as_copied(activation: Activation) -> Activation:
-    """``activation`` after a copy: it shares no memory, but changes that others would have to see remain refused."""
+    """Return ``activation`` with the marks of a copy: ``PRESERVED`` becomes ``OWN``, and ``SHARED`` stays.
+
+    Nothing uses the memory of the copy, but in the plain model a change of a ``SHARED`` tensor is visible elsewhere.
+    """
     if not activation.marks:
         return activation
     return with_marks(activation, [mark if mark == SHARED else OWN for mark in activation.marks])
 
 
 def guarded(activation: Activation) -> Activation:
-    """``activation`` so that torch refuses in-place changes of its ``SHARED`` tensors."""
+    """Replace ``SHARED`` tensors that require grad by views whose in-place changes torch rejects."""
     if not activation.marks:
         return activation
     pairs = zip(activation.tensors, activation.marks, strict=True)
@@ -114,14 +123,14 @@ def guarded(activation: Activation) -> Activation:
 
 
 def unchangeable(tensor: Tensor) -> Tensor:
-    # torch refuses in-place changes of a view that came from an operation with several outputs, such as unbind.
+    # torch forbids in-place changes of a view returned by an operation with several outputs, such as unbind.
     return tensor.unsqueeze(0).unbind(0)[0] if tensor.requires_grad else tensor
 
 
 def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Tensors that ``module`` holds and that share memory with ``outputs``, each with the mark ``SHARED``."""
+    """Return the tensors of ``module`` that share memory with ``outputs``, each with the mark ``SHARED``."""
     uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
-    if not uncertain:  # the usual case: a result with a graph that is no view has memory of its own
+    if not uncertain:  # the usual case: results of operations that are not views have their own memory
         return []
     given = set(map(storage_id, uncertain))
     held = [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
@@ -130,10 +139,10 @@ def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tens
 
 
 def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
-    """The output, of the outputs of the last stage for each micro-batch.
+    """Gather the last stage's micro-batch outputs into the output of the mini-batch.
 
-    Tensors that share memory in a micro-batch have memory of their own where there are several. The plain model would
-    change all of them with one; so torch refuses to change those that require grad.
+    Tensors that share memory in every micro-batch no longer do after they are concatenated. In the plain model, an
+    in-place change of one would change the others, so changes of those that require grad raise an error in torch.
     """
     if len(outputs) == 1:
         outputs = [guarded(outputs[0])]
@@ -145,7 +154,7 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
 
 
 def gathered_activation(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Activation:
-    """The output as an activation, with a graph that leads to those of micro-batches."""
+    """Gather the outputs into one activation, whose graph leads to the graphs of the micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
     whole = Activation(gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec))
