@@ -143,7 +143,7 @@ def test_a_label_that_needs_the_token_before_its_document_keeps_the_loss_of_the_
             expect_the_same(pipe, plain, batch([4, 2, 3, 5], counts=True))
             assert pipe.last_schedule is not None
             assert pipe.last_schedule.name == "fill_drain"
-        with pytest.raises(ValueError, match="of which is not known how those of micro-batches add up"):
+        with pytest.raises(ValueError, match="it is not known how the losses of micro-batches add up"):
             pipe.step(**batch([4, 2, 3, 5], counts=True), schedule="1f1b")
         expect_the_same(pipe, plain, batch([4, 2, 3, 5]), schedule="1f1b")
 

@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 def without_advice(pipe: Stepping) -> None:
     """Disable the warnings about the settings of ``pipe``, because it is only used for a trial."""
-    pipe._has_warned = pipe._has_warned_of_whole = pipe._pipeline.has_warned_of_one = True
+    pipe._has_warned = pipe._has_warned_of_whole = pipe._has_warned_of_one = True
 
 
 class Stepping(Divided):
@@ -323,12 +323,19 @@ class Stepping(Divided):
         self._tell_of_whole(asked)
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
 
+    @property
+    def _has_warned_of_one(self) -> bool:
+        # Not an attribute of the pipe: a layer may contain it, and its recomputation must not see a changed attribute.
+        return self._pipeline.has_warned_of_one
+
+    @_has_warned_of_one.setter
+    def _has_warned_of_one(self, has_warned: bool) -> None:
+        self._pipeline.has_warned_of_one = has_warned
+
     def _warn_of_one(self, microbatches: int) -> None:
         """Warn that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
-        # The flag is not an attribute of the pipe: a layer may contain the pipe, and its recomputation must not see a
-        # changed attribute.
-        if not self._pipeline.has_warned_of_one and torch.is_grad_enabled():
-            self._pipeline.has_warned_of_one = True
+        if not self._has_warned_of_one and torch.is_grad_enabled():
+            self._has_warned_of_one = True
             if microbatches == 1 and len(self._balance) > 1:
                 warn_of_one(chunks=self._chunks, stages=len(self._balance))
 
