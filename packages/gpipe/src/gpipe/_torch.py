@@ -111,7 +111,14 @@ def is_composite(operation: OpOverload) -> bool:
 
 def below_interception(keys: torch._C.DispatchKeySet, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Execute the operation as if it had not been intercepted, while its component operations still are."""
-    return operation.redispatch(keys.remove(_KEY), *args, **kwargs)
+    if not is_faked():
+        return operation.redispatch(keys.remove(_KEY), *args, **kwargs)
+    # A compiler's dispatcher in Python would come back here. Without values, no component draws.
+    set_intercepting(False)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        set_intercepting(True)
 
 
 # Settings of the process that layers set for a time. Without these names: a layer of one stage would set them for those

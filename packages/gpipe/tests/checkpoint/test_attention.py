@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -200,3 +200,22 @@ def test_random_numbers_of_an_attention_are_those_of_its_layer():
             torch.manual_seed(1)
             found.append(trained(pipe, rows(4), model))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@each_mode
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kernels", [None, SDPBackend.MATH])
+def test_a_compiled_block_attends_as_the_plain_model(mode: str, kernels: SDPBackend | None):
+    def act(s: Layer, x: Tensor) -> Tensor:
+        heads = s.m[0](x)[:, None, :, None]
+        with nullcontext() if kernels is None else sdpa_kernel(kernels):
+            return F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+
+    model, x = Row(attention(act), attention(act)), rows(4)
+    expected = trained(model, x, model)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    blocks = ["layers.0", "layers.1"]
+    with closing(GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, blocks=blocks, checkpoint=mode)) as pipe:
+        torch.testing.assert_close(trained(pipe, x, model), expected)
+    torch.compiler.reset()
