@@ -56,7 +56,7 @@ class Chooser:
             size: the number of micro-batches, and the rest that determines the order of actions.
 
         Raises:
-            ValueError: no schedule has this name.
+            TypeError, ValueError: ``schedule`` is neither a schedule nor the name of one.
         """
         expect_schedule(schedule, (*SCHEDULES, "auto"))
         self._planned = None

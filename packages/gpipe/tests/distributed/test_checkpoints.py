@@ -355,7 +355,9 @@ def lose_while_saving(who: int, path: str, phase: str) -> str:
 WRONG: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     r"it has no 5\.bias, 5\.weight": lambda model: model[:5],
     r"the model has no 6\.bias, 6\.weight": lambda model: nn.Sequential(*model, nn.Linear(3, 3)),
-    r"of another shape there: 5\.bias, 5\.weight": lambda model: nn.Sequential(*model[:5], nn.Linear(4, 2).double()),
+    r"it has different shapes for 5\.bias, 5\.weight": lambda model: nn.Sequential(
+        *model[:5], nn.Linear(4, 2).double()
+    ),
 }
 
 
@@ -383,9 +385,9 @@ def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
         load(path, network(1), optimizer_of(network(1)))
     save(path, model, optimizer_of(model))
     other = network(1)
-    with pytest.raises(ValueError, match="has the state of AdamW, and this is SGD"):
+    with pytest.raises(ValueError, match="has the state of AdamW, but this optimizer is SGD"):
         load(path, other, torch.optim.SGD(other.parameters(), 0.1))
-    with pytest.raises(ValueError, match=r"in one group, but .* has lr=tensor\(0\.0200\) of the one and 0\.001"):
+    with pytest.raises(ValueError, match=r"in one group, but .* has lr=tensor\(0\.0200\) for the first and 0\.001"):
         load(path, other, torch.optim.AdamW([p for p in other.parameters() if p.requires_grad]))
     with pytest.raises(ValueError, match=r"the checkpoint has no state of '2\.weight'"):
         load(path, other, torch.optim.AdamW(other.parameters()))
@@ -401,15 +403,15 @@ def test_an_entry_that_is_a_dict(tmp_path: Path) -> None:
 
 
 def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
         load(tmp_path / "none", network())
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "__0_0.distcp").touch()
-    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
         load(tmp_path / "folder", network())
     with pytest.raises(FileExistsError, match="is not a checkpoint"):
         save(tmp_path / "folder", network())
-    with pytest.raises(ValueError, match="expected a folder that all processes reach"):
+    with pytest.raises(ValueError, match="expected a folder that all processes can access"):
         save("s3://bucket/checkpoint", network())
 
 

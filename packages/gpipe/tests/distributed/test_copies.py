@@ -21,7 +21,7 @@ from .planted import batch, network
 def test_copies_that_are_not_treated_alike_are_refused_on_all_ranks(worlds: Any, change: str) -> None:
     for _, text in worlds(3).answers(_step_after, change):
         assert "ValueError: " in text
-        assert "of rank 2 are one tensor of the model, but differ by now" in text
+        assert "of rank 2 are one tensor of the model, but now differ" in text
 
 
 def _step_after(change: str) -> None:
@@ -60,7 +60,7 @@ def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) ->
 @pytest.mark.parametrize("counted", [False, True])
 def test_who_uses_a_parameter_of_another_rank_is_refused(worlds: Any, who: str, counted: bool) -> None:
     (_, told), (_, text) = worlds(2).answers(_use, who, counted)
-    assert "belongs to stage 0, which is on another rank" in text
+    assert "belongs to stage 0 on another rank" in text
     assert "rank 1 failed: RuntimeError: " in told
 
 
@@ -107,7 +107,7 @@ def _expect_loaded() -> None:
 
 def test_a_rank_cannot_be_copied(worlds: Any) -> None:
     for _, text in worlds(2).answers(_copy):
-        assert "TypeError: a Rank has connections to other processes, and cannot be copied" in text
+        assert "TypeError: a Rank has connections to other processes, so it cannot be copied" in text
 
 
 def _copy() -> None:

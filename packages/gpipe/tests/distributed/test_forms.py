@@ -165,8 +165,14 @@ def _exchanged(messages: list[tuple[Any, bool]], sender: RemoteLink, receiver: R
 
 
 REFUSED = [
-    (lambda: Frozen(words=[_local_class()(1)], mask=None), r"Frozen cannot be .* pickle.*<locals>.*top of a module"),
-    (lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)], r"a Tensor .* torch.qint8 is not sent"),
+    (
+        lambda: Frozen(words=[_local_class()(1)], mask=None),
+        r"Frozen cannot be .* pickle.*<locals>.*top level of a module",
+    ),
+    (
+        lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)],
+        r"a Tensor .* torch.qint8 cannot be sent",
+    ),
     (lambda: torch.ones(2, device="meta"), r"a Tensor on meta"),
     (lambda: {"a": _Subclass(torch.ones(2))}, r"a _Subclass"),
     (lambda: (1, torch.ones(2).to_sparse()), r"a Tensor .* with torch.sparse_coo"),

@@ -154,7 +154,7 @@ def _make_without(who: int) -> str:
     Rank(_model(), [1, 1, 1], chunks=2)
     if dist.get_rank() == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(LostRankError, match="did not come here within 3 s") as caught:
+    with pytest.raises(LostRankError, match="did not reach this call within 3 s") as caught:
         Rank(_model(), [1, 1, 1], chunks=2, timeout=3.0)
     return str(caught.value)
 

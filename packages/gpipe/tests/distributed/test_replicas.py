@@ -75,7 +75,7 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
         assert all(parameter.grad is None for parameter in rank.parameters())
         _expect_right(rank, mesh)
         return
-    with pytest.raises((LostRankError, RemoteError), match="start the processes again"):
+    with pytest.raises((LostRankError, RemoteError), match="restart all processes"):
         _step(rank, mesh)
 
 

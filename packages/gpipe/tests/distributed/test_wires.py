@@ -41,7 +41,7 @@ def test_communicators_have_streams_of_high_priority(worlds: Any) -> None:
         assert found.startswith("RuntimeError: rank "), found
         for part in ("'is_high_priority_stream': True", "'_timeout': datetime.timedelta(seconds=180)", "[0, 1]"):
             assert part in found
-        assert "give transport='host'" in found
+        assert "use transport='host'" in found
 
 
 def test_more_wires_than_streams_are_refused(worlds: Any) -> None:

@@ -1,9 +1,9 @@
-"""Pipelines whose stages are in several processes, as ``torchrun`` starts them."""
+"""Pipelines whose stages run in several processes, launched with ``torchrun``."""
 
 from ._average import average_gradients
 from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
-from ._model_rank import ModelRank as _ModelRank  # noqa: F401  (registers itself)
+from ._model_rank import ModelRank as _ModelRank  # noqa: F401 — the import registers the class
 from ._rank import Rank
 from ._scaler import GradScaler
 

@@ -1,4 +1,4 @@
-"""Agreement before an operation: have all ranks checked their arguments, and were all given the same ones?"""
+"""Check, before a joint operation, that all ranks got valid and identical arguments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ._rendezvous import Rendezvous
 
 
 class Agreement:
-    """What ranks compare, and what they tell each other, in one meeting.
+    """The values that ranks compare and exchange in one synchronization.
 
     Attributes:
-        alike: values that must be equal on all ranks, by names that a user knows.
-        told: what this rank tells the others.
-        heard: what each rank has told, in order; filled by the meeting.
+        alike: values that must be equal on all ranks, keyed by the names used in error messages.
+        told: the values that this rank sends to the others.
+        heard: the values sent by each rank, in rank order. Set by the synchronization.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class Agreement:
 
 @contextmanager
 def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
-    """A context for work that each rank does by itself. All ranks meet at its end: if it raises in one, it does in all.
+    """Run a block on each rank, and synchronize all ranks at its end: if it fails on one rank, all ranks raise.
 
-    RemoteError if only another rank raised an error, ValueError on all ranks if values of ``alike`` differ.
+    Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ.
     """
     found, error = Agreement(), None
     try:
@@ -57,21 +57,21 @@ def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
 
 
 def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> ValueError | None:
-    """The error for a value in ``first``, of ``rank``, that is another one in ``other``; None if there is none."""
+    """Return the error for a value of ``rank`` in ``first`` that is different in ``other``; None if all are equal."""
     for name, expected in first.items():
         if other.get(name) != expected:
             return ValueError(
                 f"the ranks disagree: {name} is {expected!r} on rank {rank}, but {other.get(name)!r} on rank "
-                f"{other_rank}; give all of them the same" + _SEED * name.startswith("the checksum")
+                f"{other_rank}; pass the same on all ranks" + _SEED * name.startswith("the checksum")
             )
     return None
 
 
-_SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"
+_SEED = ": call torch.manual_seed() before the model is created, or load a checkpoint into it first"
 
 
 def described(module: nn.Module) -> dict[str, Any]:
-    """What ranks compare of a model: its layers, their tensors, and the version of torch."""
+    """Return the properties of a model that ranks compare: layers, tensors, and the version of torch."""
     return {
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),
         "parameters and buffers of the model": _digest(
@@ -83,12 +83,12 @@ def described(module: nn.Module) -> dict[str, Any]:
 
 
 def checksums(module: nn.Module) -> dict[str, int]:
-    """For each parameter and buffer, by its name, the sum of its bytes."""
+    """Return the sum of the bytes of each parameter and buffer, by a name for error messages."""
     with torch.no_grad():
         return {
             f"the checksum of {name!r}": _checksum(tensor)
             for name, tensor in chain(module.named_parameters(), module.named_buffers())
-            if not hasattr(tensor, "placements")  # each replica has another shard
+            if not hasattr(tensor, "placements")  # each replica has a different shard
         }
 
 

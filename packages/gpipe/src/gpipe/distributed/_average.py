@@ -1,4 +1,4 @@
-"""The average of gradients over replicas, each of which has computed the gradients of its own rows."""
+"""Average gradients over data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from ._groups import Group, expect_group
 from ._rendezvous import gathering_of
 
 BUCKET: Final = 25 * 2**20
-"""Bytes that are reduced in one collective: smaller ones spend more time on latency, larger ones start later."""
+"""Bytes per collective. Smaller buckets spend more time on latency, and larger ones start later."""
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
-    """Replace the gradients of the parameters by their average over replicas. Call it after ``step``.
+    """Average all gradients over the replicas, in place. Call this after ``step``.
 
-    All processes of ``group`` call this together: the processes with the same stages, one of each replica, such as
+    All processes of ``group`` call this together: the processes with the same stages, one per replica, such as
     ``mesh["replicas"]``. If the ``step`` of a replica fails, the others wait for it until the timeout, unless each
-    :class:`gpipe.distributed.Rank` was made with ``replicas=``: then all of them raise in ``step``.
+    :class:`gpipe.distributed.Rank` was created with ``replicas=``: then all of them raise in ``step``.
 
-    Every replica counts the same. So if losses are means, give each replica the same number of rows; or have
-    ``loss_fn`` return the sum times the number of replicas, divided by the number of all rows. A missing gradient
-    counts as zero; if no replica has it, ``.grad`` stays None. Averages are dense. Gradients on the CPU travel over
-    gloo connections of this package's own; on accelerators, over ``group``.
+    All replicas have the same weight. So if losses are means, give each replica the same number of rows, or let
+    ``loss_fn`` return the sum times the number of replicas, divided by the total number of rows. A missing gradient
+    counts as zero; if no replica has it, ``.grad`` stays None. Averages are dense. Gradients on the CPU are reduced
+    over private gloo connections, and gradients on accelerators over ``group``.
 
     Args:
         rank: the module with the gradients: a :class:`gpipe.distributed.Rank`, a :class:`gpipe.GPipe` or a plain
             module.
-        group: the replicas, as a process group or a mesh of one dimension; all processes by default.
+        group: the replicas, as a process group or a one-dimensional mesh; by default all processes.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError: the parameters differ between replicas, or are sharded already; on every replica.
-        LostRankError: another replica has ended or failed. Gradients may be averaged in part: start the processes
-            again, from the last checkpoint. On accelerators the backend of ``group`` decides how long the others wait.
+        ValueError: the parameters differ between replicas, or are already sharded. Raised on every replica.
+        LostRankError: another replica has exited or failed. Some gradients may be averaged already: restart all
+            processes from the last checkpoint. On accelerators the backend of ``group`` determines how long replicas
+            wait.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
     >>> rank = Rank(model, [3, 3], group=mesh["stages"], replicas=mesh["replicas"])  # doctest: +SKIP
@@ -55,20 +56,20 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
         return
     meeting = gathering_of(group)
     gloo, me = meeting.groups.gloo, meeting.groups.me
-    # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
+    # Only private connections can be closed when a replica fails. They use gloo, which is for the CPU.
     is_on_hosts = all(parameter.device.type == "cpu" for parameter in parameters)
     with torch.no_grad(), meeting.reaching():
-        meeting.groups.peers.update({*range(group.size())} - {me})  # gloo decides which of them exchange messages
+        meeting.groups.peers.update({*range(group.size())} - {me})  # gloo chooses which of them exchange messages
         for bucket in _buckets(_present(parameters, gloo)):
             _reduce(bucket, group, gloo if is_on_hosts else None)
-        meeting.meet({})  # so that all fail together
+        meeting.meet({})  # if one fails, all fail
 
 
 def _reduce(bucket: Sequence[Tensor], group: dist.ProcessGroup, gloo: Any) -> None:
-    """Average the gradients of these parameters over ``gloo``, or over ``group`` if that is None."""
+    """Average the gradients of these parameters over ``gloo``, or over ``group`` if ``gloo`` is None."""
     gradients = [_dense(parameter) for parameter in bucket]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    flat /= group.size()  # before the sum, which could overflow in float16
+    flat /= group.size()  # divided first, because the sum could overflow in float16
     if gloo is None:
         dist.all_reduce(flat, group=group)
     else:
@@ -78,7 +79,7 @@ def _reduce(bucket: Sequence[Tensor], group: dist.ProcessGroup, gloo: Any) -> No
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise, in the first call, if the members of ``group`` have different parameters."""
+    """Raise ValueError if the members of ``group`` have different parameters. Checked in the first call only."""
     if group in _agreed.setdefault(rank, WeakSet()):
         return
     with agreement(gathering_of(group)) as found:
@@ -86,8 +87,8 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
         sharded = [name for name, parameter in trained.items() if hasattr(parameter, "placements")]
         if sharded:
             raise ValueError(
-                f"{sharded[0]!r} and {len(sharded) - 1} other parameters are sharded over processes, which averages "
-                "their gradients already; leave average_gradients() out"
+                f"{sharded[0]!r} and {len(sharded) - 1} other parameters are sharded over processes, so their "
+                "gradients are already averaged; omit average_gradients()"
             )
         found.alike = {
             "the first parameter": next(iter(trained), None),
@@ -97,14 +98,14 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _present(parameters: Sequence[Tensor], gloo: Any) -> list[Tensor]:
-    """Those of ``parameters`` that have a gradient on any replica."""
+    """Return the ``parameters`` that have a gradient on any replica."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
     return [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag]
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """The gradient as a dense tensor; zeros if there is none."""
+    """Make ``parameter.grad`` dense, zeros if it is None, and return it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif parameter.grad.is_sparse:

@@ -1,4 +1,4 @@
-"""Errors of pipelines in several processes."""
+"""Exceptions raised by multi-process pipelines."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 
 class RemoteError(RuntimeError):
-    """Another rank failed, so the step of this one was cancelled. The message says which rank, where, and how."""
+    """Another rank failed, so this rank's step was cancelled. The message names the rank, the place and the error."""
 
 
 class LostRankError(ConnectionError):
-    """Another rank has ended, or does not answer. The pipe cannot be used any more: start the processes again."""
+    """Another rank has exited or does not respond. The pipe is unusable: restart all processes."""
 
 
 class UnreachableError(Exception):
     """A message could not be sent or received. Never reaches the caller.
 
     Attributes:
-        member: the other end.
-        silent: True if the wait took too long, False if the connection has ended.
+        member: the index of the member at the other end.
+        silent: True if the wait timed out, False if the connection was closed.
     """
 
     def __init__(self, member: int, error: BaseException) -> None:
@@ -28,7 +28,7 @@ class UnreachableError(Exception):
 
 
 def named(ranks: Sequence[int]) -> str:
-    """The start of a sentence of what these ranks have done."""
+    """Return the beginning of a sentence about these ranks, such as ``rank 1 has``."""
     listed = ", ".join(map(str, ranks))
     return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
 
@@ -38,10 +38,10 @@ def text_of(error: BaseException) -> str:
     try:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         return f"{kind}: {error}{notes}"
-    except Exception as failed:  # others wait for the report of this error, whatever it is
-        return f"{kind}, whose text cannot be made: {type(failed).__name__}"
+    except Exception as failed:  # other ranks wait for the report of any error
+        return f"{kind}, whose message cannot be formatted: {type(failed).__name__}"
 
 
 def is_of_gloo(text: str) -> bool:
-    """Whether an error that reads so is gloo's, which has no class for a closed connection."""
+    """Return whether this is the message of a gloo error. Gloo has no exception class for closed connections."""
     return "gloo/transport" in text or "pair closure" in text

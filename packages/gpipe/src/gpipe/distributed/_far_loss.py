@@ -1,4 +1,4 @@
-"""The losses of a mini-batch, on a rank that does not compute them."""
+"""The losses of a mini-batch, as seen by a rank that does not compute them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from ..engine._scale import DeviceScale, Scale
 
 
 class Verdict(NamedTuple):
-    """The results of a mini-batch that all ranks have: the loss, the metrics, and the scale of the gradients.
+    """The results of a mini-batch that all ranks need.
 
     Attributes:
+        loss: the loss as a number of ``dtype``.
+        metrics: the metrics, with tensors on the CPU.
+        scale: the scale of the gradients.
         is_sum: whether the loss of the full mini-batch was a ``LossSum``.
         finding: the convention of losses of this kind, if any, for later runs.
     """
@@ -30,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(losses: Losses) -> Verdict:
-    """Return the values that the rank of the last stage sends to the other ranks: numbers, and tensors on the CPU."""
+    """Return the results that the rank of the last stage sends to the other ranks."""
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
@@ -38,14 +41,14 @@ def verdict_of(losses: Losses) -> Verdict:
 
 
 class FarLoss(Losses):
-    """Replaces the losses on a rank without the last stage. ``verdict`` is set when the ranks synchronize.
+    """Replaces the losses on ranks without the last stage. ``verdict`` is set once all ranks have synchronized.
 
     Args:
-        kind: the kind of the loss that a model computes.
+        kind: the kind of loss that the model computes.
     """
 
     verdict: Verdict
-    scales = False  # as far as messages have told
+    scales = False  # set when a message reports that losses return counts
 
     def __init__(self, kind: Any = None, *, is_whole: bool, replays: bool = False) -> None:
         super().__init__(_elsewhere)

@@ -1,7 +1,7 @@
-"""The form of a message: everything about an activation, or about gradients, but the bytes of its dense tensors.
+"""The form of a message: everything about an activation or its gradients except the bytes of dense tensors.
 
-A form is sent where it differs from that of the message before. Structures are pickled, with an empty tensor in place
-of each; the ranks of a job run the same program, and trust each other::
+A form is sent only if it differs from the previous message's. Structures are pickled, with an empty tensor for each
+tensor. Pickles are safe here, because the ranks of a job run the same program and trust each other::
 
     (x, {"mask": None})  -->  Form(tree=pickle of (_, {"mask": None}), tensors=(Dense(float32, (8, 64)),))  and  [x]
 """
@@ -24,7 +24,7 @@ Payload = Activation | list[Tensor | None]
 
 
 class Dense(NamedTuple):
-    """A tensor whose elements fill its memory; its dimensions may be in any order there."""
+    """The properties of a tensor whose elements fill its memory, with its dimensions in any order."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -36,9 +36,9 @@ class Form(NamedTuple):
     """The form of a message.
 
     Attributes:
-        tree: the structure: None for a list of gradients, -1 for a tensor, n for a tuple of n tensors; of other values
-            the pickle.
-        tensors: a description of each tensor; None for a gradient that is None.
+        tree: the structure: None for a list of gradients, -1 for a tensor, n for a tuple of n tensors, and a pickle
+            for other values.
+        tensors: the properties of each tensor; None for a gradient that is None.
     """
 
     tree: bytes | int | None
@@ -56,7 +56,7 @@ class Form(NamedTuple):
         ]
 
     def payload(self, tensors: Sequence[Any]) -> Any:
-        """The message made of ``tensors``."""
+        """Return the activation or the gradients with this form and these ``tensors``."""
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
                 tensor.requires_grad_()
@@ -69,9 +69,9 @@ class Form(NamedTuple):
 
 
 def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
-    """The form of a message, and its dense tensors.
+    """Return the form of a message, and its dense tensors.
 
-    The marks in the form are those after :func:`as_copied`, since tensors that arrive have memory of their own.
+    The marks in the form have passed through :func:`as_copied`, because received tensors have their own memory.
     """
     given: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
     tensors = [None if each is None else _dense(each) for each in given]
@@ -82,22 +82,22 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The memory of dense tensors as bytes, since not every backend knows all types of elements."""
-    # Not view(-1), which keeps the stride of a single element.
+    """Return the memory of dense, non-empty tensors as bytes, because some backends do not support all dtypes."""
+    # view(-1) would keep the stride of a single element.
     there = [each.detach() for each in tensors if each is not None and each.numel()]
     return [each.as_strided((each.numel(),), (1,)).view(torch.uint8) for each in there]
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    # Of a collective that is still under way, as at the end of a RowwiseParallel: torch's name for this is private.
+    # The result of an unfinished collective, such as a RowwiseParallel layer returns. Its class is private in torch.
     plain: Any = tensor
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         plain = plain.wait()
     special = plain.is_meta or plain.is_nested or plain.is_quantized or plain.layout is not torch.strided
     if special or type(plain) not in _PLAIN:
         raise TypeError(
-            f"a {type(plain).__qualname__} on {plain.device} with {plain.layout} and {plain.dtype} is not sent to "
-            "another process; expected a dense tensor with data; pass the tensors that it is made of"
+            f"a {type(plain).__qualname__} on {plain.device} with {plain.layout} and {plain.dtype} cannot be sent to "
+            "another process; expected a dense tensor that is not on meta; pass the tensors that it consists of"
         )
     if plain.is_conj() or plain.is_neg() or plain._is_zerotensor() or not is_dense(plain):
         plain = plain.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -121,5 +121,5 @@ def _tree(payload: Payload) -> bytes | int | None:
     except Exception as error:
         raise TypeError(
             f"{type(value).__qualname__} cannot be sent to another process, because it cannot be pickled: {error}; "
-            "make it a dataclass at the top of a module, or pass its tensors"
+            "make it a dataclass at the top level of a module, or pass its tensors"
         ) from error

@@ -1,4 +1,4 @@
-"""The process groups of a pipeline: its own, so that its messages do not mix with those of the caller's groups."""
+"""Process groups private to a pipeline, so that its messages never mix with the caller's."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _torch: Any = dist
-"""The same module without types: its stubs lack the names of stores."""
+"""The same module without types, because its stubs lack the names of stores."""
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
-"""What callers give: a process group, or a mesh with one dimension."""
+"""The ``group`` arguments of callers: a process group, or a one-dimensional mesh."""
 
 _UNKNOWN, _FOR_EVER = timedelta(minutes=30), timedelta(days=365)
 
 _MEETINGS, _UNSENT = 2**18, 2**20
-"""The tags of the first meeting, which is more than those of channels, and of messages that nobody sends."""
+"""The tag of the first exchange, larger than any channel's, and the tag of messages that are never sent."""
 
 
 class Groups(NamedTuple):
     """The members of a pipeline, and the connections between them.
 
     Attributes:
-        members: the rank of each in the world.
-        me: the number of this process among them.
-        gloo: the group that carries all messages; None for a process alone. Gloo closes all its connections when a wait
-            takes too long: then ranks agree over ``store`` who is lost.
-        timeout: how long a rank waits for another one.
-        peers: the members with which this one exchanges messages. Gloo may connect only to these, at the first message
+        members: the global rank of each member.
+        me: the index of this process in ``members``.
+        gloo: the group that carries all messages; None for a single process. Gloo closes all its connections when a
+            wait times out. The ranks then agree over ``store`` which of them are lost.
+        timeout: how long a rank waits for another rank.
+        store: the key-value store of the members.
+        peers: the members that this one exchanges messages with. Gloo may connect only to them, at the first message
             (``TORCH_GLOO_LAZY_INIT=1``).
-        tags: of the next meetings. All members make them in the same order, so each has a tag of its own.
+        tags: the tags of further exchanges. All members create these in the same order, so tags match and are unique.
     """
 
     members: tuple[int, ...]
@@ -53,18 +54,21 @@ class Groups(NamedTuple):
     tags: Iterator[int]
 
     def peer(self, member: int, out: int, into: int, timeout: timedelta | None = None) -> Peer:
-        """The other end of messages to and from ``member``."""
+        """Return the connection for messages to and from ``member``, with these tags."""
         self.peers.add(member)
         return Peer(self.gloo, member, out, into, timeout=timeout)
 
     def again(self, name: str) -> Groups:
-        """The same members, with connections of their own under this name."""
+        """Connect the same members once more, under this name."""
         store = _torch.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, self.me, len(self.members), timeout=self.timeout)
         return self._replace(gloo=gloo, store=store, peers=set())
 
     def is_closed(self, member: int) -> bool:
-        """Whether the connection to a peer is: then gloo refuses to receive. No message with this tag is sent."""
+        """Return whether the connection to a peer is closed: gloo then fails to start a receive.
+
+        The receive never completes, because no message with its tag is sent.
+        """
         try:
             self.gloo.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT)
         except RuntimeError:
@@ -81,17 +85,24 @@ class Groups(NamedTuple):
 
 
 ALONE = Groups((0,), 0, None, timedelta(), None, set(), itertools.count())
-"""A process without others."""
+"""The groups of a single process."""
 
 
 def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
-    """Connect the members of ``group``, all of which must call this together.
+    """Connect the members of ``group``, which call this together.
 
-    ``torch.distributed.new_group`` does not fit: it names a group by the number of groups that the process has (PyTorch
-    2.11 to 2.13), which differs between processes in different groups of the caller's; and it keeps each group until
-    the process ends. These connections close when the last reference to them goes.
+    ``torch.distributed.new_group`` is unsuitable. It names a group by the number of groups that the process has
+    (PyTorch 2.11 to 2.13), which differs between processes if the caller has several groups, and it keeps each group
+    until the process exits. These connections close when the last reference to them is dropped.
 
-    ``timeout`` is how long a member waits for another one, else LostRankError.
+    Args:
+        group: the processes; all by default.
+        timeout: how long a member waits for another one; by default the timeout of ``group``.
+
+    Raises:
+        LostRankError: a member has not called this within ``timeout``.
+        RuntimeError: there is no process group, or this process is not in it.
+        ValueError: ``group`` is a mesh with several dimensions.
     """
     group = expect_group(group)
     members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
@@ -105,29 +116,29 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
         if not missing:
             raise
         raise LostRankError(
-            f"{named(missing)} ended, or did not come here within {timeout.total_seconds():g} s; all processes of the "
-            "group make a Rank, save, load and average gradients together"
+            f"{named(missing)} ended, or did not reach this call within {timeout.total_seconds():g} s; all processes "
+            "of the group must create a Rank, save, load and average gradients together"
         ) from error
 
 
 def _count(group: dist.ProcessGroup, member: int, more: int) -> int:
-    """How often ``member`` has opened groups among those of ``group``, and ``more``.
+    """Add ``more`` to the number of times that ``member`` has opened groups with the store of ``group``; return it.
 
-    The store counts that: a process may be in its second world, together with others in their first.
+    The store counts, because a process may be in its second world together with processes in their first.
     """
     return int(group.get_group_store().add(f"{_prefix()}/{member}", more))
 
 
 def _prefix() -> str:
-    """Where keys in a store of torch's begin: torchrun may keep the store, and its counts, at a restart."""
+    """Return the prefix of keys in torch's store. It changes at a restart, because torchrun may keep the old counts."""
     return f"gpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def _end_connections(group: Any, peers: Iterable[int]) -> None:
     """Close all connections of ``group``, a gloo group.
 
-    Gloo closes them when a wait takes too long: wait 1 ms for a message that nobody sends, from each peer, as a
-    connection that is closed already does not wait.
+    Gloo closes them when a wait times out, so this waits 1 ms for a message that is never sent. It does so for each
+    peer, because a receive from a closed connection fails at once.
     """
     for member in peers:
         with suppress(RuntimeError):
@@ -135,7 +146,7 @@ def _end_connections(group: Any, peers: Iterable[int]) -> None:
 
 
 def end_collectives(group: dist.ProcessGroup) -> None:
-    """Close the connections of a gloo group of the caller's: collectives in which others wait end with an error."""
+    """Close the connections of the caller's ``group`` if it uses gloo, so that pending collectives raise errors."""
     with suppress(RuntimeError):  # the group has no backend for the CPU
         backend = group._get_backend(torch.device("cpu"))
         if backend.name() == "gloo":
@@ -143,17 +154,20 @@ def end_collectives(group: dist.ProcessGroup) -> None:
 
 
 def expect_group(group: Group | None) -> dist.ProcessGroup:
-    """``group`` as a process group, by default that of all processes; an error if this process is not in it."""
+    """Return ``group`` as a process group; by default the group of all processes.
+
+    RuntimeError if there is none or this process is not in it, ValueError for a mesh with several dimensions.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "there is no process group; call torch.distributed.init_process_group() first, in processes that torchrun "
-            "started"
+            "there is no process group; call torch.distributed.init_process_group() first, in processes started by "
+            "torchrun"
         )
     from torch.distributed.device_mesh import DeviceMesh  # not every build of torch has it
 
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group: expected a mesh of one dimension, such as mesh['pp'], got {group}")
+            raise ValueError(f"group: expected a mesh of one dimension, such as mesh['pp']; got {group}")
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if group is None or dist.get_rank(group) < 0:
@@ -162,7 +176,7 @@ def expect_group(group: Group | None) -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of ``group``, from a private attribute: torch has no public way to ask for it."""
+    """Return the timeout of ``group`` from a private attribute, because torch has no public accessor."""
     for kind in group._device_types:
         options = getattr(group._get_backend(torch.device(kind)), "options", None)
         found = getattr(options, "_timeout", None)

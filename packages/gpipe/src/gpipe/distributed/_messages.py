@@ -1,25 +1,25 @@
-"""Messages between two ranks.
+"""Point-to-point messages between two ranks.
 
-A message is a frame, and its large tensors. Frames are received before it is known what comes in them, and so are large
-tensors of the same form (:mod:`gpipe.distributed._forms`) as those before::
+A message consists of a frame and its large tensors. The receive of a frame is posted before its content is known. The
+receives of large tensors are posted too, for the form (:mod:`gpipe.distributed._forms`) of the previous message::
 
     small tensors   [head, tensors]               a transfer costs more than copies
-    large tensors   [head] [tensor] [tensor] ...  from the memory of the tensors into that of those that arrive
-    another form    [head, form, tensors]         or [head, form] [tensor] [tensor] ...
+    large tensors   [head] [tensor] [tensor] ...  sent from and received into the memory of tensors, without a copy
+    a new form      [head, form, tensors]         or [head, form] [tensor] [tensor] ...
     an object       [head, object]
 
-    head = number of the micro-batch, bytes of form or object, a flag, how many messages the sender has taken itself
+    head = index of the micro-batch, bytes of form or object, a flag, the number of messages the sender has received
 
-A long form or object comes behind its frame. Behind one with a form or object, a byte is sent in place of each large
-tensor of the form before.
+A long form or object follows its frame in a separate transfer. After a frame with a form or object, one byte is sent
+for each posted receive, that is, for each large tensor of the previous form.
 
-A send is fast if the other end has begun to receive, which it tells by a transfer. For each transfer a thread of gloo's
-wakes up, and takes the processor from a stage that computes. So :meth:`RemoteLink.put` begins to receive two messages
-ahead: the thread at the other end wakes up once for that and what is sent.
+A send is fast if the other end has already posted its receive, which it announces by a transfer. For each transfer, a
+gloo thread wakes up and takes CPU time from a computing stage. So :meth:`RemoteLink.put` posts receives two messages
+ahead: the thread at the other end wakes up once for the announcement and the message.
 
-Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`). A message is kept until
-a head says that the other end took it. In a run without backwards, :meth:`RemoteLink.put` waits when too many messages
-are under way.
+Tensors on accelerators may be sent from device to device instead (:mod:`gpipe.distributed._wires`). A message is kept
+until a head reports that the other end has received it. In a run without backwards, :meth:`RemoteLink.put` waits if too
+many messages are in flight.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ from ._errors import UnreachableError
 from ._forms import Form, Payload, bytes_of, form_of
 
 SMALL: Final = 2**18
-"""Bytes of the largest tensors that are copied behind their head."""
+"""A message's tensors are copied into its frame if their total size, in bytes, is at most this."""
 
 ROOM: Final = 2**12
-"""Bytes of the longest form or object that is copied behind its head."""
+"""A form or object is copied into the frame if its size, in bytes, is at most this."""
 
-_POISON, _OBJECT = -1, -2  # in place of a micro-batch: of messages that have an object, and no tensors
+_POISON, _OBJECT = -1, -2  # replace the micro-batch in messages that have an object and no tensors
 _HEAD: Final = 32  # bytes of four int64
-_BESIDE: Final = 2**19  # what the tags of transfers behind a frame are more than that of frames
-_AHEAD: Final = 2  # frames that are received before they are asked for
+_BESIDE: Final = 2**19  # added to the tag of a frame for the transfers that follow it
+_AHEAD: Final = 2  # frames whose receives are posted in advance
 _CPU = torch.device("cpu")
 _FILLER = torch.zeros(1, dtype=torch.uint8)
 
 
 class Peer:
-    """A member of a group, as the other end of messages in both directions.
+    """The member of a group at the other end of messages in both directions.
 
     Args:
-        out, into: the tags of messages to and from there; what is sent beside them has others.
-        number: the member's number in ``group``, if it is not ``member``.
-        timeout: how long to wait for a message; the timeout of ``group`` by default.
+        group: the process group that carries the messages.
+        member: the index of the member in its pipeline.
+        out, into: the tags of frames to and from the member. Transfers that follow a frame have different tags.
+        number: the rank of the member in ``group``, if it is not ``member``.
+        timeout: how long to wait for a message; by default the timeout of ``group``.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Peer:
         self._out, self._into, self._timeout = out, into, timeout
 
     def send(self, data: Tensor, beside: int = 0) -> Any:
-        """Start to send ``data``, which must not change until :meth:`wait` has returned."""
+        """Start to send ``data``, which must not change until :meth:`wait` returns."""
         return self._tried(self._group.send, [data], self._number, self._out + beside)
 
     def receive(self, data: Tensor, beside: int = 0) -> Any:
@@ -109,15 +111,16 @@ class RemoteLink:
     """Messages to and from one other rank: values of micro-batches and their gradients, or objects.
 
     Args:
-        device: the device of the tensors that are returned.
-        out, into: what sends tensors there, and receives them, from device to device.
-        small: bytes of the largest tensors that are part of a frame; the same at both ends.
-        most: how many messages may be under way before :meth:`put` waits, in a run in which nothing comes back; None at
-            the end to which these messages go.
+        peer: the other rank.
+        device: the device of the received tensors.
+        out, into: send tensors to the other rank, and receive them, from device to device; None to use host memory.
+        small: the maximum total size, in bytes, of a message's tensors that are part of its frame; equal at both ends.
+        most: the maximum number of messages in flight in a run without messages back: :meth:`put` waits while there are
+            more. None at the end that receives these messages.
 
     Attributes:
-        member: the number of the other rank.
-        poisoned: the reason why nothing more comes in this run; None as long as messages come.
+        member: the index of the other rank.
+        poisoned: the reason why no more messages arrive in this run; None until then.
     """
 
     def __init__(
@@ -132,16 +135,16 @@ class RemoteLink:
         self.member = peer.member
         self.poisoned: Any = None
         self._peer, self._device, self._out, self._into, self._small = peer, device, out, into, small
-        self._sent = self._received = Form(None, ())  # of the last message in each direction
+        self._sent = self._received = Form(None, ())  # the form of the last message in each direction
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
         self._most, self._limit = most, most
-        self._arrived = self._taken = self._expected = 0  # messages since the link was made
-        self._coming: deque[tuple[Any, Tensor]] = deque()  # frames, with their transfers
+        self._arrived = self._taken = self._expected = 0  # numbers of messages since the link was created
+        self._coming: deque[tuple[Any, Tensor]] = deque()  # posted receives of frames
         self._free: list[Tensor] = []  # frames that have been read
-        self._large: tuple[list[Any], list[Tensor | None]] | None = None  # tensors behind the next frame, likewise
+        self._large: tuple[list[Any], list[Tensor | None]] | None = None  # posted receives of the next large tensors
 
     def expect(self, messages: int, *, back: bool = True) -> None:
-        """Prepare for a run with so many messages in each direction, or without those that come ``back``."""
+        """Prepare for a run with this many ``messages`` in each direction, or in one direction if not ``back``."""
         self.poisoned, self._limit = None, None if back else self._most
         self._expected = self._taken + (messages if back or self._most is None else 0)
         if self._expected > self._taken:
@@ -150,26 +153,26 @@ class RemoteLink:
     def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
         form, tensors = form_of(payload)
-        if self._out is not None:  # before the head, which says that it is done
+        if self._out is not None:  # before the head, which announces that the transfers are queued
             self._out.send([each for each in tensors if each is not None])
             tensors = []
         text = b"" if form == self._sent else pickle.dumps(form)
         self._send(microbatch, text, form, [each.cpu() for each in bytes_of(tensors)], flag=flag)
 
     def poison(self, why: Any) -> None:
-        """Tell the other end that nothing more comes in this run, and why: an object that can be pickled."""
+        """Send ``why``, a picklable object, as the last message of this run: the reason why no more follow."""
         self._send(_POISON, pickle.dumps(why), self._sent)
 
     def tell(self, pickled: bytes) -> None:
-        """Send an object outside of a run."""
+        """Send a pickled object outside a run."""
         self._send(_OBJECT, pickled, self._sent)
 
     def get(self) -> tuple[int, bool, Any]:
-        """Wait for the next message: its micro-batch, flag, and payload.
+        """Wait for the next message, and return its micro-batch, flag and payload.
 
         Raises:
-            Cancelled: nothing more comes in this run; ``poisoned`` says why.
-            UnreachableError: the connection has ended, or the message does not arrive in time.
+            Cancelled: no more messages arrive in this run; ``poisoned`` is the reason.
+            UnreachableError: the connection was closed, or the message does not arrive in time.
         """
         microbatch, flag, tensors = self._take()
         return microbatch, flag, self._received.payload(tensors)
@@ -178,7 +181,7 @@ class RemoteLink:
         return self._next()[1]
 
     def drain(self, *, expected: bool = False) -> None:
-        """After a failed run: receive up to the message that ends it, or the last ``expected`` one."""
+        """Drain a failed run: receive until its final message, or the last ``expected`` one."""
         if self._into is not None:
             self._into.drain()
         with suppress(Cancelled):
@@ -193,7 +196,7 @@ class RemoteLink:
         head = torch.tensor([kind, len(text), flag, self._taken], dtype=torch.int64, device="cpu").view(torch.uint8)
         frame, behind = [head], []
         if text:
-            behind += [_FILLER] * self._apart(self._sent, self._out)  # what the other end has begun to receive
+            behind += [_FILLER] * self._apart(self._sent, self._out)  # complete the receives posted at the other end
             (frame if len(text) <= ROOM else behind).append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         (behind if self._apart(form, self._out) else frame).extend(data)
         self._sent = form
@@ -205,7 +208,7 @@ class RemoteLink:
             self._forget()
 
     def _apart(self, form: Form, direct: Direct | None) -> int:
-        """How many tensors of a message are not part of its frame."""
+        """Return the number of tensors of a message that are not part of its frame."""
         return len(form.sizes) if direct is None and sum(form.sizes) > self._small else 0
 
     def _forget(self) -> None:
@@ -214,7 +217,7 @@ class RemoteLink:
             self._peer.wait(work)
 
     def _take(self) -> tuple[int, bool, list[Tensor | None]]:
-        """The next message of a run: its micro-batch, flag, and tensors."""
+        """Wait for the next message of a run, and return its micro-batch, flag and tensors."""
         if self.poisoned is not None:
             raise Cancelled
         (microbatch, _, flag, taken), told, data, tensors = self._next()
@@ -234,13 +237,13 @@ class RemoteLink:
         return microbatch, bool(flag), tensors
 
     def _fill(self, tensors: Sequence[Tensor | None], data: Tensor) -> None:
-        """Copy what came in a frame. As views of it, tensors would share a version counter."""
+        """Copy the tensors from a frame: if they were views of it, they would share a version counter."""
         for part in bytes_of(tensors):
             part.copy_(data[: len(part)])
             data = data[len(part) :]
 
     def _look_ahead(self, frames: int) -> None:
-        """Start to receive so many frames, and the large tensors of the next message of the run, before ``get``."""
+        """Post the receives of up to this many ``frames``, and of the next message's large tensors, before ``get``."""
         with suppress(UnreachableError):  # the next wait raises it
             self._begin(frames)
             if self._expected > self._taken:
@@ -248,7 +251,7 @@ class RemoteLink:
 
     def _begin(self, frames: int) -> None:
         while len(self._coming) < frames:
-            with torch.inference_mode(False):  # a frame is used again, outside of that mode too
+            with torch.inference_mode(False):  # frames are reused, even outside inference mode
                 size = _HEAD + ROOM + self._small
                 frame = self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8, device="cpu")
             self._coming.append((self._peer.receive(frame), frame))
@@ -259,7 +262,7 @@ class RemoteLink:
             self._large = [self._peer.receive(part, _BESIDE) for part in bytes_of(tensors)], tensors
 
     def _take_large(self) -> list[Tensor | None] | None:
-        """The tensors that are not part of a frame, if messages of this form have such."""
+        """Wait for the tensors that are not part of a frame. Return None if messages of this form have none."""
         self._begin_large()
         if self._large is None:
             return None
@@ -269,9 +272,9 @@ class RemoteLink:
         return tensors
 
     def _next(self) -> tuple[list[int], Any, Tensor, list[Tensor | None] | None]:
-        """The next message: its head, what it tells, and its tensors: their bytes, or those that are large.
+        """Wait for the next message, and return its head, its form or object, the rest of its frame, and large tensors.
 
-        The bytes are in a frame, which is overwritten when this link begins to receive again.
+        The frame is overwritten when this link posts its next receive.
         """
         self._begin(1)
         work, frame = self._coming.popleft()

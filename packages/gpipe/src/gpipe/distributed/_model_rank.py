@@ -1,4 +1,4 @@
-"""The part of a pipe that one process has, for a model whose own forward runs in each process."""
+"""The :class:`Rank` of a model with a custom forward, which runs in each process."""
 
 from __future__ import annotations
 
@@ -185,6 +185,6 @@ _SEEN = 1024
 """The number of elements per CPU tensor that the checksums cover."""
 
 _NEEDS_INPUTS = (
-    "every rank needs the inputs, because the forward of the model runs on each of them; give the same mini-batch on "
+    "every rank needs the inputs, because the forward of the model runs on each of them; pass the same mini-batch on "
     "all ranks"
 )

@@ -1,4 +1,4 @@
-"""The norm of the gradients of all stages, wherever they are, and what is clipped by it."""
+"""Compute the gradient norm over all stages, and clip gradients by it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ._rendezvous import Report
 def norm_over(
     group: Group | None, meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """The 2-norm of the gradients of all members of ``group``, which call this together; returned on ``device``.
+    """Return the 2-norm of the gradients of all members of ``group``, which call this together.
 
     Args:
-        group: all processes by default; reduces on devices whose backend it has.
-        meet: exchanges reports between the same members, also to find out whether one does not take part.
-        gradients: those that only this member has, maybe none; of sharded ones each member of the mesh has a part.
+        group: the members; by default all processes. It reduces on ``device`` if it has a backend for it.
+        meet: exchanges reports between the same members, and detects members that do not take part.
+        gradients: the gradients that only this member has, maybe none. Members of a mesh each pass their shards.
+        device: the device of the result, a float32 scalar.
     """
     with torch.no_grad():
         dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
@@ -38,7 +39,7 @@ def _whole(norm: Any) -> Tensor:
 
 def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
-        meet({})  # a reduction in which a member does not take part would never end
+        meet({})  # because a reduction without one of the members would hang
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
         return square
     squares = [each["square"] for each in meet({"square": square.item()})]
@@ -46,7 +47,7 @@ def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], sq
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients of ``parameters`` down if the ``norm`` of all is larger than ``max_norm``."""
+    """Scale the gradients of ``parameters`` down if ``norm``, the norm of all gradients, exceeds ``max_norm``."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     has_sparse = any(parameter.grad.is_sparse for parameter in trained)  # type: ignore[union-attr]
     clip_grads_with_norm_(trained, max_norm, norm, foreach=False if has_sparse else None)

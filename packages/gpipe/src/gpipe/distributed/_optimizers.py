@@ -1,6 +1,7 @@
-"""The state of an optimizer by the names of parameters, so that a rank finds the state of its own parameters in it.
+"""Optimizer state keyed by parameter name, so that each rank finds the state of its own parameters.
 
-Written as by ``torch.distributed.checkpoint.state_dict``: ``state.<name>.<key>`` and ``param_groups.<name>.<option>``.
+The keys are those of ``torch.distributed.checkpoint.state_dict``: ``state.<name>.<key>`` and
+``param_groups.<name>.<option>``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _MEMBERS = {"params", "param_names"}
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under their names in the state dict; a shared one has several."""
+    """Return the parameters by their names in the state dict. A shared parameter has several names."""
     found = module.state_dict(keep_vars=True).items()
     return {name: value for name, value in found if isinstance(value, nn.Parameter)}
 
 
 def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
-    """For each group of ``optimizer``, the names of its parameters in ``module``; ValueError if one has none."""
+    """Return the names in ``module`` of each parameter in each group of ``optimizer``; ValueError if one has none."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in parameters_by_name(module).items():
         names.setdefault(parameter, []).append(name)
@@ -32,14 +33,14 @@ def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
-                    f"optimizer: has a parameter of shape {tuple(parameter.shape)} that is not one of the "
-                    f"{type(module).__name__}; make it of parameters() of what is saved or loaded"
+                    f"optimizer: has a parameter of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    f"{type(module).__name__}; create it from parameters() of the module that is saved or loaded"
                 )
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def by_name(module: nn.Module, optimizer: Optimizer) -> State:
-    """The state of ``optimizer`` by the names of its parameters in ``module``."""
+    """Return the state of ``optimizer``, keyed by the names of its parameters in ``module``."""
     found: State = {"class": type(optimizer).__name__, "state": {}, "param_groups": {}}
     saved = optimizer.state_dict()
     for group, members in zip(saved["param_groups"], names_in(module, optimizer), strict=True):
@@ -51,12 +52,14 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
 
 
 def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
-    """A state dict for ``optimizer.load_state_dict``, of states by name, also of other ranks; ValueError if it does not
-    fit.
+    """Convert states by name to a state dict for ``optimizer.load_state_dict``; ValueError if they do not fit.
+
+    Args:
+        found: the result of :func:`by_name` when the state was saved, possibly with parameters of other ranks.
     """
     own = type(optimizer).__name__
     if found.get("class", own) != own:
-        raise ValueError(f"optimizer: the checkpoint has the state of {found['class']}, and this is {own}")
+        raise ValueError(f"optimizer: the checkpoint has the state of {found['class']}, but this optimizer is {own}")
     saved = optimizer.state_dict()
     state: dict[int, State] = {}
     groups = []
@@ -76,7 +79,7 @@ def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
         if name in found["param_groups"]:
             return name
     raise ValueError(
-        f"optimizer: the checkpoint has no state of {names[0]!r}; it was not in the optimizer that was saved"
+        f"optimizer: the checkpoint has no state of {names[0]!r}, which was not in the optimizer that was saved"
     )
 
 
@@ -87,6 +90,6 @@ def _options(names: Sequence[str], groups: Mapping[str, State]) -> State:
             if other is not value and other != value:
                 raise ValueError(
                     f"optimizer: {names[0]!r} and {name!r} are in one group, but the checkpoint has {key}={value!r} "
-                    f"of the one and {other!r} of the other; make the groups as they were when it was saved"
+                    f"for the first and {other!r} for the second; create the same groups as when it was saved"
                 )
     return groups[names[0]] if names else {}

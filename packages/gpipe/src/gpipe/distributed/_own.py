@@ -1,4 +1,4 @@
-"""The part of the model that a rank keeps: its own stages, on its own devices."""
+"""The partitions that a rank keeps, on its own devices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _OF_HOSTS = frozenset({"gloo", "mpi", "fake"})
 
 
 class Share(NamedTuple):
-    """The stages of a rank, and what it shares with others.
+    """The stages of a rank, and the tensors that it shares with other ranks.
 
     Attributes:
-        every: the partitions of all stages; those of other ranks are not moved.
-        numbers: the numbers of the stages of this rank.
-        partitions, devices: the partition and the device of each of these.
-        tied: the tensors of this rank that other ranks have too.
-        ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
+        every: the partitions of all stages. The partitions of other ranks are not moved.
+        numbers: the indices of this rank's stages.
+        partitions, devices: the partition and the device of each of this rank's stages.
+        tied: the tensors of this rank that other ranks also have.
+        ties: for each pair of ranks that share tensors, two stages with such a tensor, one on each rank.
     """
 
     every: list[nn.Module]
@@ -42,11 +42,11 @@ class Share(NamedTuple):
 
     @property
     def device_of(self) -> dict[int, torch.device]:
-        """The device of each stage of this rank, by its number."""
+        """The device of each stage of this rank, by stage index."""
         return dict(zip(self.numbers, self.devices, strict=True))
 
     def told(self, transport: str) -> dict[str, Any]:
-        """What a rank tells the others: its stages that are ``trained``, and the ``backends`` of their devices."""
+        """Return the report for other ranks: the stages that are ``trained``, and the ``backends`` of all devices."""
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
         backends = {j: backend_of(device, transport) for j, device in self.device_of.items()}
@@ -61,13 +61,22 @@ def own_share(
     initializer: Initializer | None,
     norm_chunks: int = 0,
 ) -> Share:
-    """Move the partitions of rank ``me``, of ``every`` one, to their devices. After an error no layer has moved."""
+    """Move the partitions of rank ``me`` to their devices. If an error is raised, no layer has moved.
+
+    Args:
+        every: the partitions of all stages.
+        ranks: the rank of each stage.
+        me: this rank.
+        device: the device of this rank's stages, or a list with one device per stage.
+        initializer: initializes the layers, if any.
+        norm_chunks: convert batch norms to deferred ones with this number of micro-batches; 0 to keep them.
+    """
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     tied, ties = tied_of(every, ranks, me)
     layers = {name: layer for partition in every for name, layer in partition.named_children()}
-    # What an initializer draws for the layers of one rank, others must not draw too, nor may their generators differ.
+    # Ranks must initialize their layers from different random numbers, but keep equal default generators.
     with torch.random.fork_rng(devices=[], enabled=initializer is not None):
         if initializer is not None and not isinstance(initializer, Loaded):
             torch.manual_seed(next_seed() + me)
@@ -79,13 +88,13 @@ def _places(device: Any, count: int) -> list[torch.device]:
     given = list(device) if isinstance(device, (list, tuple)) else [device] * count
     if len(given) != count:
         raise ValueError(
-            f"device: expected one, or one for each of the {count} stages of this rank; got {len(given)}: {device!r}"
+            f"device: expected one device, or {count}, one for each stage of this rank; got {len(given)}: {device!r}"
         )
     return [parsed_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]
 
 
 def backend_of(device: torch.device, transport: str) -> str | None:
-    """The backend of process groups that sends from ``device``, such as ``"nccl"``; None if that is by way of hosts."""
+    """Return the process group backend that sends from ``device``, such as ``"nccl"``; None to use host memory."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
     if transport == "host" or not has_streams(device):

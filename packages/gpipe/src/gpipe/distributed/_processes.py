@@ -1,4 +1,4 @@
-"""The ranks of a pipe: what they agree on before a run, send each other in it, and report at its end."""
+"""Coordinate the ranks of a pipe: agree before a run, exchange messages during it, report at its end."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from ._tied import TiedTensors, expect_alike
 from ._wires import ChannelEnds, open_wires, tags
 
 _BEFORE: Final[When] = (-2.0, -1)
-"""The time of a failure before the first step of a run."""
+"""The time assigned to a failure before the first step of a run."""
 
 _UNLIKE: Final[When] = (-1.0, -1)
-"""The time at which ranks find that they were given other arguments: after failures that keep one of them from that."""
+"""The time assigned to a difference between the arguments of ranks. Failures before the first step are earlier."""
 
 Errors = list[BaseException]
-"""A failure of this rank, or nothing. It leaves the list before an error is raised, whose frames refer to the list: so
-they are freed with the error, and with them what layers held in memory.
+"""The failure of this rank, if any. It is removed from the list before an error is raised, because the frames of that
+error refer to the list: otherwise a reference cycle would keep the frames, and the tensors of layers, in memory.
 """
 
 
 class Rows(NamedTuple):
-    """A micro-batch whose values are on another rank: the number of rows of each tensor."""
+    """A micro-batch whose values are on another rank: only the number of rows of each tensor."""
 
     rows: tuple[int, ...]
 
 
 class Opening:
-    """What ranks know of a run before it begins.
+    """The facts about a run that ranks agree on before it starts.
 
     Attributes:
-        alike: values that must be equal on all ranks, by names that a user knows.
+        alike: values that must be equal on all ranks, keyed by the names used in error messages.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
-        whole: whether the loss is computed once, on the outputs of all of them.
-        seed: that of the run's random numbers; None if no run follows.
+        whole: whether the loss is computed once, on the outputs of all micro-batches.
+        seed: the seed of the run's random numbers; None until it is announced.
     """
 
     def __init__(self) -> None:
@@ -63,17 +63,19 @@ class Opening:
 
 
 class Ranks(Processes):
-    """The ranks of a pipe, as one of them sees the others. Each takes its own steps of a common schedule.
+    """One rank's view of the ranks of a pipe. Each rank runs its own actions of a common schedule.
 
     Args:
         share: the part of the model that this rank has.
-        routes: each two stages, besides neighbors, that send each other tensors.
+        routes: pairs of stages, other than neighbors, that exchange tensors.
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
-        replicas: the processes that end each step together with this one.
-        told: by rank, what :meth:`Share.told` returned there.
+        replicas: the processes that synchronize with this one at the end of each step.
+        told: the result of :meth:`Share.told` on each rank, by rank.
 
     Attributes:
+        ranks: the rank of each stage.
+        me: this rank.
         tied: the tensors that ranks share.
     """
 
@@ -95,16 +97,16 @@ class Ranks(Processes):
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         channels, devices = channels_between(ranks, routes, share.ties), share.device_of
         self._wires = open_wires(self._rendezvous, ranks, channels, devices, backends)
-        # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
+        # A shutdown would require all ranks to take part. Ending the wires loses no transfers between runs.
         self._end_wires = weakref.finalize(self, self._wires.end)
         self._microbatches = 0
         self._links: dict[int, RemoteLink] = {}  # by channel
         by_rank: dict[int, RemoteLink] = {}
         for number, a, b in channels:
-            if self.me in (ranks[a], ranks[b]):  # which is at one of the two only
+            if self.me in (ranks[a], ranks[b]):  # never both, see channels_between
                 (out, into), (here, there) = tags(number), (a, b)
-                # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that
-                # waits for what is taken in earlier ticks waits for no rank that waits for it.
+                # As many as 1F1B has in flight. Without backwards, stage j computes micro-batch t - j in tick t. A
+                # sender waits only for messages that are received in earlier ticks, so ranks cannot deadlock.
                 most: int | None = max(b - a + 1, len(ranks) - a)
                 if ranks[b] == self.me:
                     out, into, here, there, most = into, out, b, a, None
@@ -134,7 +136,7 @@ class Ranks(Processes):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for messages outside of a run: after a failure, no run begins any more."""
+        """Exchange messages outside a run. After a failure, the connections are closed and no further run can start."""
         try:
             with self._rendezvous.reaching():
                 yield
@@ -143,7 +145,7 @@ class Ranks(Processes):
             raise
 
     def leave(self) -> None:
-        """Close all connections to other ranks after a failure, unless they are closed; no run begins any more."""
+        """Close all connections to other ranks after a failure, so that no further run can start."""
         if not self._closed:
             self._rendezvous.leave()
             self._wires.end()
@@ -158,16 +160,19 @@ class Ranks(Processes):
 
     def _expect_all(self) -> None:
         if self._closed:
-            raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
+            raise RuntimeError("this Rank was closed, with its connections to other ranks; create a new one")
         self._rendezvous.expect_open()
 
     def closing(self, report: Report) -> list[Report]:
-        """End what began with :meth:`opening` and is no run: return the reports of all, or raise the error of one."""
+        """End a call that began with :meth:`opening` and is not a run: return all ranks' reports, or raise an error.
+
+        The error is the earliest one of any rank.
+        """
         self._expect(backwards=False)
         return self._end(None, [], report)
 
     def _meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
-        """Send a report to all ranks, and return those of all; or find out who is ``lost``."""
+        """Exchange reports with all ranks. Raise LostRankError instead if a rank cannot be reached, as in ``lost``."""
         self._expect_all()
         with self._reaching():
             for error in lost:
@@ -176,11 +181,11 @@ class Ranks(Processes):
 
     @contextmanager
     def opening(self) -> Iterator[Opening]:
-        """A context for checks of this rank before a run, or before another call of all ranks.
+        """Run the checks of this rank before a run, or before another call of all ranks.
 
-        No rank waits for all others: the rank of the first stage goes on at once, and each other rank when it has
-        received the announcement of the run. A rank that finds an error, or has other arguments than the rank of the
-        first stage, cancels the run; the others learn of it while they wait for a message, or at the end.
+        No rank waits for all others: the rank of the first stage continues at once, and each other rank once it has
+        received the announcement of the run. A rank with an error, or with different arguments than the rank of the
+        first stage, cancels the run. The others are notified while they wait for a message, or at the end.
         """
         self._expect_all()
         found = Opening()
@@ -209,19 +214,19 @@ class Ranks(Processes):
             self.call_off(errors, report)
 
     def call_off(self, errors: Errors, report: Report | None = None) -> NoReturn:
-        """Cancel a run that has not begun, on all ranks."""
+        """Cancel, on all ranks, a run that has not started, and raise its earliest error."""
         self._expect(backwards=False)
         self._end(None, errors, report or _failure(None, errors[0]))
         raise AssertionError("unreachable")
 
     @contextmanager
     def together(self, run: RunState) -> Iterator[None]:
-        """A context for a whole run: all ranks meet at its end, and learn whether another one has failed."""
+        """Run a block as a full run: all ranks synchronize at its end, and raise the earliest failure of any rank."""
         errors: Errors = []
         self._expect(backwards=run.trains)
         try:
             yield
-            self._wires.settle()  # before anything reads values that may not have arrived
+            self._wires.settle()  # nothing may read values that have not arrived
             self._wires.check()
             report = _success(run)
             if copies := self.tied.states():
@@ -237,12 +242,12 @@ class Ranks(Processes):
             link.expect(self._microbatches, back=backwards)
 
     def _end(self, run: RunState | None, errors: Errors, report: Report) -> list[Report]:
-        """Meet the other ranks at the end of a run, and raise its earliest failure on any of them."""
+        """Synchronize all ranks at the end of a run, and raise the earliest failure of any rank."""
         lost = [error for error in errors if isinstance(error, UnreachableError)]
         if errors and not lost:
             self._poison(run)
-            for link in self._links.values():  # receive all messages, so that no rank waits for this one to take them
-                with suppress(UnreachableError):  # the meeting finds out who is lost
+            for link in self._links.values():  # receive all messages, so that no sender waits for this rank
+                with suppress(UnreachableError):  # the synchronization below identifies lost ranks
                     link.drain(expected=True)
         reports = self._meet(report, *lost)
         has_failed = any("failed" in each for each in reports)
@@ -252,7 +257,7 @@ class Ranks(Processes):
             self._poison(run)
         elif run is not None and not has_failed:
             self._learn(run, reports)
-        with self._reaching():  # no message of this run is left for the next one to read
+        with self._reaching():  # the next run must not receive messages of this one
             for link in self._links.values() if has_failed else ():
                 link.drain()
             if has_failed:
@@ -266,14 +271,14 @@ class Ranks(Processes):
 
     def _poison(self, run: RunState | None) -> None:
         for link in self._links.values():
-            with suppress(UnreachableError):  # the other neighbours still have to be told
+            with suppress(UnreachableError):  # the remaining links must still be notified
                 link.poison(_earliest(run))
 
     def _learn(self, run: RunState, reports: Sequence[Report]) -> None:
         if isinstance(run.loss, FarLoss):
             run.loss.verdict = reports[self.ranks[-1]]["verdict"]
         if run.observer is not None:
-            now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
+            now = time.perf_counter()  # all ranks leave a synchronization at nearly the same time
             for k, each in enumerate(self._meet({"events": run.observer.export_events(now)})):
                 if k != self.me:
                     run.observer.import_events(each["events"], now)
@@ -292,17 +297,24 @@ class Ranks(Processes):
 def channels_between(
     ranks: Sequence[int], routes: Sequence[tuple[int, int]], ties: Sequence[tuple[int, int]]
 ) -> list[ChannelEnds]:
-    """The channels between stages of two ranks, of skips, and of shared tensors, numbered alike on all ranks."""
+    """Return the channels between different ranks, for neighbors, skips and shared tensors, equal on all ranks.
+
+    Args:
+        ranks: the rank of each stage.
+        routes: pairs of stages connected by skips.
+        ties: pairs of stages that share tensors.
+    """
     ends = [*[(j - 1, j) for j in range(1, len(ranks))], *routes, *ties]
     return [(number, a, b) for number, (a, b) in enumerate(ends, start=1) if ranks[a] != ranks[b]]
 
 
 class RemoteChannel(Channel):
-    """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
+    """A channel to a stage on another rank, for one run: values in one direction, gradients in the other.
 
     Args:
-        run: its failures are told when the other rank cancels it. Each message says whether its losses return a count,
-            as far as the sender knows.
+        link: the messages to and from the other rank.
+        run: the run, which records a failure when the other rank cancels it. Each message has a flag: True if the
+            sender knows that the losses of the run return counts.
     """
 
     __slots__ = ()
@@ -332,7 +344,7 @@ class RemoteChannel(Channel):
         self.put_values = self.put_gradients = put
 
     def cancel(self) -> None:
-        """Nothing: other ranks learn of a failure by :meth:`RemoteLink.poison`."""
+        """Do nothing: other ranks are notified of a failure by :meth:`RemoteLink.poison`."""
 
 
 def _earliest(run: RunState | None) -> When:

@@ -1,4 +1,4 @@
-"""One process's part of a pipe whose stages are in several processes."""
+""":class:`Rank`: one process's part of a pipe that spans several processes."""
 
 from __future__ import annotations
 
@@ -55,42 +55,46 @@ from ._sharded import Sharding
 
 
 class Rank(Stepping):
-    """One process's part of a pipe: the layers of its stages, under the names that they have in the model.
+    """One process's part of a pipe: the layers of its stages, under the model's names.
 
-    Every process of a group makes a ``Rank`` of the same model with the same arguments, and calls the same methods in
-    the same order. Loss, on all ranks, and gradients are those of :class:`gpipe.GPipe` in one process.
+    Every process of a group creates a ``Rank`` of the same model with the same arguments, and calls the same methods in
+    the same order. The gradients, and the loss on all ranks, match :class:`gpipe.GPipe` in one process.
 
     Args:
-        module: the whole model, as :class:`gpipe.GPipe` takes it. Only this rank's layers are kept, and moved to its
-            device; of a model on ``meta``, ``init`` allocates and fills these layers alone. A model with a forward of
-            its own keeps its other layers on ``meta``, and its forward runs on each rank.
-        balance: the number of layers, or blocks, of each stage. Of a model with a forward of its own it is optional:
-            its blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
+        module: the full model, as for :class:`gpipe.GPipe`. Only this rank's layers are kept, and moved to its device.
+            If the model is on ``meta``, ``init`` allocates and fills only these layers. A model with a custom forward
+            keeps its other layers on ``meta``, and its forward runs on each rank.
+        balance: the number of layers, or blocks, of each stage. It is optional for a model with a custom forward, whose
+            blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
         blocks, sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
-        chunks: the number of micro-batches that a mini-batch is cut into.
-        checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
-        ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
-            has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
-        group: the processes that take part, as a process group or a mesh of one dimension such as ``mesh["pp"]``; all
-            by default. A gloo group of the same processes carries the messages.
-        replicas: the group, or mesh, of the processes with the same stages, one of each replica of the pipe. They end
-            each :meth:`step` together: if it fails in one, it raises in all. They must begin with the same weights and
-            buffers.
-        device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
-        timeout: how long to wait for another rank before it counts as lost; the timeout of ``group`` by default. It
-            must be longer than a whole step, and what comes between two steps, takes on any rank.
-        transport: how tensors on accelerators go to other ranks. ``"auto"``: from device to device where PyTorch has a
-            backend for both, such as NCCL, and they are not the same device. ``"host"``: by way of host memory.
+        chunks: the number of micro-batches per mini-batch.
+        checkpoint: which micro-batches are recomputed: a mode, or a list with one mode per stage.
+        ranks: the process of each stage, as its index in the group. By default process ``j % n`` of n has stage j, as
+            for ``"interleaved"``. ``[0, 1, 1, 0]`` is the placement for a V-shaped schedule.
+        group: the processes that take part, as a process group or a one-dimensional mesh such as ``mesh["pp"]``; by
+            default all processes. A private gloo group of the same processes carries the messages.
+        replicas: the group, or mesh, of the processes with the same stages, one per replica of the pipe. They
+            synchronize at the end of each :meth:`step`: if it fails in one, it raises in all. They must start with the
+            same weights and buffers.
+        device: the device of this rank's stages, or a list with one device per stage; by default the CPU.
+        timeout: how long to wait for another rank before it counts as lost, in seconds or as a ``timedelta``; by
+            default the timeout of ``group``. It must exceed the time any rank needs for a step and for the work between
+            two steps.
+        transport: how tensors on accelerators are sent to other ranks. ``"auto"``: from device to device if PyTorch has
+            a backend for both, such as NCCL, else through host memory. ``"host"``: always through host memory, for
+            example because two ranks share a device.
 
     Attributes:
-        stages: the numbers of the stages of this rank, a list of int.
+        stages: the indices of this rank's stages, a list of int.
         balance: the number of layers of each stage of the model, a list of int.
-        ranks: the number, in the group, of the process that has each stage, a list of int.
-        partitions: an ``nn.ModuleList`` with the layers of each stage of this rank.
+        ranks: the process of each stage, as its index in the group, a list of int.
+        partitions: an ``nn.ModuleList`` with the layers of each of this rank's stages.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: on every rank: as :class:`gpipe.GPipe`; ``ranks`` does not fit; arguments differ.
+        ValueError, TypeError: as for :class:`gpipe.GPipe`; ``ranks`` does not fit; or arguments differ between ranks.
+            Raised on every rank.
+        LostRankError: another process has exited, or does not create its rank within ``timeout``.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> dist.init_process_group("gloo")  # doctest: +SKIP
@@ -163,11 +167,11 @@ class Rank(Stepping):
         stages: int,
         sample: Any,
     ) -> list[nn.Module]:
-        """Set the balance, and return the partition of each stage; as many as ``stages`` if no balance is given."""
+        """Set the balance, and return the partition of each stage. Without ``balance``, there are ``stages`` stages."""
         expect_sequential(module)
         assert isinstance(module, nn.Sequential)
         if blocks is not None or sample is not None:
-            raise TypeError("blocks= and sample= are for a model with a forward of its own; leave them out")
+            raise TypeError("blocks= and sample= are for a model with a custom forward; omit them")
         if balance is None:
             raise BalanceError(recommend_auto_balance("balance is required: how many layers each stage gets"))
         verify_skippables(module)
@@ -176,7 +180,7 @@ class Rank(Stepping):
         return [*partitions_of(module, self._balance)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
-        """Add to the first partition of each rank what all ranks have."""
+        """Add the modules that all ranks have to the first partition of each rank."""
 
     def _keep(self, module: nn.Module, share: Share) -> None:
         """Register the layers of this rank."""
@@ -186,7 +190,7 @@ class Rank(Stepping):
         self._guards = _guarded(share)
 
     def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
-        """Make the stages of the engine, and connect them to those of other ranks."""
+        """Create the engine's stages, and connect them to the stages of other ranks."""
         devices = share.device_of
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))])
@@ -198,17 +202,17 @@ class Rank(Stepping):
     def _joined(
         self, share: Share, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
     ) -> Ranks:
-        """Connect to the other ranks, with channels for these ``routes`` besides those between neighbors."""
+        """Connect to the other ranks, with channels between neighbors and for these ``routes``."""
         self._trained = sorted(j for each in told for j in each["trained"])
         self._processes = Ranks(share, routes, groups, self._ranks, self._replicas, told)
         return self._processes
 
     def _copy_streams(self, share: Share) -> list[CopyStreams]:
-        streams = {device: CopyStreams.on(device) for device in share.devices}  # torch has few: see MOST of wires
+        streams = {device: CopyStreams.on(device) for device in share.devices}  # shared: torch has few, see MOST
         return [streams[each] for each in share.devices]
 
     def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
-        """What must be equal on all ranks when they are made, by names that a user knows."""
+        """Return the values that must be equal on all ranks at construction, keyed by names for error messages."""
         return {
             "balance": self._balance,
             "ranks": self._ranks,
@@ -220,17 +224,17 @@ class Rank(Stepping):
 
     @property
     def stages(self) -> list[int]:
-        """The numbers of the stages of this rank."""
+        """The indices of this rank's stages."""
         return [stage.index for stage in self._pipeline.stages]
 
     @property
     def ranks(self) -> list[int]:
-        """The process of each stage, by its number in the group."""
+        """The process of each stage, as its index in the group."""
         return list(self._ranks)
 
     @property
     def checkpoint(self) -> Modes:
-        """Which micro-batches are checkpointed, as the argument says."""
+        """The checkpoint mode, or a list with one mode per stage."""
         return copy.copy(self._checkpoint)
 
     @checkpoint.setter
@@ -238,7 +242,7 @@ class Rank(Stepping):
         raise AttributeError(f"checkpoint of a Rank cannot be set to {mode!r}{self._ANEW}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rank:
-        """Called when the rank, or a module around it, is moved or changes its dtype."""
+        """Apply ``fn`` to all tensors, when the rank or a module around it is moved or cast; only a cast is allowed."""
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -251,14 +255,14 @@ class Rank(Stepping):
         """Compute the output in the pipeline, without gradients.
 
         Args:
-            args, kwargs: the inputs of the model, on the rank of the first stage. Other ranks may leave them out; of a
-                model with a forward of its own all ranks need the same ones.
+            args, kwargs: the inputs of the model, on the rank of the first stage. Other ranks may omit them, but for a
+                model with a custom forward all ranks need the same inputs.
 
         Returns:
-            The output of the model on the rank of the last stage, None on the others.
+            The output of the model on the rank of the last stage, and None on the other ranks.
 
         Raises:
-            TypeError, ValueError: the input is missing on a rank that needs it, or cannot be cut into micro-batches.
+            TypeError, ValueError: the input is missing on a rank that needs it, or cannot be split into micro-batches.
         """
         refuse_transforms()
         with self._opening("forward") as found:
@@ -272,31 +276,31 @@ class Rank(Stepping):
         return self._gathered(outputs, found.batches) if self._pipeline.ends else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Clip the gradients of all stages by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        All ranks call this together, after gradients were averaged over replicas. A weight that stages of several ranks
-        share counts once; of sharded gradients all shards count. The host does not wait for accelerators.
+        All ranks call this together, after averaging gradients over replicas. A weight shared by stages on several
+        ranks counts once. For sharded gradients, all shards count. The host does not wait for accelerators.
 
         Args:
-            max_norm: the largest norm; smaller gradients stay as they are.
+            max_norm: the largest norm. Gradients with a smaller norm are not changed.
 
         Returns:
-            The 2-norm of all gradients before; the same on all ranks.
+            The 2-norm of all gradients before clipping, equal on all ranks.
 
         Raises:
-            LostRankError: another rank has ended.
+            LostRankError: another rank has exited or does not respond.
             RuntimeError: this rank was closed.
-            ValueError: another rank calls another method; on every rank.
+            ValueError: ranks call different methods. Raised on every rank.
         """
         norm = gradient_norm(self, "clip_grad_norm_")
         clip(self.parameters(), max_norm, norm)
         return norm
 
     def close(self) -> None:
-        """Close the connections to other ranks; without this call, they close when this object is freed.
+        """Close the connections to other ranks, which otherwise close when this object is freed.
 
-        Each rank calls this by itself, after the last step. Parameters and state dict remain usable. Later calls of
-        this :class:`Rank` raise RuntimeError; other ranks that still wait for it raise
+        Ranks call this independently of each other, after the last step. Parameters and state dict remain usable. Later
+        calls of this :class:`Rank` raise RuntimeError. Other ranks that still wait for it raise
         :class:`gpipe.distributed.LostRankError`.
         """
         with self._pipeline.section.entered():
@@ -305,15 +309,19 @@ class Rank(Stepping):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a Rank has connections to other processes, and cannot be copied or pickled; copy its parameters, as in "
-            "an average of rank.parameters(), or save rank.state_dict()"
+            "a Rank has connections to other processes, so it cannot be copied or pickled; copy rank.parameters(), as "
+            "for an average of weights, or save rank.state_dict()"
         )
 
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
     def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
-        """As in one process; ranks without them have numbers of rows for micro-batches, and a :class:`FarLoss`."""
+        """Prepare a step or an evaluation.
+
+        Ranks without the first stage have only row counts as micro-batches. Ranks without the last stage have a
+        :class:`FarLoss`.
+        """
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
             with self._opening(call.method, schedule) as found:
                 self._expect_fit(call)
@@ -330,7 +338,7 @@ class Rank(Stepping):
         return Prepared(asked.batches, self._size(len(asked.batches), trains=call.trains), losses, found.seed)
 
     def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
-        """Check a call; on the rank of the first stage, cut its inputs, and tell the others of the micro-batches."""
+        """Check a call. On the rank of the first stage, split its inputs into the micro-batches of ``found``."""
         if not self._pipeline.begins:
             return Asked(call, schedule, given_to(call), [])
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
@@ -344,7 +352,7 @@ class Rank(Stepping):
     def _rule(self, asked: Asked) -> Rule | None:
         found, call = super()._rule(asked), asked.call
         if found is None and call.target is None and not self._pipeline.ends and is_of_torch(call.loss_fn):
-            return Rule(own_loss, None)  # the target is given where the last stage is
+            return Rule(own_loss, None)  # only the rank of the last stage has the target
         return found
 
     def _unlike(self, asked: Asked) -> Unlike:
@@ -357,7 +365,10 @@ class Rank(Stepping):
         return unlike
 
     def _end_collectives(self) -> None:
-        """Let no other process wait in a layer for this one. If there are such layers, no step begins any more."""
+        """Close the connections that layers use for collectives, so that no process waits in one for this process.
+
+        If there are any, no further step can start.
+        """
         shared = [group for group in self._parallel if group.size() > 1]
         for group in shared:
             end_collectives(group)
@@ -373,9 +384,9 @@ class Rank(Stepping):
 
     @contextmanager
     def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:
-        """A context in which the rank of the first stage makes the micro-batches of a run, which all ranks know then.
+        """Check the arguments of a call on each rank. The block creates the micro-batches on the first stage's rank.
 
-        Each rank also checks there what it was given.
+        After the block, all ranks have the micro-batches' row counts.
         """
         with self._processes.opening() as found:
             self._expect_layers()
@@ -391,15 +402,15 @@ class Rank(Stepping):
             yield found
 
     def _choice(self, schedule: Schedule | str | None, *, whole: bool) -> Choice:
-        """What runs under that name. Nothing is measured, so ``"auto"`` is the default."""
+        """Return the schedule to run for ``schedule``. Nothing is measured, so ``"auto"`` means the default."""
         if isinstance(schedule, Schedule):
             return choice_of(schedule)
         name = named_for(schedule, whole=whole).lower()
-        # The first stage that is trained has no gradient of its input to send back before those of its weights.
+        # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 
     def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
-        """What must be equal on all ranks in a call, by names that a user knows."""
+        """Return the values that must be equal on all ranks in a call, keyed by names for error messages."""
         return {
             "the method that is called": method,
             "schedule": None if schedule is None else str(schedule),
@@ -410,21 +421,21 @@ class Rank(Stepping):
 
 
 _DECIDED = (
-    "the rank of the first stage decides whether the loss is computed once. It was given another loss_fn, target or "
-    "reduction= than the rank of the last stage, or none, and there it is not known how the losses of micro-batches "
-    "add up; pass the same on both ranks"
+    "the rank of the first stage decides whether the loss is computed once. It got a different loss_fn, target or "
+    "reduction= than the rank of the last stage, or none, and the rank of the last stage cannot determine how the "
+    "losses of micro-batches add up; pass the same on both ranks"
 )
 
 
 def _guarded(share: Share) -> list[RemovableHandle]:
-    """Guards at the parameters of other ranks: here they are not trained, and nobody would send their gradients."""
+    """Guard the parameters of other ranks against use here: they are not trained, and their gradients would be lost."""
     own = {id(parameter) for parameter in share.partitions.parameters()}
     return [
         refuse_in_runs(
             parameter,
-            f"{name!r} belongs to stage {j}, which is on another rank, and a layer or loss_fn of this one uses it: its "
-            "values here are those of the beginning, and its gradient would be lost; let its stage return what is "
-            "needed of it, or give both one stage",
+            f"{name!r} belongs to stage {j} on another rank, but a layer or loss_fn of this rank uses it: its values "
+            "here are the initial ones, and its gradient would be lost; return the needed values from its stage, or "
+            "put both into one stage",
         )
         for j, partition in enumerate(share.every)
         if j not in share.numbers
@@ -434,7 +445,7 @@ def _guarded(share: Share) -> list[RemovableHandle]:
 
 
 def gradient_norm(rank: Rank, method: str) -> Tensor:
-    """The 2-norm of the gradients of all ranks, which call this in the same ``method``."""
+    """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
     with rank._processes.opening() as found:
         found.alike = {"the method that is called": method}
     others = rank._processes.tied.of_others()
@@ -448,19 +459,19 @@ def _remove(guards: Sequence[RemovableHandle]) -> None:
 
 
 def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
-    """``ranks`` as a list with a member for each stage, checked: every member has a stage."""
+    """Return ``ranks`` as a list with the rank of each stage; ValueError unless every member has a stage."""
     if ranks is None:
         if stages < members:
             raise ValueError(
-                f"balance: {stages} stages cannot be divided among the {members} processes of the group; give at least "
-                "as many, or a smaller group"
+                f"balance: {stages} stages are too few for the {members} processes of the group; use at least one "
+                "stage per process, or a smaller group"
             )
         return [j % members for j in range(stages)]
     found = [whole(rank) for rank in ranks]
     if len(found) != stages or {*found} != {*range(members)}:
         raise ValueError(
-            f"ranks: expected for each of the {stages} stages the number of a process, with each of the {members} "
-            f"processes of the group among them; got {found}"
+            f"ranks: expected the index of a process for each of the {stages} stages, with each of the {members} "
+            f"processes of the group at least once; got {found}"
         )
     return found
 

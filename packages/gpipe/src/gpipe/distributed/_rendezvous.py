@@ -1,4 +1,4 @@
-"""A meeting of all ranks: each sends a report, and receives those of all others. And announcements of one to all."""
+"""Exchange objects between all ranks (all-gather, and broadcast from a root), and identify lost ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from ._groups import ALONE, Group, Groups, expect_group, open_groups
 from ._messages import RemoteLink
 
 Report = dict[str, Any]
-"""A dict that can be pickled."""
+"""A picklable dict."""
 
 _GRACE = timedelta(seconds=5)
 _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
-_FAILED = (
-    "a step has failed on this rank, for which others may wait; start the processes again, from the last checkpoint"
-)
+_FAILED = "a step has failed on this rank while others may wait for it; restart all processes from the last checkpoint"
 
 
 class Rendezvous:
-    """Each member sends its report to the root, which sends the reports of all to each.
+    """Each member sends its report to the root, which sends all reports to each member.
 
-    A member that cannot reach another one closes its connections. So all others that wait come to the store, where each
-    says that it is there: whoever was suspected and does not come is lost.
+    A member that cannot reach another one closes its connections. This wakes all members that wait for it, and each
+    registers as present in the store. A suspected member that does not register is lost.
     """
 
     def __init__(self, groups: Groups, root: int = 0) -> None:
@@ -38,13 +36,13 @@ class Rendezvous:
         self.is_root = groups.me == root
         others = [k for k in range(len(groups.members)) if k != root] if self.is_root else [root]
         tag = next(groups.tags)
-        # The root may still be waiting for another member, if there are any, when this one waits for its answer.
+        # While this member waits for the root's answer, the root may still be waiting for a third member.
         timeout = (1 if self.is_root or len(groups.members) == 2 else 2) * (groups.timeout + _GRACE)
         self._links = [RemoteLink(groups.peer(k, tag, tag, timeout), small=0) for k in others]
-        self._lost: str | None = None  # why no meeting begins any more
+        self._lost: str | None = None  # why no further exchange can start
 
     def announced(self, what: Any) -> Any:
-        """What the root says to all, none of which waits for any other; ``what`` at the root itself."""
+        """Broadcast ``what`` from the root, and return it. Members wait for the root only, and the root for none."""
         if not self.is_root:
             return self._links[0].hear()
         text = pickle.dumps(what)
@@ -53,7 +51,7 @@ class Rendezvous:
         return what
 
     def meet(self, report: Report) -> list[Report]:
-        """Send ``report``, and return those of all members; LostRankError, for good, if one is missing."""
+        """All-gather reports. If a member is missing, this call and all later ones raise LostRankError."""
         with self.reaching():
             return self._gather(report) if self.is_root else self._exchange(report)
 
@@ -63,8 +61,9 @@ class Rendezvous:
 
     @contextmanager
     def reaching(self) -> Iterator[None]:
-        """A context for what members do together. After a failure, no meeting begins any more: some members may be
-        done, and others may wait.
+        """Run a block that all members run together.
+
+        After a failure, no further exchange can start, because some members may have finished while others wait.
         """
         self.expect_open()
         try:
@@ -79,26 +78,29 @@ class Rendezvous:
             raise
 
     def leave(self, why: str = _FAILED) -> None:
-        """Close all connections; others find this member missing."""
+        """Close all connections. Other members then treat this one as lost."""
         self._lost = self._lost or why
         self.groups.end()
 
     def _found_lost(self, error: BaseException) -> str:
-        """What all members raise, each of which comes here, because of ``error``."""
+        """Return the message that all members raise after ``error``. Each member calls this."""
         suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
         patience = _MOMENT
         if isinstance(error, UnreachableError):
             suspects.add(error.member)
-            # That one may itself wait for the one that is lost, and come a moment later.
+            # That member may itself be waiting for the lost one, and get here a moment later.
             patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
-        self.groups.end()  # so that whoever waits for this member comes here too
+        self.groups.end()  # wakes the members that wait for this one, so that they get here too
         try:
             return self._called_roll(suspects, patience)
-        except RuntimeError:  # the process with the store has ended
+        except RuntimeError:  # the process with the store has exited
             return self._text(suspects)
 
     def _called_roll(self, suspects: set[int], patience: float) -> str:
-        """Say over the store that this member is there; wait for the suspects. The first to know says who is lost."""
+        """Register this member in the store, and wait for the suspects to register.
+
+        The first member that identifies the lost ones stores the message, which all members return.
+        """
         store, end = self.groups.store, time.monotonic() + patience
         store.set(f"here/{self.groups.me}", ",".join(map(str, suspects)))
         while not store.check(["lost"]):
@@ -113,9 +115,9 @@ class Rendezvous:
     def _text(self, members: set[int]) -> str:
         who = named([self.groups.members[k] for k in sorted(members)])
         return (
-            f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; start the processes "
-            "again, from the last checkpoint; if it was only slow, with a timeout longer than a whole step, and what "
-            "comes between two, may take"
+            f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; restart all processes "
+            "from the last checkpoint, and if a rank was only slow, with a timeout that exceeds the time of a step and "
+            "of the work between two steps"
         )
 
     def _gather(self, report: Report) -> list[Report]:
@@ -123,7 +125,7 @@ class Rendezvous:
         reports.insert(self.groups.me, report)
         text = _text_of(reports, report)
         for link in self._links:
-            with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
+            with suppress(UnreachableError):  # the next exchange detects a member that has exited since its report
                 link.tell(text)
                 link.flush()
         return reports
@@ -137,9 +139,9 @@ class Rendezvous:
 
 
 def _text_of(reports: Sequence[Report], own: Report) -> bytes:
-    """What the root tells all: the reports that say anything, by member.
+    """Pickle the non-empty reports, by member, for the root to send to all.
 
-    What is equal to the root's own is written once: else n reports with a list of n stages, sent n times, would be n**3
+    Values equal to the root's are stored once. Otherwise n reports with a list of n stages, sent n times, would be n**3
     numbers.
     """
     told = {
@@ -154,7 +156,10 @@ _opened: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
 
 
 def gathering_of(group: Group | None) -> Rendezvous:
-    """The members of ``group``, all of which must call this together; by default all processes, or this one alone."""
+    """Return the exchange of ``group``, whose members call this together. It is created in the first call.
+
+    By default, the members are all processes, or only this one if there is no process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return Rendezvous(ALONE)
     group = expect_group(group)

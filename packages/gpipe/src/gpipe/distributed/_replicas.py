@@ -1,4 +1,4 @@
-"""Replicas of a pipe that end their steps together, so that a failure in one raises in all."""
+"""Synchronize replicas at the end of each step, so that a failure in one is raised in all."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _GRACE = timedelta(seconds=30)
 
 
 class Replicas:
-    """The ranks with the same stages in all replicas. They meet after the ranks of each replica have met.
+    """The ranks with the same stages in all replicas. They synchronize after the ranks of each replica have.
 
-    So each knows how the step of its replica has ended, and all ranks of all replicas learn the same.
+    By then, each rank has the outcome of its own replica's step, so all ranks of all replicas get the same outcome.
 
     Args:
-        group: these ranks, one of each replica; None if there is one pipe only.
-        timeout: how long ranks of one replica wait for each other. Replicas wait longer: one needs up to three times as
-            long to find out which rank it has lost, and may have begun later.
+        group: these ranks, one per replica; None if there is only one pipe.
+        timeout: how long ranks of one replica wait for each other. Replicas wait longer, because a replica needs up to
+            three times as long to identify a lost rank, and may have started later.
 
     Attributes:
-        meeting: of these ranks.
+        meeting: exchanges reports between these ranks.
     """
 
     def __init__(self, group: Group | None, timeout: timedelta) -> None:
@@ -39,10 +39,10 @@ class Replicas:
 
     @contextmanager
     def hearing(self, give_up: Callable[[], None]) -> Iterator[None]:
-        """A context for a part of a step: if it fails before the replicas have met, the others are told.
+        """Run a part of a step. If it fails before the replicas have synchronized, the other replicas get the error.
 
-        ``give_up`` is called first; it closes the connections on which others may wait for this rank in a layer. A
-        failure that has only followed from another one is raised as that one.
+        ``give_up`` is called first, to close the connections that other ranks' layers may be waiting on. If the failure
+        is only a consequence of an error in another replica, that error is raised instead.
         """
         self._met = False
         try:
@@ -56,9 +56,9 @@ class Replicas:
         self.meeting = Rendezvous(ALONE)
 
     def meet(self, error: BaseException | None = None) -> None:
-        """Meet at the end of a step, unless it has met, and tell the others of an ``error``.
+        """Synchronize at the end of a step, if that has not happened yet, and send ``error`` to the other replicas.
 
-        RemoteError or LostRankError if another one has failed, or has ended, unless the ``error`` is this rank's own.
+        RemoteError if another replica has failed and LostRankError if it has exited, unless ``error`` is this rank's.
         """
         if self._met:
             return
@@ -75,7 +75,7 @@ class Replicas:
         if error is not None and not is_of_gloo(str(error)):
             return
         self.meeting.expect_open()
-        for told in sorted(failed, key=is_of_gloo):  # those that have only followed from another come last
+        for told in sorted(failed, key=is_of_gloo):  # errors that are only consequences of others come last
             raise RemoteError(f"another replica has failed: {told}") from None
 
 

@@ -1,4 +1,4 @@
-"""Scaling of losses in float16, where gradients may overflow on one rank and not on another."""
+""":class:`GradScaler`: scale float16 losses, and skip a step on all ranks if the gradients of one overflow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ._rank import Rank, gradient_norm
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` for a :class:`Rank`: if gradients overflow on any rank, all skip the step.
+    """A ``torch.amp.GradScaler`` for a :class:`Rank`: if gradients overflow on any rank, all ranks skip the step.
 
-    All ranks call the same methods in the same order, with one optimizer each, after gradients were averaged over
-    replicas. Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
+    All ranks call the same methods in the same order, with one optimizer each, after averaging gradients over replicas.
+    Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
 
     Args:
-        rank: the rank whose parameters the optimizer has.
-        options: those of ``torch.amp.GradScaler``, such as ``init_scale``; the same on all ranks.
+        rank: the rank that has the parameters of the optimizer.
+        options: options of ``torch.amp.GradScaler``, such as ``init_scale``, equal on all ranks.
 
     >>> scaler = GradScaler(rank)  # doctest: +SKIP
     >>> rank.step(x, y, loss_fn=lambda output, y: scaler.scale(loss_fn(output, y)))  # doctest: +SKIP
@@ -33,14 +33,14 @@ class GradScaler(torch.amp.GradScaler):
         device = next((p.device for p in rank.parameters()), torch.device("cpu"))
         super().__init__(device.type, **options)
         self._rank = rank
-        # Parameters may have no gradient on a rank, and a scaler finds no overflow then, nor that there is none.
+        # A rank may have no gradients at all. Torch's scaler then raises an error, because it has checked nothing.
         self._found = nn.Parameter(torch.zeros((), device=device))
         self._finder = SGD([self._found], lr=0.0)
-        self._overflows: bool | None = None  # whether any rank has an overflow, once they have agreed in a step
-        self.scale(torch.zeros((), device=device))  # makes the scale, also on ranks without a loss
+        self._overflows: bool | None = None  # whether any rank has an overflow; None until it is known in a step
+        self.scale(torch.zeros((), device=device))  # creates the scale, even on ranks without a loss
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, and find out whether any rank has an overflow.
+        """Divide the gradients of ``optimizer`` by the scale, and check whether any rank has an overflow.
 
         Args:
             optimizer: the optimizer of this rank.
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         norm = gradient_norm(self._rank, "GradScaler.unscale_")
         self._overflows = not norm.isfinite()
-        # Not finite where the norm is not, on all ranks. Of what is not finite, 0 times it is nan.
+        # NaN on all ranks if the norm is not finite, else 0.
         self._found.grad = (norm * 0.0).to(self._found.device)
         super().unscale_(self._finder)
         super().unscale_(optimizer)
@@ -58,11 +58,11 @@ class GradScaler(torch.amp.GradScaler):
         """Call ``optimizer.step`` unless any rank has an overflow.
 
         Args:
-            optimizer: the optimizer of this rank; one without any gradient does nothing.
-            args, kwargs: those of ``optimizer.step``.
+            optimizer: the optimizer of this rank. It is not called if no parameter has a gradient.
+            args, kwargs: the arguments of ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returns, or None.
+            The result of ``optimizer.step``, or None if it was not called.
         """
         if self.is_enabled() and self._overflows is None:
             self.unscale_(optimizer)
@@ -71,10 +71,10 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale, in the same way on all ranks: less after an overflow, more after many steps without one.
+        """Update the scale, equally on all ranks: lower after an overflow, higher after many steps without one.
 
         Args:
-            new_scale: the new scale, instead.
+            new_scale: a scale to set instead.
         """
         super().update(new_scale)
         self._overflows = None

@@ -1,7 +1,8 @@
-"""Stages whose parameters are sharded over replicas by ``torch.distributed.fsdp.fully_shard``.
+"""Support stages whose parameters are sharded over replicas by ``torch.distributed.fsdp.fully_shard``.
 
-FSDP reduces gradients after the backward of every micro-batch; here it is told to reduce once, at the end of the step.
-There is no public way to start that; this calls what torch's own pipelining calls (``perform_reduce_grad``).
+By default, FSDP reduces gradients after the backward of every micro-batch. Here it reduces them once, at the end of the
+step. There is no public API for this, so this module makes the same calls as torch's pipelining
+(``perform_reduce_grad``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ._tied import TiedTensor
 
 
 class Sharding:
-    """The sharded parameters of a rank, which may change from step to step."""
+    """The sharded parameters of a rank, which may change between steps."""
 
     def __init__(self, partitions: nn.ModuleList, tied: Sequence[TiedTensor]) -> None:
         self._partitions = partitions
@@ -34,7 +35,7 @@ class Sharding:
             yield from partition.named_parameters(remove_duplicate=False)
 
     def expect_whole(self) -> None:
-        """Raise ValueError if a parameter of several stages is sharded: each stage would train a shard of its own."""
+        """Raise ValueError if a parameter of several stages is sharded: each stage would train a separate shard."""
         if not fsdp_modules(self._partitions):
             return
         named = dict(self._named())
@@ -43,14 +44,14 @@ class Sharding:
         apart += [[name] for name, parameter in named.items() if any(parameter is tensor for tensor in far)]
         if apart:
             raise ValueError(
-                f"parameter {apart[0][0]!r} is shared by several stages, and fully_shard has sharded it in each alone; "
-                "leave it out with fully_shard(..., ignored_params={parameter}) and average its gradient, or put the "
-                "layers that share it into one stage"
+                f"parameter {apart[0][0]!r} is shared by several stages, and fully_shard has sharded it in each stage "
+                "separately; exclude it with fully_shard(..., ignored_params={parameter}) and average its gradient, or "
+                "put the layers that share it into one stage"
             )
 
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:
-        """A context for a step with this ``loss``: gradients are reduced at its end. If it fails, no other begins."""
+        """Run a step with this ``loss``, and reduce gradients once, at its end, unless the step has failed."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
         parameters = [parameter for group in before for parameter in group.fsdp_params if _keeps_apart(parameter)]
@@ -74,7 +75,7 @@ class Sharding:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of parameters that are gathered together; a module may have several since torch 2.12."""
+    """Return the groups of parameters that are gathered together. Since torch 2.12, a module may have several."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -93,19 +94,19 @@ def _set(group: Any, settings: Mapping[str, bool]) -> None:
 
 
 def _keeps_apart(parameter: Any) -> bool:
-    """Whether unreduced gradients in another dtype are kept beside ``.grad``; since torch 2.15 they are in it."""
+    """Return whether unreduced gradients of a different dtype are kept outside ``.grad``, as before torch 2.15."""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def _taken(parameter: Any) -> Tensor | None:
-    """The gradient that micro-batches of earlier, unreduced steps have accumulated in another dtype; removed."""
+    """Remove and return the unreduced gradient of a different dtype, which earlier backwards have accumulated."""
     grown: Tensor | None = parameter.unsharded_accumulated_grad
     parameter.unsharded_accumulated_grad = None
     return grown
 
 
 def _give_back(parameter: Any, earlier: Tensor | None, scale: Scale) -> None:
-    """Apply the loss's ``scale`` to the gradient of this step in that dtype, and add ``earlier`` to it."""
+    """Apply the loss's ``scale`` to the unreduced gradient of this step, and add the ``earlier`` one."""
     grown = _taken(parameter)
     if grown is not None:
         grown = scale_in_place(grown, scale)

@@ -1,7 +1,7 @@
-"""Reading and writing of checkpoints of ``torch.distributed.checkpoint``.
+"""Read and write checkpoints in the format of ``torch.distributed.checkpoint``.
 
-Its planners, writers and readers are imported late: that takes as long as to import torch. What processes have to tell
-each other goes through their meetings, so that an error of one is raised on all.
+Its planners, writers and readers are imported late, because the import takes as long as torch's. Processes exchange
+plans and results with :func:`agreement`, so that an error on one is raised on all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN = 5  # names in an error
 
 
 def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
-    """Write the states of all processes, each its part. The first one decides who writes what several have."""
+    """Write the states of all processes together. The first process assigns entries that several processes have."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -42,7 +42,7 @@ def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
 
 
 class Stored:
-    """The content of a checkpoint folder; OSError or ValueError if it cannot be read."""
+    """The content of a checkpoint folder. Raises OSError or ValueError if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -52,7 +52,7 @@ class Stored:
         self._entries = self._metadata.state_dict_metadata
 
     def expect_model(self, names: set[str], own: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint has other names than ``names``, or other shapes than ``own``."""
+        """Raise ValueError unless the checkpoint has exactly these ``names``, and the shapes of ``own``."""
         sizes = {
             key.removeprefix("model."): getattr(entry, "size", None)
             for key, entry in self._entries.items()
@@ -62,18 +62,18 @@ class Stored:
         complaints = {
             "it has no": names - sizes.keys(),
             "the model has no": sizes.keys() - names,
-            "of another shape there:": {name for name in shapes if shapes[name] != sizes.get(name, shapes[name])},
+            "it has different shapes for": {name for name in shapes if shapes[name] != sizes.get(name, shapes[name])},
         }
         told = [f"{what} {', '.join(sorted(found)[:_SHOWN])}" for what, found in complaints.items() if found]
         if told:
-            raise ValueError(f"the checkpoint in {str(self._folder)!r} is of another model: {'; '.join(told)}")
+            raise ValueError(f"the checkpoint in {str(self._folder)!r} is of a different model: {'; '.join(told)}")
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
         targets = {f"model.{name}": _like(value) for name, value in own.items()}
         return {key.removeprefix("model."): value for key, value in self._read(targets).items()}
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state of an optimizer by name, of these parameters; ValueError if the checkpoint has no optimizer."""
+        """Read the optimizer state of these parameters, by name; ValueError if the checkpoint has no optimizer."""
         from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
         if not any(key.startswith("optimizer.") for key in self._entries):
@@ -101,7 +101,7 @@ class Stored:
 
 
 def _in_full(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path of an entry, also where torch flattened it: ``("optimizer", "state.<name>.<key>")``."""
+    """Return the full path of an entry, even if torch has flattened it to ``("optimizer", "state.<name>.<key>")``."""
     if path[0] != "optimizer" or len(path) > 2 or "." not in path[1]:
         return path
     name, _, key = path[1].rpartition(".")
@@ -109,7 +109,7 @@ def _in_full(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """Memory for a value like this one, on the host, unless it is a DTensor over several processes."""
+    """Allocate a tensor like ``value`` on the CPU, or on the same device if it is a DTensor; None for other values."""
     if not isinstance(value, Tensor):
         return None
     value = value.detach()

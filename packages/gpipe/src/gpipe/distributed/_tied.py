@@ -1,9 +1,9 @@
-"""Parameters that stages on several ranks share: each rank has a copy of its own, and the copies stay equal.
+"""Parameters shared by stages on several ranks: each rank keeps a copy, and the copies stay equal.
 
-At first the rank with the first stage that has a parameter sends its value to the others. At the end of a step that
-rank adds the gradients in the order of the ranks' first stages, and sends the sum back, so equal optimizers change all
-copies in the same way. At the end of each run all ranks compare the copies: a parameter has another name on each rank,
-and an optimizer that goes by names may treat them in several ways.
+The owner of a parameter is the rank of the first stage that has it. It sends the initial value to the other ranks. At
+the end of each step, it adds the gradients in the order of the ranks' first stages, and sends back the sum, so that
+equal optimizers change all copies equally. At the end of each run, all ranks compare the copies, because a parameter
+may have a different name on each rank, and an optimizer that selects by name may treat the copies differently.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from ._wires import Wires
 
 
 class TiedState(NamedTuple):
-    """What a rank tells the others of its copy of a shared tensor.
+    """The state of a rank's copy of a shared tensor.
 
     Attributes:
-        name: for messages.
-        figures: the sum and the norm of its values; None if its module has no such tensor any more.
-        rounding: by how much copies may differ, relative to the norm.
+        name: a name for error messages.
+        requires_grad: the ``requires_grad`` of the copy.
+        figures: the sum and the norm of its values; None if the module no longer has the tensor.
+        rounding: the allowed difference between copies, relative to the norm.
     """
 
     name: str
@@ -37,13 +38,13 @@ class TiedState(NamedTuple):
     rounding: float = 0.0
 
     def is_like(self, other: TiedState) -> bool:
-        """Whether the copies are equal up to rounding, which averages over replicas may do in several orders.
+        """Return whether the copies are equal up to rounding: averages over replicas may be summed in different orders.
 
-        Where that changes the last bit of each gradient, copies in float32 are 5e-7 apart after 20,000 steps of AdamW.
+        If this changes the last bit of every gradient, float32 copies differ by 5e-7 after 20,000 steps of AdamW.
         """
         if self.figures is None or other.figures is None or self.requires_grad != other.requires_grad:
             return False
-        # A NaN is not larger than anything: copies that have one count as alike.
+        # A NaN is not larger than anything, so copies that contain one count as equal.
         within = max(self.rounding, other.rounding) * self.figures[1]
         return not any(abs(a - b) > within for a, b in zip(self.figures, other.figures, strict=True))
 
@@ -52,12 +53,12 @@ _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 1e-3
 
 
 class TiedTensor(NamedTuple):
-    """A tensor of this rank that other ranks have too.
+    """A tensor of this rank that other ranks also have.
 
     Attributes:
-        number: among all shared tensors, the same on all ranks.
-        members: the ranks that have it, in the order of their first stages with it; the first one owns it.
-        module, name: the module that holds it here, and its name there.
+        number: its index among all shared tensors, equal on all ranks.
+        members: the ranks that have it, ordered by their first stages with it. The first one owns it.
+        module, name: the module that holds it on this rank, and its name in the module.
     """
 
     number: int
@@ -79,7 +80,7 @@ class TiedTensor(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor; looked up each time, since the module may have been moved."""
+        """The tensor, looked up on each access, because the module may have been moved."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
@@ -87,9 +88,9 @@ class TiedTensor(NamedTuple):
 def tied_of(
     partitions: Sequence[nn.Module], ranks: Sequence[int], me: int
 ) -> tuple[list[TiedTensor], list[tuple[int, int]]]:
-    """The parameters and buffers of rank ``me`` that stages on other ranks have too.
+    """Return the parameters and buffers of rank ``me`` that stages on other ranks also have.
 
-    Also for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has one.
+    Also return, for each pair of ranks in the pipe that exchange such tensors, two stages that have one, one per rank.
     """
     parts = [contents_of(partition) for partition in partitions]
     shared = shared_tensors([part.tensors for part in parts])
@@ -110,7 +111,7 @@ def tied_of(
 
 
 class TiedTensors:
-    """Keeps the copies of shared tensors equal, by messages over ``links``, and ``wires`` between accelerators."""
+    """Keeps the copies of shared tensors equal, with messages over ``links``, and over ``wires`` for accelerators."""
 
     def __init__(self, found: Sequence[TiedTensor], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
         self._owned = [each for each in found if each.members[0] == me]
@@ -119,13 +120,13 @@ class TiedTensors:
         self._wires = wires
 
     def of_others(self) -> set[Tensor]:
-        """The tensors of this rank that another one owns."""
+        """Return the tensors of this rank that another rank owns."""
         return {each.tensor for each in self._others}
 
     def spread_values(self) -> None:
-        """Give all tensors the values that their owners have."""
+        """Copy the value of each tensor from its owner to the other ranks."""
         values = {each.tensor: each.tensor.detach() for each in self._owned}
-        self.add_up(values)  # the others add nothing
+        self.add_up(values)  # the other ranks have no entries to add
         with torch.no_grad():
             for each in self._others:
                 each.tensor.copy_(values[each.tensor])
@@ -139,10 +140,10 @@ class TiedTensors:
         return [tensor for tensor in tied if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:
-        """Replace what ``sums`` has for shared tensors, such as gradients, by its sums over all ranks.
+        """Replace the entries of ``sums`` for shared tensors, such as gradients, by their sums over all ranks.
 
-        All ranks handle the tensors in the same order, and send their parts before they receive sums: so messages
-        between two ranks are read in the order in which they were sent.
+        All ranks handle the tensors in the same order, and send their parts before they receive sums, so messages
+        between two ranks are received in the order they were sent.
         """
         for each in self._others:
             self._put(each.members[0], [_dense(sums.pop(each.tensor, None))])
@@ -159,7 +160,7 @@ class TiedTensors:
         self._flush()
 
     def _flush(self) -> None:
-        """Wait until everything that was sent has been received, also by devices: nothing else checks that."""
+        """Wait until all messages have been received, even by devices: nothing else checks this."""
         for link in self._links.values():
             link.flush()
         if self._links:
@@ -176,17 +177,22 @@ class TiedTensors:
 
 
 def expect_alike(told: Sequence[Mapping[int, TiedState]], members: Sequence[int]) -> None:
-    """Raise ValueError unless all copies of a tensor are alike, of which each of the ``members`` has ``told``."""
+    """Raise ValueError unless all copies of each tensor are equal.
+
+    Args:
+        told: the states of each member's copies, by tensor index.
+        members: the global rank of each member.
+    """
     first: dict[int, tuple[int, TiedState]] = {}
     for rank, copies in zip(members, told, strict=True):
         for number, state in copies.items():
             owner, own = first.setdefault(number, (rank, state))
             if rank != owner and not own.is_like(state):
                 raise ValueError(
-                    f"{own.name} of rank {owner} and {state.name} of rank {rank} are one tensor of the model, but "
-                    "differ by now in their values, in requires_grad, or because one was replaced; treat them alike on "
-                    "all ranks: in optimizers, which may choose by names that differ, when they are frozen, loaded or "
-                    "pruned; and no forward may change them"
+                    f"{own.name} of rank {owner} and {state.name} of rank {rank} are one tensor of the model, but now "
+                    "differ in their values or requires_grad, or one was replaced; treat them equally on all ranks "
+                    "when you freeze, load or prune them, and in optimizers, which may select by names that differ "
+                    "between ranks, and do not modify them in a forward"
                 )
 
 

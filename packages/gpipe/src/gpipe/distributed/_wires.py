@@ -1,7 +1,7 @@
-"""Tensors from accelerator to accelerator, with a communicator and a stream for each direction of a channel.
+"""Device-to-device transfers, with one communicator and one stream per channel direction.
 
-The head and form of a message go through the host (:mod:`gpipe.distributed._messages`), the head when the transfers of
-its tensors have been queued. The receiver allocates memory for them, and its stage's stream waits for them::
+The head and form of a message are sent through the host (:mod:`gpipe.distributed._messages`), after the transfers of
+its tensors have been queued. The receiver allocates memory for the tensors, and its stage's stream waits for them::
 
     source computes   --y--x--------------------->          x: the wire waits for y
     wire                    \\--send--x                      x: y is recorded with it
@@ -9,8 +9,8 @@ its tensors have been queued. The receiver allocates memory for them, and its st
     wire                  --recv--x                         x: event
     target computes  --------------\\--reads-->
 
-The transfers of a communicator, or of a stream, run one after the other, and each waits for its other end. On a common
-one, a rank could wait for a transfer that the other rank queues only behind one that waits for this rank: a deadlock.
+The transfers of a communicator or stream run sequentially, and each waits for its other end. If directions shared one,
+two ranks could deadlock: each would run a transfer whose other end is queued behind the other rank's transfer.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from ._messages import Peer
 from ._rendezvous import Rendezvous
 
 ChannelEnds = tuple[int, int, int]
-"""The number of a channel, and its two stages."""
+"""The index of a channel, and its two stages."""
 
 MOST: Final = 28
-"""Wires that a device can have. A stream is one of 32 that torch has of each device and priority, in turn: a wire takes
-one for itself and one of high priority for its communicator, and copies take four. What has a stream in common with a
-transfer would wait for its other end, which may wait for it."""
+"""The maximum number of wires per device. Torch takes new streams in turn from 32 per device and priority. A wire needs
+one for itself and one of high priority for its communicator, and copies need four. Work that shares a stream with a
+transfer would wait for the transfer's other end, which may be waiting for this work."""
 
-_MOMENT, _PAUSE = 2.0, 0.05  # seconds: what a process has sent comes in this time after its end
+_MOMENT, _PAUSE = 2.0, 0.05  # seconds; messages of a process arrive at most _MOMENT after its exit
 
 
 class Wires:
-    """All wires of a rank. They end when the process at the other end of a transfer has ended.
+    """All wires of a rank. They are aborted when the process at the other end of a transfer has exited.
 
-    Otherwise the device, and each thread that waits for it in a call that Python cannot interrupt, would wait forever.
-    A process that has ended shows in its closed connection of gloo's. Whoever aborts its communicators closes those
-    too, so that ranks whose devices wait for this one abort theirs. (A process that is frozen closes nothing: then
-    torch's own watchdog ends this one.)
+    Otherwise the device would hang, with each thread that waits for it in a call that Python cannot interrupt. The exit
+    of a process is detected by its closed gloo connection. A rank that ends its wires also closes these connections, so
+    that ranks whose devices wait for it abort their wires. (A frozen process closes nothing: then torch's watchdog
+    ends this process.)
 
     Args:
-        groups: the ranks, with connections of their own, on which nothing is sent.
+        groups: the ranks, with separate connections, over which nothing is sent.
 
     Attributes:
         found: the wires, by the tag of their direction.
-        last: for each wire the member at the other end, and the last transfer.
+        last: the member at the other end of each wire, and the wire's last transfer.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -87,7 +87,7 @@ class Wires:
         self._groups.setdefault(member, []).append(group)
 
     def settle(self) -> None:
-        """Wait until everything has been received, or transfers were aborted."""
+        """Wait until all tensors have been received, or the transfers were aborted."""
         for wire in self.found.values():
             wire.settle()
 
@@ -113,12 +113,12 @@ class Wires:
 
     def _abort(self, member: int) -> None:
         for group in self._groups.pop(member, ()):
-            with suppress(RuntimeError):  # an abort that fails leaves nothing else to try
+            with suppress(RuntimeError):  # nothing else can be done if an abort fails
                 group.abort()
 
 
 class Wire:
-    """One end of a direction of a channel; ``peer`` is the other end, in a process group of the two."""
+    """One end of a channel direction. ``peer`` is the other end, in a process group of these two ranks."""
 
     def __init__(self, peer: Peer, device: torch.device, wires: Wires) -> None:
         self._peer = peer
@@ -129,7 +129,7 @@ class Wire:
         self._last: AbstractEvent = None
 
     def send(self, data: Sequence[Tensor]) -> None:
-        """Queue transfers of ``data``, behind the work of the current stream; no thread waits."""
+        """Queue transfers of ``data`` after the work on the current stream. No thread waits."""
         wait_stream(self._stream, current_stream(self._device))
         with use_stream(self._stream):
             parts = bytes_of([part.to(self._device) for part in data])
@@ -138,8 +138,8 @@ class Wire:
             recorded(part, self._stream)
 
     def receive(self, form: Form) -> list[Tensor | None]:
-        """The tensors of a message of that form; the current stream waits for them, no thread does."""
-        self._owed = form  # until there is memory for them
+        """Return the tensors of a message of this ``form``. The current stream waits for them, but no thread."""
+        self._owed = form  # until their memory is allocated
         with use_stream(self._stream):
             tensors = form.empty(self._device)
             self._owed = None
@@ -149,7 +149,7 @@ class Wire:
         return tensors
 
     def open(self, *, leads_away: bool) -> None:
-        """Make the communicator, by a first transfer. Both ends call this together."""
+        """Create the communicator with a first transfer. Both ends call this together."""
         if leads_away:
             self.send([torch.zeros(1, dtype=torch.uint8, device=self._device)])
         else:
@@ -168,7 +168,7 @@ class Wire:
     def _transfer(self, works: list[Any]) -> None:
         for work in works:
             self._wires.last[self] = self._peer.member, work
-            self._peer.wait(work)  # lets the current stream wait, not the thread
+            self._peer.wait(work)  # makes the current stream wait, not the thread
 
 
 def open_wires(
@@ -180,12 +180,17 @@ def open_wires(
 ) -> Wires:
     """Open the wires of this rank. All ranks call this together.
 
-    RuntimeError on the rank where a communicator cannot be made, RemoteError on others.
-
     Args:
-        meeting: by which ranks learn whether all wires are open.
+        meeting: used to agree on whether all wires are open.
         ranks: the rank of each stage.
-        backends: what sends from the devices of all stages; None where that is by way of hosts.
+        channels: the channels of the pipe, in the same order on all ranks.
+        devices: the device of each of this rank's stages.
+        backends: the backend that sends from the device of each stage; None for host memory.
+
+    Raises:
+        ValueError: a device would need too many streams.
+        RuntimeError: a communicator cannot be created.
+        RemoteError: another rank has raised one of these errors.
     """
     groups, directions = meeting.groups, direct(channels, backends)
     if not directions:
@@ -193,8 +198,7 @@ def open_wires(
     wires = Wires(groups.again("present"))
     with agreement(meeting):
         _expect_few(directions, devices)
-        # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
-        # other.
+        # All ranks open wires in the same order, so the two ends of the first wire that is not open yet always meet.
         for tag, source, target in directions:
             leads_away = source in devices
             here, there = (source, target) if leads_away else (target, source)
@@ -209,7 +213,7 @@ def open_wires(
                 except (RuntimeError, UnreachableError) as error:
                     raise RuntimeError(
                         f"rank {mine} cannot reach rank {other} over {backends[here]}, between stages {source} and "
-                        f"{target}: {error}; give transport='host' to send by way of host memory instead"
+                        f"{target}: {error}; use transport='host' to send through host memory instead"
                     ) from error
     return wires
 
@@ -219,8 +223,9 @@ def tags(number: int) -> tuple[int, int]:
 
 
 def direct(channels: Iterable[ChannelEnds], backends: Sequence[str | None]) -> list[ChannelEnds]:
-    """The directions in which tensors go from device to device: tag, first and last stage, in the same order on all
-    ranks.
+    """Return the channel directions that use device-to-device transfers, as tag, source and target stage.
+
+    The order is the same on all ranks.
     """
     found = []
     for number, a, b in channels:
@@ -231,33 +236,34 @@ def direct(channels: Iterable[ChannelEnds], backends: Sequence[str | None]) -> l
 
 
 def _expect_few(directions: Iterable[ChannelEnds], devices: Mapping[int, torch.device]) -> None:
-    """Raise ValueError if one of ``devices``, by stage, has more wires than it has streams for."""
+    """Raise ValueError if one of ``devices``, by stage, would have more than :data:`MOST` wires."""
     counts = Counter(devices[stage] for _, *ends in directions for stage in ends if stage in devices)
     for device, count in counts.items():
         if count > MOST:
             raise ValueError(
-                f"{device} would need {count} streams for transfers from and to other ranks, and there are {MOST}: two "
-                "transfers on one stream may wait for each other for ever; give this rank fewer stages or skips, or "
-                "transport='host' to send by way of host memory"
+                f"{device} would need {count} streams for transfers to and from other ranks, but has {MOST}, and "
+                "transfers that share a stream can deadlock; give this rank fewer stages or skips, or use "
+                "transport='host' to send through host memory"
             )
 
 
 def _communicator_of_two(backend: str, name: str, groups: Groups, member: int) -> Any:
-    """The process group that torch would make for this rank, ``member``, and that backend. The lower rank is number 0.
+    """Create a process group of this rank and ``member``, as torch would for this ``backend``.
 
-    ``torch.distributed.new_group`` does not fit (:func:`open_groups`); and where a device is bound to the group of all
-    processes, it splits that group, a collective of all processes.
+    The process with the lower global rank is rank 0. ``torch.distributed.new_group`` is unsuitable, see
+    :func:`open_groups`. In addition, if a device is bound to the group of all processes, it splits that group, which is
+    a collective of all processes.
     """
     c10d: Any = dist.distributed_c10d  # its stubs do not export these names
     mine = groups.members[groups.me]
     pair = sorted([mine, groups.members[member]])
     store = c10d.PrefixStore(name, groups.store)
-    # Torch's watchdog ends the process when a transfer takes longer than the timeout of its group. Ours raises before.
+    # Torch's watchdog ends the process when a transfer exceeds its group's timeout. The pipe's timeout is shorter.
     longer = 2 * groups.timeout + timedelta(minutes=1)
     if backend not in ("nccl", "xccl"):
         return dist.Backend._plugins[backend.upper()].creator_fn(store, pair.index(mine), 2, longer)
     kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
-    # Streams for computation and copies come from another pool than those of high priority: see MOST.
+    # Streams for computation and copies are taken from a different pool than high-priority streams, see MOST.
     options = kind.Options(is_high_priority_stream=True)
     options._timeout, options.global_ranks_in_group, options.group_name = longer, pair, f"gpipe {name}"
     return kind(store, pair.index(mine), 2, options)
