@@ -285,7 +285,7 @@ def test_a_failed_step_says_how_many_gradients_of_before_may_have_changed(filled
         ("F0 F1 B0 B1", "1 stages, but the pipe has 2"),
         ("F0 F1 B0 B1\nF0 F1 B0", "stage 1 does F1 for micro-batch 1; expected F1"),
         ("F0 F1 B0 B1\nB0 F0 F1 B1", "stage 1 does B0 F0 for micro-batch 0"),
-        ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "of micro-batch 2, but there are 2"),
+        ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "for micro-batch 2, but there are 2"),
         ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
     ],
 )
