@@ -192,7 +192,7 @@ def hooked(register: str) -> nn.Module:
 
 
 UNUSUAL: dict[str, Callable[[], nn.Module]] = {
-    "a forward of its own": lambda: Shifted(3),
+    "a custom forward": lambda: Shifted(3),
     "hooks": lambda: hooked("register_forward_hook"),
     "hooks, before": lambda: hooked("register_forward_pre_hook"),
     "hooks, backward": lambda: hooked("register_full_backward_hook"),
