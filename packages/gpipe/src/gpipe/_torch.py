@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar
@@ -49,14 +49,6 @@ def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 # Tensor subclasses.
-
-no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""A context that returns plain tensors from operations on tensor subclasses. Without it: tensors computed from the
-sizes of a placeholder would count as computed from its values."""
-
-no_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
-"""A context in which operations treat tensor subclasses as plain tensors. Without it: a placeholder would need a plain
-tensor as well, which would not follow when its data is moved."""
 
 
 def with_lost_weight(function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
