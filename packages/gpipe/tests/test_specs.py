@@ -215,7 +215,8 @@ def test_what_does_not_follow_the_rows(mode: str, way: Any, name: str) -> None:
     with (
         way(),
         pytest.raises(
-            ValueError, match=rf"^{path} (has its|does not follow the) rows.*: the micro-batches have \[2, 2\], .* spec"
+            ValueError,
+            match=rf"^{path} (has its rows|does not have one row per sample).*: the micro-batches have \[2, 2\], .* spec",
         ),
     ):
         pipe(rows(4))

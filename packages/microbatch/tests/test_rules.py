@@ -53,7 +53,7 @@ def test_around_a_value_is_as_in_a_spec(problem: Problem) -> None:
 def test_said_twice() -> None:
     assert scatter((Split(x, dim=1),), 2, (Split(1),))[0][0].shape == (3, 2)
     for wrapped, spec in [(Split(x, dim=1), Split(0)), (Replicate(x), Split(0)), (Split(x), Replicate())]:
-        with pytest.raises(ValueError, match=r"^input\[1\] is given as .*, but .* for it; give it one rule"):
+        with pytest.raises(ValueError, match=r"^input\[1\] has two rules, .* and .*; give it one rule"):
             scatter((x, wrapped), 2, (None, spec))
     with pytest.raises(ValueError, match="give it one rule"):
         scatter((x, Replicate(Split(x, dim=1))), 2)

@@ -81,7 +81,7 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
         raise ValueError(f"{place} is given as Entries(), but there is nothing in it: {leaf.value!r:.60}")
     # A value without tensors can only be replicated, so an outer rule is not a conflict: it applies to other leaves.
     if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
-        raise ValueError(f"{place} is given as {own!r}, but the spec also has {rule!r} for it; give it one rule")
+        raise ValueError(f"{place} has two rules, {own!r} and {rule!r}; give it one rule")
     return [own] * len(inner)
 
 

@@ -172,10 +172,16 @@ def _balance(costs: Sequence[float], stages: int) -> list[int]:
     return [len(part) for part in solve(costs, stages)]
 
 
+def _bytes_of(parameter: nn.Parameter) -> int:
+    if type(parameter) is nn.Parameter:
+        return parameter.numel() * parameter.element_size()
+    from profiler.memory import held_bytes  # imported here, because plain models do not need it
+
+    return held_bytes([parameter])
+
+
 def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({})) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
-    from profiler.memory import held_bytes  # imported here, because training loops do not need it
-
     costs, at, seen = [0] * len(blocks), -1, set[int]()
     numbers = {name: k for k, name in enumerate(blocks)}
     members = {module: k for k, module in enumerate(blocks.values())}
@@ -187,7 +193,7 @@ def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                costs[max(owner, 0)] += held_bytes([parameter])
+                costs[max(owner, 0)] += _bytes_of(parameter)
     return [cost + 1 for cost in costs]  # even a module without parameters takes time
 
 

@@ -16,11 +16,13 @@ from .._torch import swap_implementations
 
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers in ``block``, and scales of packed weights, which may be no buffers."""
-    from profiler.memory import attached  # imported here, so that importing gpipe stays quick
-
     place = torch.device("cpu") if device.type == "cpu" else device
     with identities_kept(block):
         block.to(place)
+    if all(each.is_floating_point() or each.is_complex() for each in block.parameters()):
+        return
+    from profiler.memory import attached  # imported here, because plain models do not need it
+
     for tensor in (each for module in block.modules() for each in attached(module)):
         if tensor.device != place and not tensor.is_meta:
             give_data(tensor, tensor.detach().to(place))
