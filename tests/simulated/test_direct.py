@@ -316,7 +316,7 @@ FAULTS: list[tuple[Fault, str]] = [
            "wait_stream(self._stream, current_stream(self._device))",
            "pass"), "READ by copy D2H on .* not ordered after"),
     (Fault("a wire does not wait for its transfers", WIRES,
-           "self._peer.wait(work)  # lets the current stream wait, not the thread", "pass"), "wrong numbers"),
+           "self._peer.wait(work)  # makes the current stream wait, not the thread", "pass"), "wrong numbers"),
     (Fault("what is sent is not recorded with its wire", WIRES,
            "recorded(part, self._stream)",
            "pass"), "FREE of memory of .* not ordered after copy D2H .*no record_stream"),

@@ -27,9 +27,9 @@ def model() -> nn.Sequential:
 class OnHost(AllocationTracker):
     """Counts host memory alone."""
 
-    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    def _on_alloc(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         if storage.device.type == "cpu":
-            super()._born(storage, dtype)
+            super()._on_alloc(storage, dtype)
 
 
 def saved(state: dict[str, Tensor], folder: Path) -> Path:
