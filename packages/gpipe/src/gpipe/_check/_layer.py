@@ -26,8 +26,8 @@ class LayerExam:
             model's own operations.
         layer: the layer in its state before the forward.
         again, apart: the layer in two more copies of the model: ``again`` runs on the full mini-batch, ``apart`` on
-            micro-batches. In the second copy, each layer runs on all micro-batches before the next layer starts, so
-            that a layer reading the state of an earlier one finds its state after the last micro-batch.
+            micro-batches. In ``apart``, each layer runs on all micro-batches before the next layer starts, so a layer
+            that reads the state of an earlier one finds its state after the last micro-batch.
         dims: the row dimensions of the tensors of ``given``.
         cut, parts: uneven micro-batches, and ``given`` for each of them.
         real: the micro-batches of the pipe.
@@ -245,7 +245,7 @@ class LayerExam:
         return max(apart)
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
-        """Return a copy of the layer with calmed batch norms, and without random numbers unless ``masks`` is set."""
+        """Return a copy of the layer whose batch norms use running statistics, and without masks unless ``masks``."""
         return calm(copied(self.layer), self.given, self.gave.used.drew and not masks)
 
 
