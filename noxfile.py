@@ -1,4 +1,4 @@
-"""The tasks of the repository, one session each.
+"""The nox sessions of the repository.
 
 python -m pip install "nox[uv]"
 python -m nox -s demo        # train a real model through a pipeline
@@ -27,7 +27,7 @@ nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "types"]
 
-# uv reads only variables of its own name: without this one it overlooks wheels that pip was told about.
+# uv ignores pip's variables. Without this one, it does not find the wheels that pip finds.
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
@@ -42,15 +42,15 @@ SHORT = {
     "profiler": "profile",
     "gpipe": "any_order",
 }
-"""Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
-# Three on two cores: tests wait for processes and threads now and then.
+"""The tests of each package that the short form of ``standalone`` runs."""
+# Three processes on two cores, as tests sometimes wait for processes and threads.
 THREE = ("--numprocesses", "3", "--dist", "worksteal")
 SEARCH = {"--examples": 2_000, "--seconds": 60}
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("lint", "types", "docs", "typing", "tests", "frameworks", "search", "accelerator", "distributed")
 EVERYTHING += ("examples", "browser", "standalone")
 SHORTER = {"search": ("--", "--seconds=5")}
-"""What makes a session of ``everything`` end within an hour."""
+"""Arguments that let a session of ``everything`` finish within an hour."""
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 EDITABLE = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -58,38 +58,38 @@ SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Profile, balance and train a residual network on two stages; arguments go to examples/digits.py."""
+    """Profile, balance and train a residual network on two stages; arguments are passed to examples/digits.py."""
     install_all(session, "demo")
     session.run("python", "examples/digits.py", *session.posargs)
 
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Every program under examples/, one after the other; arguments are names of some, such as finetune.
+    """Run every program in examples/; arguments select some of them, such as finetune.
 
-    ``-- short`` takes few steps of the one that the tests do not run.
+    ``-- short`` runs only the program that the tests do not run, for a few steps.
     """
     install_all(session, "demo", "frameworks")
     short = SHORT_EXAMPLES if session.posargs == ["short"] else {}
     for program in chosen(session, [*short], sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))):
         command = [f"examples/{program}.py", *short.get(program, ())]
         session.run("python", *command)
-        if program == "train_distributed":  # and in a process for each stage
+        if program == "train_distributed":  # and again with one process per stage
             session.run("torchrun", "--nproc-per-node", "2", *command)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every test that needs no GPU and little time, in three processes; arguments go to pytest instead."""
+    """Run every quick test that needs no GPU, in three processes; arguments are passed to pytest instead."""
     install_all(session, "all-tests")
     session.run("pytest", *(session.posargs or THREE))
 
 
 @nox.session
 def search(session: nox.Session) -> None:
-    """2,000 random examples of every property, or those of a minute, in two hours; a failure prints how to repeat it.
+    """Test every property on 2,000 random examples, or for a minute, in two hours; failures print how to repeat them.
 
-    Arguments are names of packages, or go to pytest, as in ``-- gpipe --seconds=600`` or ``-- --hypothesis-seed=7``.
+    Arguments are package names or options of pytest, as in ``-- gpipe --seconds=600`` or ``-- --hypothesis-seed=7``.
     """
     install_all(session, "all-tests")
     arguments = [f"packages/{each}/tests" if each in PACKAGES else each for each in session.posargs]
@@ -101,11 +101,11 @@ def search(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def everything(session: nox.Session) -> None:
-    """All that needs no GPU, two sessions at a time, and a table of them; arguments are names of some.
+    """Run all sessions that need no GPU, two at a time, and print a table; arguments select some of them.
 
-    The search takes 5 seconds a property.
+    The search takes 5 seconds per property.
     """
-    with ThreadPoolExecutor(2) as two:  # half of them use one core
+    with ThreadPoolExecutor(2) as two:  # half of the sessions use a single core
         rows = [*two.map(partial(outcome, session), session.posargs or EVERYTHING)]
     session.log("session        passed  failed  minutes")
     for name, passed, failed, minutes, _ in rows:
@@ -117,7 +117,7 @@ def everything(session: nox.Session) -> None:
 
 @nox.session
 def distributed(session: nox.Session) -> None:
-    """All tests of stages in several processes, those that take long too; arguments go to pytest instead."""
+    """Run all tests of stages in several processes, including long ones; arguments are passed to pytest instead."""
     install_all(session, "all-tests")
     every = sorted(ROOT.glob("packages/gpipe/tests/**/test_*.py"))
     files = [str(path) for path in every if path.parent.name == "distributed" or "worlds" in path.read_text()]
@@ -128,25 +128,25 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session(name="tests-cuda")
 def tests_cuda(session: nox.Session) -> None:
-    """The tests that need a CUDA device; skipped where there is none."""
+    """Run the tests that need a CUDA device; skipped if there is none."""
     if shutil.which("nvidia-smi") is None:
-        session.skip("no CUDA here: this machine has no NVIDIA driver (nvidia-smi is not on the path)")
+        session.skip("no CUDA device: this machine has no NVIDIA driver (nvidia-smi is not on the path)")
     install_all(session, "all-tests")
     if not sees_cuda(session):
-        session.skip("no CUDA here: torch.cuda.is_available() is False; is this a CPU build of torch?")
+        session.skip("no CUDA device: torch.cuda.is_available() is False; is this a CPU build of torch?")
     session.run("pytest", "-m", "cuda", *session.posargs)
 
 
 @nox.session
 def accelerator(session: nox.Session) -> None:
-    """Pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
+    """Test pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
 
-    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe. ``-- short`` runs some cases of
-    each kind; other arguments go to pytest.
+    The first run builds it in a few minutes and caches it in ~/.cache/gpipe. ``-- short`` runs some cases of each kind;
+    other arguments are passed to pytest.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        session.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
+        session.skip("no simulated accelerator: no C++ compiler (c++, or the one in CXX) is on the path")
     session.log(f"the C++ compiler is {compiler}")
     install_all(session, "accelerator")
     session.run("pytest", *chosen(session, ["tests/simulated"], ["tests/simulated", "-m", "long or not long"]))
@@ -155,16 +155,16 @@ def accelerator(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def standalone(session: nox.Session, package: str) -> None:
-    """One package's own tests against its wheel, with only what it declares installed, away from the sources.
+    """Test a package's wheel with only its declared dependencies installed, outside the source tree.
 
-    ``-- short`` runs a few properties; other arguments go to pytest.
+    ``-- short`` runs a few properties; other arguments are passed to pytest.
     """
     folder = empty_folder(Path(session.create_tmp()) / "standalone")
     wheels = [build_wheel(session, name, folder / name) for name in with_siblings(package)]
     install(session, *wheels, *group("test"))
 
-    # The same relative path as in the repository, so that the tests cannot tell and the settings fit. Some use what
-    # those of a sibling use.
+    # Use the same relative paths as in the repository, so that tests and settings work unchanged. Some tests use
+    # helpers from a sibling's tests.
     for name in with_siblings(package):
         shutil.copytree(ROOT / "packages" / name / "tests", folder / "packages" / name / "tests")
     for shared in ("conftest.py", "pyproject.toml"):
@@ -177,7 +177,7 @@ def standalone(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, and the direction of imports."""
+    """Check formatting, style, and the direction of imports."""
     install(session, *group("lint"))
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
@@ -186,14 +186,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types of all five packages."""
+    """Check the types of all five packages with mypy in strict mode."""
     install_all(session, "types")
     session.run("mypy", "--strict", *SOURCES)
 
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """Types of the examples, by mypy, and of what README, front page and tutorial show, by mypy and pyright."""
+    """Check the examples with mypy, and the code in README, front page and tutorial with mypy and pyright."""
     install_all(session, "typing", "demo")
     folder = empty_folder(Path(session.create_tmp()) / "pages")
     session.run("python", "-m", "tests.pages", str(folder))
@@ -201,14 +201,14 @@ def typing(session: nox.Session) -> None:
     mypy = ("mypy", "--strict", "--allow-untyped-calls", "--disable-error-code=import-untyped")
     session.run(*mypy, str(folder))
     session.run(*mypy, "examples")
-    # Pyright, in a build that brings its own Node and so fetches nothing.
+    # A build of pyright that includes Node, and so downloads nothing.
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     session.run("basedpyright", "--level", "error", "-p", str(folder), "--pythonpath", session.bin + "/python")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """A source archive, a wheel and a list of dependencies (SBOM) of each package under dist/, fit for an index."""
+    """Build a source archive, a wheel and an SBOM of each package in dist/, ready to upload to an index."""
     install(session, *group("build"))
     dist = empty_folder(ROOT / "dist")
     for name in PACKAGES:
@@ -221,7 +221,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def changelog(session: nox.Session) -> None:
-    """What changelogs will say next; with names of packages, as in ``-- gpipe``, it is written there."""
+    """Print the next changelog entries; with package names, as in ``-- gpipe``, write them to the changelogs."""
     install(session, *group("changelog"))
     how = "--yes" if session.posargs else "--draft"
     for name in session.posargs or PACKAGES:
@@ -230,7 +230,7 @@ def changelog(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation under docs/_build/html; warnings are errors, and every link inside has to lead somewhere."""
+    """Build the documentation in docs/_build/html; fail on warnings and broken internal links."""
     install_all(session, "docs")
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
     session.run("pytest", "tests/test_site.py")
@@ -238,17 +238,17 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """The tests that are too long for every day; arguments go to pytest."""
+    """Run the tests that are too slow for daily use; arguments are passed to pytest."""
     install_all(session, "all-tests")
     session.run("pytest", "-m", "long", "--timeout=7200", *session.posargs)
 
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft.
+    """Test pipelines in third-party trainers: transformers, accelerate, Lightning, peft.
 
-    ``-- short`` runs the trainer of transformers, which uses most of what a pipe can do, and what the pages show; other
-    arguments go to pytest.
+    ``-- short`` runs the trainer of transformers, which uses most features of a pipe, and the code in the pages; other
+    arguments are passed to pytest.
     """
     install_all(session, "frameworks", "demo")
     short = [f"tests/frameworks/test_{name}.py" for name in ("trainer", "pages")]
@@ -257,9 +257,9 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """The tests of ``frameworks`` with the newest release of each of the libraries; arguments go to pytest instead.
+    """Run the tests of ``frameworks`` with the newest release of each library; arguments are passed to pytest instead.
 
-    Bounds of pyproject.toml do not count, and what an earlier run has installed is brought up to date.
+    Version bounds in pyproject.toml are ignored, and packages from an earlier run are upgraded.
     """
     keep_bytecode(session)
     unbounded = [re.sub("^([^<>=!~;]+)[^;]*", r"\1", each) for each in group("frameworks", "demo", "neighbours")]
@@ -270,10 +270,10 @@ def newest(session: nox.Session) -> None:
 
 @nox.session
 def outside(session: nox.Session) -> None:
-    """Models of timm and diffusers, and adapters of PEFT, beside the plain models, in half an hour.
+    """Compare models of timm and diffusers, and adapters of PEFT, with the plain models, in half an hour.
 
-    Those of transformers' own tests too, in another hour, if TRANSFORMERS_REPOSITORY names a checkout of its
-    repository. Arguments go to pytest.
+    If TRANSFORMERS_REPOSITORY names a checkout of its repository, models of transformers' own tests are also compared,
+    which takes an hour more. Arguments are passed to pytest.
     """
     install_all(session, "outside")
     session.run("pytest", *(session.posargs or ["tests/outside"]))
@@ -282,16 +282,16 @@ def outside(session: nox.Session) -> None:
 @nox.session(name="torch-versions")
 @nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def torch_versions(session: nox.Session, version: str) -> None:
-    """All tests with another PyTorch, each in an environment of its own; the CUDA builds take several GB each."""
+    """Run all tests with a different PyTorch, each in its own environment; CUDA builds take several GB each."""
     install_with(session, version, "all-tests")
     session.run("pytest", *session.posargs)
 
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Small faults planted one by one, 30 of them, which tests should find; arguments go to python -m tests.mutation.
+    """Plant 30 small faults, one at a time, which tests should find; arguments are passed to python -m tests.mutation.
 
-    As in ``-- --sample 100 blockpartition gpipe/schedule``.
+    For example ``-- --sample 100 blockpartition gpipe/schedule``.
     """
     install_all(session, "all-tests")
     session.run("python", "-m", "tests.mutation", *session.posargs)
@@ -299,16 +299,16 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session
 def browser(session: nox.Session) -> None:
-    """Timelines in a real browser; skipped where there is no Chromium."""
+    """Test timelines in a real browser; skipped without Chromium."""
     if not any(map(shutil.which, CHROMIUMS)):
-        session.skip(f"no browser here: none of {', '.join(CHROMIUMS)} is on the path")
+        session.skip(f"no browser: none of {', '.join(CHROMIUMS)} is on the path")
     install_all(session, "browser")
     session.run("pytest", "tests/browser", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Every benchmark, beside its peers, written into docs/benchmarks; arguments go to python -m benchmarks."""
+    """Run every benchmark and write docs/benchmarks; arguments are passed to python -m benchmarks."""
     install_all(session, "bench")
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--write"]))
 
@@ -316,7 +316,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(name="bench-torch")
 @nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def bench_torch(session: nox.Session, version: str) -> None:
-    """Ranks beside another PyTorch's own runtime; arguments go to python -m benchmarks instead."""
+    """Compare ranks with the runtime of a different PyTorch; arguments are passed to python -m benchmarks."""
     install_with(session, version, "bench")
     session.run("python", "-m", "benchmarks", *(session.posargs or ["ranks", "--write"]))
 
@@ -327,20 +327,20 @@ def install(session: nox.Session, *what: str | Path) -> None:
 
 
 def install_all(session: nox.Session, *groups: str) -> None:
-    """All five packages in one call, so that no sibling is ever looked up by name on an index."""
+    """Install all five packages in one call, so that no sibling is searched on a package index."""
     install(session, *EDITABLE, *group(*groups))
 
 
 def install_with(session: nox.Session, torch: str, *groups: str) -> None:
-    """All five packages with a PyTorch that is not the one of constraints.txt."""
+    """Install all five packages with a different PyTorch than constraints.txt pins."""
     keep_bytecode(session)
     session.install(f"torch=={torch}", *EDITABLE, *group(*groups))
 
 
 def keep_bytecode(session: nox.Session) -> None:
-    """Let Python keep what it has compiled in the folder of the session, also where it is told to keep nothing.
+    """Let Python cache bytecode in the session's folder, even if PYTHONDONTWRITEBYTECODE is set.
 
-    Images of containers tell it so. Then every process would compile PyTorch again, which takes longer than many tests.
+    Container images often set it. Then every process would compile PyTorch again, which takes longer than many tests.
     """
     folder = Path(session.virtualenv.location).resolve() / "bytecode"
     session.env.update({"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)})
@@ -351,7 +351,7 @@ def group(*names: str) -> tuple[str, ...]:
 
 
 def with_siblings(package: str) -> list[str]:
-    """The package and the siblings it declares, which declare all that they need in turn."""
+    """Return the package and its declared siblings. Each package also declares its indirect dependencies."""
     project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
     declared = [need.removeprefix("gpipe-").split(">=")[0] for need in project["dependencies"]]
     return [package, *(name for name in PACKAGES if name in declared)]
@@ -369,7 +369,7 @@ def distribution(package: str) -> str:
 
 
 def list_dependencies(session: nox.Session, package: str, file: Path) -> None:
-    """Write what a package declares that it needs, in CycloneDX's format."""
+    """Write the declared dependencies of a package in CycloneDX format."""
     settings = ROOT / "packages" / package / "pyproject.toml"
     needs = Path(session.create_tmp()) / "needs.txt"
     needs.write_text("\n".join(nox.project.load_toml(settings)["project"].get("dependencies", [])))
@@ -384,14 +384,14 @@ def empty_folder(folder: Path) -> Path:
 
 
 def chosen(session: nox.Session, short: Sequence[str], whole: Sequence[str]) -> Sequence[str]:
-    """What a session runs: all, its short form for ``-- short``, or what other arguments say."""
+    """Return the arguments to run: ``whole``, ``short`` for ``-- short``, or the session's other arguments."""
     if session.posargs == ["short"]:
         return short
     return session.posargs or whole
 
 
 def outcome(session: nox.Session, name: str) -> tuple[str, int, int, float, int]:
-    """Run a session. Returns its name, how many tests passed and failed, the minutes, and the exit status."""
+    """Run a session. Return its name, the numbers of passed and failed tests, the minutes, and the exit status."""
     begin, passed, failed = time.monotonic(), 0, 0
     session.log(f"nox -s {name}")
     command = [sys.executable, "-m", "nox", "--no-error-on-missing-interpreters", "-s", name, *SHORTER.get(name, ())]
@@ -399,7 +399,7 @@ def outcome(session: nox.Session, name: str) -> tuple[str, int, int, float, int]
         assert process.stdout is not None
         for line in process.stdout:
             print(f"{name}: {line}", end="", flush=True)
-            if re.search(r" in [\d.]+s", line):  # how pytest closes
+            if re.search(r" in [\d.]+s", line):  # the last line of pytest
                 passed += sum(map(int, re.findall(r"(\d+) passed", line)))
                 failed += sum(map(int, re.findall(r"(\d+) (?:failed|errors?)", line)))
     return name, passed, failed, (time.monotonic() - begin) / 60, process.returncode

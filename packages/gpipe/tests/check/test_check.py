@@ -189,7 +189,7 @@ def test_the_text_names_layer_evidence_and_advice() -> None:
     text = str(check(between(nn.Softmax(0)), rows()))
     assert "error[mixes-rows]: layer '2' (Softmax): an output row depends on other rows" in text
     assert "changing some rows" in text
-    assert "  = compute each row by itself" in text
+    assert "  = compute each row independently" in text
     assert text.splitlines()[-3].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
 
 

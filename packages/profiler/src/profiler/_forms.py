@@ -21,7 +21,7 @@ def form_of(value: Any) -> bytes | None:
     text = io.BytesIO()
     try:
         _Forms(text).dump(value)
-    except Exception:  # unpicklable objects may raise anything
+    except Exception:  # pickling may raise any exception
         return None
     return text.getvalue()
 

@@ -1,7 +1,7 @@
-"""Layers that cannot compute on fake tensors, such as those with packed weights.
+"""Replace layers that cannot run on fake tensors, such as layers with packed weights, by stubs.
 
-In a copy of a model without data, a stand-in takes their place: its outputs, its gradients and what it saves have the
-sizes that one call of the layer itself, on zeros on the CPU, has shown.
+The layer itself is called once on zeros on the CPU. In a fake copy of the model, the outputs, gradients and saved
+tensors of its stub have the sizes measured in this call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .memory import held_bytes, is_plain
 from .sandbox import copied
 
 Known = dict[Any, "_Seen"]
-"""What calls of layers of a model have shown, by the forms of layers and of their arguments."""
+"""The measured calls of a model's layers, keyed by the form of the layer and the form of its arguments."""
 
 
 def opaque(model: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules whose parameters or buffers are of a subclass of tensors, and have values."""
+    """Yield the innermost modules that have real parameters or buffers of a tensor subclass."""
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         is_leaf = not any(True for child in module.children() for _ in child.parameters())
@@ -42,13 +42,13 @@ def opaque(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def stand_in(made: nn.Module, layer: nn.Module, known: Known) -> None:
-    """Let ``made``, a copy without data, compute what ``layer`` shows, and hold as many bytes."""
+    """Let ``made``, a fake copy of ``layer``, return outputs like ``layer`` and hold the same number of bytes."""
     own = [*made.parameters(recurse=False), *made.buffers(recurse=False)]
     beside = held_bytes(_tensors(layer)) - held_bytes(own)
     if own and beside > 0:
-        # No buffer: a recomputation may keep copies of those.
+        # Not a buffer, since a recomputation may store copies of buffers.
         made._attached = nn.Parameter(own[0].new_zeros(beside, dtype=torch.uint8), requires_grad=False)
-    # Not in the class: a wrapper may look at that of the layer.
+    # Set on the instance, since a wrapper may check the class of the layer.
     made.forward = partial(_forward, made, layer, known)
 
 
@@ -71,15 +71,16 @@ def _forward(made: nn.Module, layer: nn.Module, known: Known, *args: Any, **kwar
 
 
 class _Seen(NamedTuple):
-    """What a call has shown. Tensors are on ``meta``.
+    """The measurements of a call. Tensors are on ``meta``.
 
     Attributes:
         outputs: the leaves of the output.
-        kept: of all tensors that go in and out, how the graph keeps them.
-        saved: bytes that the graph keeps besides these: as saved tensors, and in another way.
-        gradients: of each tensor that goes in, and of each trained parameter.
-        temporary: bytes needed in the forward, and in the backward, besides what remains.
-        flops: operations of the forward, and of the backward.
+        tree: the structure of the output.
+        kept: how the graph stores each input and output tensor.
+        saved: the additional bytes that the graph stores, as saved tensors and in attributes.
+        gradients: the gradients of the input tensors and of the trained parameters; None for a missing gradient.
+        temporary: peak bytes of the forward and of the backward, beyond the bytes that remain after it.
+        flops: floating-point operations of the forward and of the backward.
     """
 
     outputs: Sequence[Any]
@@ -92,7 +93,7 @@ class _Seen(NamedTuple):
 
 
 class _How(Enum):
-    """How a graph keeps a tensor. What it saves may be dropped and recomputed; what an attribute has may not."""
+    """How a graph stores a tensor. Saved tensors can be freed and recomputed; tensors in attributes cannot."""
 
     NOT, SAVED, ATTRIBUTE = range(3)
 
@@ -131,7 +132,7 @@ def _bytes(one: Tensor, size: int) -> Tensor | None:
 
 
 def _spend(one: Tensor, size: int, flops: int) -> None:
-    """Allocate ``size`` bytes for a moment, and let who counts operations see so many."""
+    """Allocate and free ``size`` bytes, and run a fake operation that FLOP counters count as ``flops``."""
     _bytes(one, size)
     if flops > 1:
         row = torch.ones((), device="meta").expand(1, flops // 2)
@@ -139,7 +140,7 @@ def _spend(one: Tensor, size: int, flops: int) -> None:
 
 
 def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
-    """Call a copy of ``layer`` on zeros, in a thread of its own, where no mode of the caller is on."""
+    """Call a copy of ``layer`` on zeros, in a separate thread, where none of the caller's modes is active."""
     found: list[_Seen | Exception] = []
     is_enabled, kind = _autocast()
 
@@ -155,14 +156,16 @@ def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     thread.start()
     thread.join()
     if isinstance(found[0], Exception):
-        add_note(found[0], f"{type(layer).__name__} was called on zeros on the CPU, since it cannot run without data")
+        add_note(
+            found[0], f"{type(layer).__name__} was called on zeros on the CPU, since it cannot run on fake tensors"
+        )
         raise found[0]
     return found[0]
 
 
 def _called(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     args, kwargs = unflatten(_zeros(leaves), tree)
-    layer(*args, **kwargs)  # the first call may prepare something
+    layer(*args, **kwargs)  # the first call may initialize state
     given = [enter(leaf, copies=True) if isinstance(leaf, Tensor) else leaf for leaf in _zeros(leaves)]
     (args, kwargs), forward, packed = unflatten(given, tree), AllocationTracker(), list[Tensor]()
 
@@ -193,7 +196,7 @@ def _called(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
 
 
 def _backward(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor | None], int, int]:
-    """The shapes of the gradients, bytes needed besides them, and operations. The graph remains."""
+    """Return the gradients on ``meta``, the peak bytes beyond them, and the FLOPs. Retain the graph."""
     found = dict[int, Tensor | None]()
     wanted = [each for each in sources if each.requires_grad] if roots else []
     with AllocationTracker() as tracker:

@@ -1,4 +1,4 @@
-"""The memory that parameters and buffers hold, also those of tensor subclasses such as packed weights."""
+"""Measure the memory of parameters and buffers, including tensor subclasses such as packed weights."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ __all__ = ["attached", "has_memory", "held_bytes", "is_plain"]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` holds nothing but its values.
+    """Return whether `tensor` holds only its values.
 
     Args:
         tensor: a tensor or parameter.
 
     Returns:
-        False for an instance of a subclass, unless it is a fake tensor or has no size yet.
+        False for an instance of a tensor subclass, unless it is a fake tensor or an uninitialized parameter.
     """
     is_known = type(tensor) in (Tensor, nn.Parameter) or nn.parameter.is_lazy(tensor)
     return is_known or getattr(tensor, "fake_mode", None) is not None
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory that `tensors` hold, with what subclasses hold inside and in attributes.
+    """Return the bytes of memory that `tensors` hold, including inner tensors and attributes of subclasses.
 
     Args:
-        tensors: parameters or buffers; one that occurs twice counts once.
+        tensors: parameters or buffers. A repeated tensor counts once.
 
     Returns:
-        Bytes. A view counts its elements, but not more than its memory has.
+        The number of bytes. A view counts the bytes of its elements, but at most the bytes of its storage.
     """
     parts = {id(part): part for tensor in tensors for part in _parts(tensor)}
     return sum(map(_size, parts.values()))
 
 
 def attached(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that a module with parameters of integers has in attributes or their entries, such as scales of these.
+    """Return the tensors in attributes of a module with integer parameters, such as their scales.
 
     Args:
-        module: a module, without its children.
+        module: a module. Its children are not searched.
 
     Returns:
-        An iterator over the tensors.
+        An iterator over the tensors in attributes, and in dicts, lists and tuples there. It is empty if all parameters
+        are floating-point or complex.
     """
     if all(parameter.is_floating_point() or parameter.is_complex() for parameter in module.parameters(recurse=False)):
         return iter(())
@@ -54,7 +55,7 @@ def attached(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Plain tensors that hold the values of `tensor`, and those attached to it."""
+    """Return the plain tensors inside `tensor` and in its attributes."""
     return iter([tensor]) if is_plain(tensor) else _reached([tensor], set(), objects=True)
 
 
@@ -81,23 +82,23 @@ def _reached(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterato
 
 def _attributes(value: object) -> list[Any]:
     found = getattr(value, "__dict__", None)
-    # Of a fake tensor, attributes are about its mode.
+    # The attributes of a fake tensor belong to its mode.
     is_fake = getattr(value, "fake_mode", None) is not None
     return [*found.values()] if isinstance(found, dict) and not callable(value) and not is_fake else []
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether an instance of a subclass holds values itself, and not only in its attributes.
+    """Return whether an instance of a tensor subclass holds values itself, and not only in its attributes.
 
     Args:
         tensor: the instance.
 
     Returns:
-        True also on ``meta``.
+        True if it has storage, or is on ``meta``.
     """
     try:
         return tensor.is_meta or tensor.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # a storage that is only a size
+    except RuntimeError:  # a storage without memory
         return False
 
 

@@ -1,4 +1,4 @@
-"""Check whether a model trains in micro-batches and stages as it does without, and find the causes if not."""
+"""Check that a model trains in a pipeline as it does without one, and locate any differences."""
 
 from ._check import check as check
 from ._findings import Finding as Finding

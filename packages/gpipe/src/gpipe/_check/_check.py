@@ -1,4 +1,4 @@
-"""Check whether a model trains as a pipeline as it does without."""
+""":func:`gpipe.check`: compare the layers, the loss and a full pipeline step with the plain model."""
 
 from __future__ import annotations
 
@@ -44,34 +44,36 @@ def check(
     balance: Iterable[int] | None = None,
     chunks: int = 4,
 ) -> Report:
-    """Check whether ``model`` trains in micro-batches and stages as it does without, and find what differs.
+    """Check that ``model`` trains in a pipeline as it does without one, and report what differs.
 
-    The plain model runs once, in double precision. Then each layer runs alone on the input that it got there, whole and
-    in uneven micro-batches. Outputs, gradients and buffers are compared; layers that draw random numbers, in evaluation
-    mode, and in training mode with other rows exchanged. At last a pipe of the whole model makes a step, with
-    recomputations. All of it takes about five steps of the plain model in double precision.
+    The plain model runs once, in double precision. Each layer then runs alone on the input it received there, once on
+    the full mini-batch and once on uneven micro-batches, and its outputs, gradients and buffers are compared. Layers
+    that use random numbers are compared in evaluation mode; in training mode, some rows of their input are exchanged
+    and the remaining rows compared. Finally, a pipe of the model runs one step with recomputation. In total this takes
+    about five steps of the plain model in double precision.
 
-    Of a model with a forward of its own, the layers are the modules that it calls, and what the forward computes
-    between these. What follows its last block is not examined if the loss is computed once, on the output of all rows.
+    The layers of a model with its own forward are the modules that it calls, and the operations between them. The
+    operations after the last block are not checked if the loss is computed once, on the full mini-batch.
 
     Args:
-        model: an ``nn.Sequential``, or a model with a forward of its own. It is copied, not changed. One in evaluation
-            mode is checked in training mode.
+        model: an ``nn.Sequential``, or a model with its own forward. It is copied and not changed. A model in
+            evaluation mode is checked in training mode.
         sample: an input of the model with at least two rows, which should differ; :class:`microbatch.Arguments` for
-            several arguments. A model with a forward of its own takes a mapping as named arguments.
-        target: what ``loss_fn`` compares with, cut like ``sample``.
-        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it returns one, else
-            the mean square of its outputs.
-        reduction: as for :meth:`gpipe.GPipe.step`; the check finds out whether it is true.
-        balance: layers or blocks of each stage; by default four even stages, or fewer if there are fewer layers.
-        chunks: how many micro-batches.
+            several arguments. For a model with its own forward, a mapping holds keyword arguments.
+        target: the second argument of ``loss_fn``, split like ``sample``.
+        loss_fn: as in :meth:`gpipe.GPipe.step`. Defaults to the loss that the model returns, if any; otherwise to the
+            mean square of its outputs.
+        reduction: as in :meth:`gpipe.GPipe.step`. The check verifies it.
+        balance: the number of layers or blocks per stage. Defaults to four even stages, or one per layer if there are
+            fewer than four layers.
+        chunks: the number of micro-batches.
 
     Returns:
         A report with ``report.ok`` and ``report.findings``; ``print(report)`` explains them.
 
     Raises:
         TypeError: ``model`` is not a module, or ``target`` is given without a ``loss_fn`` that takes it.
-        ValueError: ``sample`` has less than two rows, ``chunks`` is less than two, or ``balance`` does not fit.
+        ValueError: ``sample`` has fewer than two rows, ``chunks`` is less than two, or ``balance`` does not fit.
         Exception: any error that the plain model raises on ``sample``.
 
     >>> import torch
@@ -87,7 +89,7 @@ def check(
         model = model[:]
     loss = Loss(loss_fn, target, reduction)
     if checked_chunks(chunks) < 2:
-        raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
+        raise ValueError(f"chunks must be at least 2, to have micro-batches to compare; got {chunks}")
     if isinstance(model, nn.Sequential):
         if not len(model):
             raise ValueError("model has no layers")
@@ -102,19 +104,19 @@ def check(
 
 
 def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss, blocks: Collection[str]) -> Record:
-    """In the model's own precision if double fails."""
+    """Run the plain model in double precision, or in its own precision if that fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
         return _recorded(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss, blocks)
     except Exception:
-        # The model cannot compute in double precision; or it fails in any precision, and then this raises.
+        # If the model fails in any precision, and not just in double, the error is raised here.
         loss.to(own)
         return _recorded(_trainable(model), sample, target, own, loss, blocks)
 
 
 def _trainable(model: nn.Module) -> nn.Module:
-    """A copy in training mode. Norms that a model in training mode holds in evaluation mode stay so."""
+    """Return a copy in training mode. If ``model`` is in training mode, its frozen norms stay in evaluation mode."""
     model = copied(model)
     return model if model.training else model.train()
 
@@ -139,7 +141,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | No
     batches = scatter(replicated(record.inputs, "sample"), chunks)
     real = Cut(tuple(batch.rows[0] for batch in batches))
     if sum(real.rows) < 2:
-        raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches, so give it two or more")
+        raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches and needs at least two")
     dims = real.dims(record.given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     whole = record.output.value, unwrap(record.target)[0], sum(real.rows)
@@ -153,7 +155,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | No
         findings, where = examine_forward(record, dims, real, tolerance, ends=not is_once, is_own=own)
     agreed: list[str] = []
     kind = "" if own else f"the loss is computed {ONCE if is_once else EACH}"
-    # What is wrong in a layer is wrong in the loss and in a pipe too, and would be reported three times.
+    # An error in a layer also shows in the loss and in the pipe, and would be reported three times.
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
     if not broken(findings):
@@ -165,7 +167,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | No
 
 
 def _blocks(model: nn.Module, balance: Sequence[int] | None) -> list[str]:
-    """The names of the blocks of a pipe of ``model``, which a ``balance`` has to fit."""
+    """Return the block names of a pipe of ``model``, after checking that ``balance`` fits them."""
     if balance is None:
         return [*divide(model, STAGES).blocks]
     blocks = [*divide(model, 1).blocks]
@@ -174,7 +176,7 @@ def _blocks(model: nn.Module, balance: Sequence[int] | None) -> list[str]:
 
 
 def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
-    """The findings for the loss, of the output of the plain model in uneven parts."""
+    """Return the findings for the loss, computed on uneven parts of the plain model's output."""
     target = Signal(unwrap(record.target)[0], {})
     whole = Signal((record.output.value, target.value), {})
     if record.target is not None:
@@ -186,7 +188,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
 
 
 def _double(value: Any) -> Any:
-    """The same tree, detached, with all real floating-point tensors in double precision."""
+    """Return the same tree with its real floating-point tensors detached and in double precision."""
 
     def double(tensor: Tensor) -> Tensor:
         return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor

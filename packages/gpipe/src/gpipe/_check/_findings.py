@@ -1,4 +1,4 @@
-"""The kinds of findings of a check."""
+"""Finding codes, with their severity and advice."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Literal, NamedTuple
 Level = Literal["error", "warning", "note"]
 
 CODES = {
-    "batchnorm": "set deferred_batch_norm=True, keep eight rows or more in a micro-batch, or use GroupNorm",
-    "mixes-rows": "compute each row by itself: look at dim=, batch_first and transposed inputs; or do it in the loss",
-    "rows": "pass what depends on the place of a row as an input, and divide by the number of rows in the loss",
-    "rows-lost": "keep one row of output for each row of input; or give out_spec=Sum() or out_spec=Mean()",
+    "batchnorm": "set deferred_batch_norm=True, use at least eight rows per micro-batch, or use GroupNorm",
+    "mixes-rows": "compute each row independently: check dim=, batch_first and transposed inputs; or do it in the loss",
+    "rows": "pass values that depend on a row's position as an input, and divide by the number of rows in the loss",
+    "rows-lost": "return one output row per input row; or pass out_spec=Sum() or out_spec=Mean()",
     "hard-coded-batch": "take the number of rows from the input, as in x.view(x.shape[0], -1)",
-    "gradient": "look at custom autograd functions and hooks: the gradient of a row must not depend on other rows",
-    "stateful": "keep nothing from call to call that changes the output: each micro-batch is a call",
-    "impure": "draw from PyTorch's generators, and do not seed them; read no clock, and no state of other layers",
-    "buffers": "each micro-batch updates them: divide momentum by their number, or update outside of the forward",
-    "loss": "leave out reduction=, or let loss_fn return gpipe.LossSum(total, count), as for a mean over a mask",
-    "untrained": "let a parameter require grad, and what comes after it be differentiable, unlike argmax and detach",
-    "recompute": "see what layers keep, or draw elsewhere: a recomputation must repeat it; or checkpoint='never'",
-    "pipeline": "look for what the layers share: one by one they agree",
-    "random": "masks are others than the plain model's; with the same seed and chunks they are repeated",
+    "gradient": "check custom autograd functions and hooks: the gradient of a row must not depend on different rows",
+    "stateful": "store nothing between calls that changes the output: the layer is called once per micro-batch",
+    "impure": "use PyTorch's generators and do not seed them; do not read a clock or the state of other layers",
+    "buffers": "each micro-batch updates them: divide momentum by chunks, or update outside the forward",
+    "loss": "omit reduction=, or let loss_fn return gpipe.LossSum(total, count), for example for a mean over a mask",
+    "untrained": "unfreeze a parameter, and use differentiable operations after it, not argmax or detach",
+    "recompute": "check layers for state or generators that a recomputation cannot repeat; or use checkpoint='never'",
+    "pipeline": "look for state that layers share: each layer alone agrees",
+    "random": "masks differ from the plain model's; they are reproducible with the same seed and chunks",
 }
-"""All kinds of findings, and what to do about them."""
+"""The advice for each kind of finding."""
 
 _WARNINGS = ("batchnorm", "buffers")
 
@@ -32,10 +32,10 @@ class Finding(NamedTuple):
 
     Attributes:
         code: the kind, a key of ``CODES``.
-        layer: the name of the layer; None for the loss, the whole model, and the operations of a model's own forward.
-        kind: the class of the layer, as a name; for the operations of a model's own forward, the class of the model.
-        message: what happens.
-        evidence: what was measured.
+        layer: the name of the layer; None for the loss, the full model, and the operations of a model's own forward.
+        kind: the class name of the layer; for the operations of a model's own forward, the class name of the model.
+        message: the problem.
+        evidence: the measurement or error behind it; may be empty.
     """
 
     code: str
@@ -46,17 +46,17 @@ class Finding(NamedTuple):
 
     @property
     def level(self) -> Level:
-        """``"error"``: results are wrong or training fails. ``"warning"``: they differ. ``"note"``: good to know."""
+        """``"error"``: wrong results, or training fails. ``"warning"``: results differ. ``"note"``: harmless."""
         return "warning" if self.code in _WARNINGS else "note" if self.code == "random" else "error"
 
     @property
     def advice(self) -> str:
-        """What to do about it, as text."""
+        """The remedy, as text."""
         return CODES[self.code]
 
     @property
     def where(self) -> str:
-        """The layer, as the start of a message; empty for the whole model."""
+        """The layer, as the prefix of a message; empty for the loss and the full model."""
         if self.layer is not None:
             return f"layer {self.layer!r} ({self.kind}): "
         return f"the forward of {self.kind}: " if self.kind else ""

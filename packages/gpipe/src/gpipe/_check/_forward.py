@@ -1,7 +1,7 @@
-"""Examine a model with a forward of its own: each module that it calls, and what it computes between these.
+"""Examine a model with its own forward: each module that it calls, and the operations between these calls.
 
-The model's own forward runs with intercepted calls of its modules. What it computes itself is examined as a layer,
-which gets the model's arguments and what the modules have returned, and gives what they are called with.
+The model's forward runs with intercepted module calls. Its own operations are examined as one layer. The input of this
+layer is the model's arguments and the modules' outputs; its output is the modules' arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ._trial import LayerTrial, Signal, Used, attempt, call, seeded
 
 
 def units_of(model: nn.Module, blocks: Collection[str]) -> Blocks:
-    """Return the blocks, and the outermost modules without blocks inside, such as embeddings and norms."""
+    """Return the blocks, and the outermost modules that contain no block, such as embeddings and norms."""
     found: Blocks = {}
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -49,11 +49,11 @@ def units_of(model: nn.Module, blocks: Collection[str]) -> Blocks:
 
 
 def walk_forward(model: nn.Module, names: Collection[str], inputs: Signal) -> tuple[list[LayerRun], Signal, bool]:
-    """Run ``model``, each of its units alone.
+    """Run ``model``, and each of its units in isolation.
 
     Returns:
-        The calls of units, the output, and whether the model itself draws random numbers in training. Then this is a
-        run in which it does not, as in evaluation, while its units are in training.
+        The calls of the units, the output, and whether the model's own operations use random numbers in training. If
+        they do, the returned run is one with the model in evaluation mode and its units in training mode.
     """
     draws = False
     for is_quiet in (False, True):
@@ -72,11 +72,11 @@ def walk_forward(model: nn.Module, names: Collection[str], inputs: Signal) -> tu
 def examine_forward(
     record: Record, dims: Dims, real: Cut, tolerance: float, *, ends: bool, is_own: bool
 ) -> tuple[list[Finding], Dims]:
-    """Return the findings for the model's own operations and for each unit, and where the output has its rows.
+    """Return the findings for the model's own operations and for each unit, and the row dimensions of the output.
 
     Args:
-        dims: where the arguments of the model have their rows.
-        ends: whether each micro-batch computes what follows the last block. Otherwise, that is computed for all rows.
+        dims: the row dimensions of the model's arguments.
+        ends: whether the operations after the last block run per micro-batch, and not on the full mini-batch.
         is_own: whether the model computes the loss.
     """
     calls = record.steps
@@ -118,11 +118,11 @@ def examine_forward(
 def _exam(
     own: OwnForward, given: Signal, outputs: _Outputs, dims: Dims, cut: Cut, real: Cut, tolerance: float
 ) -> LayerExam | None:
-    """Return the examination of the model's own operations; None if they need more than what units return."""
+    """Return the examination of the model's own operations; None if the units' outputs are not all they need."""
     again, apart = copied(own), copied(own)
     try:
         gave = attempt(copied(own), given)
-    except Exception:  # they may read what blocks leave in attributes, which a pipe refuses by name
+    except Exception:  # they may read attributes set by blocks; a pipe raises an error for these
         return None
     known = [*dims, *outputs.dims]
     pieces = [piece.tensors() for piece in cut.signals(given, known)]
@@ -132,7 +132,7 @@ def _exam(
 
 
 def _placed(finding: Finding, exam: LayerExam, calls: Sequence[LayerRun]) -> Finding:
-    """Add to a finding about rows for which call the model computes what differs."""
+    """Add the call whose arguments differ to the evidence of a finding about rows."""
     first = exam.first_differing() if finding.code in ("mixes-rows", "rows") else None
     ends = accumulate(len(each.given.tensors()) for each in calls)
     name = next((each.name for each, end in zip(calls, ends, strict=True) if first is not None and first < end), None)
@@ -140,15 +140,15 @@ def _placed(finding: Finding, exam: LayerExam, calls: Sequence[LayerRun]) -> Fin
 
 
 class OwnForward(nn.Module):
-    """The operations of a model itself.
+    """The model's own operations, as a layer.
 
-    It gets the arguments of the model and the outputs of its units, and returns the arguments of units.
+    It takes the arguments of the model and the outputs of its units, and returns the arguments of the units' calls.
 
     Args:
         model: the model.
         units: the names of the units.
         calls: the names of the units in the order of their calls.
-        ends: whether to return the output of the model too. Otherwise, the forward ends with the last call.
+        ends: whether to also return the output of the model. Otherwise, the forward ends at the last call.
     """
 
     def __init__(self, model: nn.Module, units: Collection[str], calls: Sequence[str], *, ends: bool) -> None:
@@ -165,7 +165,7 @@ class OwnForward(nn.Module):
 
 
 class _Known:
-    """Answers the calls of units with known outputs."""
+    """Answer the calls of units with known outputs."""
 
     def __init__(self, calls: Sequence[str], outputs: Sequence[Any], *, ends: bool) -> None:
         self.given: list[Any] = []
@@ -175,8 +175,8 @@ class _Known:
         k = len(self.given)
         if k == len(self._calls) or self._calls[k] != name:
             expected = repr(self._calls[k]) if k < len(self._calls) else "its end"
-            raise OtherCallsError(f"the forward calls {name!r}, and for all rows reaches {expected}")
-        # Cloned, because the model may change them in place later.
+            raise OtherCallsError(f"the forward calls {name!r}, but on the full mini-batch it reaches {expected}")
+        # Cloned, as the model may modify them in place later.
         self.given.append(map_tensors(lambda tensor: tensor.clone(), Arguments(args, kwargs)))
         if k + 1 == len(self._calls) and not self._ends:
             raise Ended
@@ -184,10 +184,10 @@ class _Known:
 
 
 class _Walker:
-    """Runs each unit alone, on the arguments that the model calls it with.
+    """Run each unit in isolation, on the arguments that the model calls it with.
 
     Args:
-        instead: returns the output of a unit that fails, given the number of its call.
+        instead: returns the output to use for a unit that fails, given the index of its call.
     """
 
     def __init__(self, instead: Callable[[int], Signal] | None = None) -> None:
@@ -200,7 +200,7 @@ class _Walker:
         with answered_by(None):
             gave = self._attempt(module, given)
         context = Context.capture()
-        context.variables = Variables()  # none: each examination has its own
+        context.variables = Variables()  # empty: each examination has its own
         self.calls.append(LayerRun(name, given, gave._replace(roots=(), leaves=()), context))
         return as_nonleaf(clone_leaves(Activation(gave.output.value))).value
 
@@ -225,9 +225,9 @@ class _Outputs(NamedTuple):
     """The outputs of units, in the order of their calls.
 
     Attributes:
-        dims: where their tensors have their rows.
-        values: for each micro-batch, the outputs without their tensors, which are those for all rows.
-        is_known: whether all of them follow the rows of the model's arguments, unlike those of experts.
+        dims: the row dimensions of their tensors.
+        values: the outputs per micro-batch, used for everything in them but the tensors.
+        is_known: whether all outputs follow the rows of the model's arguments. Outputs of experts, for example, do not.
     """
 
     dims: Dims
@@ -236,7 +236,7 @@ class _Outputs(NamedTuple):
 
 
 def _outputs_of(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
-    """Find out where the outputs of each call have their rows, by their shapes in forwards of micro-batches."""
+    """Determine the row dimensions of each call's outputs from their shapes in forwards of micro-batches."""
     guessed = [cut.guessed(each.gave.tensors(), dims) for each in calls]
     walks = []
     for k, part in enumerate(cut.signals(record.given, dims)):

@@ -1,4 +1,4 @@
-"""Examine one layer: whether it computes on micro-batches what it computes on the mini-batch."""
+"""Check that a layer computes the same on micro-batches as on the full mini-batch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ._trial import LayerTrial, Signal, attempt, same
 
 @dataclass
 class LayerExam:
-    """A layer, what it did in the plain model, and what it does alone.
+    """A layer, its run in the plain model, and its runs in isolation.
 
     Attributes:
-        name, given, gave: the layer's name, its input in the plain model, and what it did there. The name is None for
-            the operations of a model itself.
-        layer: in its state before the forward.
-        again, apart: the layer in two more copies of the model, which compute the mini-batch and micro-batches. In the
-            last all micro-batches pass one layer before the first passes the next: state of another layer is the last
-            one's.
-        dims: where the tensors of ``given`` have their rows.
-        cut, parts: uneven micro-batches, and ``given`` for each of these.
+        name, given, gave: the layer's name, its input in the plain model, and its run there. The name is None for the
+            model's own operations.
+        layer: the layer in its state before the forward.
+        again, apart: the layer in two more copies of the model: ``again`` runs on the full mini-batch, ``apart`` on
+            micro-batches. In ``apart``, each layer runs on all micro-batches before the next layer starts, so a layer
+            that reads the state of an earlier one finds its state after the last micro-batch.
+        dims: the row dimensions of the tensors of ``given``.
+        cut, parts: uneven micro-batches, and ``given`` for each of them.
         real: the micro-batches of the pipe.
-        tolerance: relative differences up to this are rounding.
-        is_last: whether nothing but the loss comes after the layer.
-        norms: the names of its modules that normalise by statistics of the batch.
-        ran: the micro-batches that it has computed: ``inputs`` are these, ``whole`` and ``trials`` the runs on the
-            mini-batch and on them, ``copies`` the layers that did them, ``rows`` the dimensions of rows of the outputs.
+        tolerance: the largest relative difference that counts as rounding.
+        is_last: whether only the loss follows the layer.
+        norms: the names of its modules that normalize by batch statistics.
+        ran: the division into micro-batches that ran. ``inputs`` are these micro-batches, ``whole`` and ``trials`` the
+            runs on the mini-batch and on them, ``copies`` the layers used, ``rows`` the row dimensions of the outputs.
     """
 
     name: str | None
@@ -56,25 +56,25 @@ class LayerExam:
     def examine(self) -> tuple[Dims, Sequence[Any]]:
         """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
 
-        Returns where the tensors of the output have their rows; and the outputs for the micro-batches, of which the
-        next layer gets all but the tensors.
+        Return the row dimensions of the output, and the outputs for the micro-batches. The next layer receives
+        everything in these outputs but the tensors.
         """
         self._remark()
-        failing = "impure", "fails when other copies of the model have run"
+        failing = "impure", "fails after other copies of the model have run"
         try:
             again = attempt(self.again, self.given)
-            failing = "hard-coded-batch", "fails on a micro-batch, and not on the whole"
+            failing = "hard-coded-batch", "fails on a micro-batch, but not on the full mini-batch"
             self._expect_repeated(again)
             if not broken(self.findings):
                 self._run(again)
                 self._compare()
         except OtherCallsError as error:
-            self._find("rows", "calls other modules for a micro-batch", str(error))
+            self._find("rows", "calls different modules for a micro-batch", str(error))
         except NoRowsError as error:
             self._find("rows-lost", "its output does not follow the rows of its input", str(error))
         except Exception as error:
             self._find(*failing, f"{type(error).__name__}: {error}")
-        # The next layer gets micro-batches all the same: one fault must not hide another.
+        # The next layer still gets micro-batches: one fault must not hide a second one.
         if self.ran != self.cut or len(self.rows) != len(self.gave.tensors()) or broken(self.findings):
             return self.cut.guessed(self.gave.tensors(), self.dims), [self.gave.output.value] * len(self.parts)
         return self.rows, [trial.output.value for trial in self.trials]
@@ -89,33 +89,33 @@ class LayerExam:
 
     def _remark(self) -> None:
         if self.gave.used.drew:
-            self._find("random", "draws random numbers")
-        # Modules that normalize are no part of a model's own operations.
+            self._find("random", "uses random numbers")
+        # Norms are modules, and not part of a model's own operations.
         modules = self.layer.named_modules() if self.name is not None else ()
         self.norms = [name or type(module).__name__ for name, module in modules if normalises(module)]
         if self.norms:
-            self._find("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(self.norms))
+            self._find("batchnorm", "normalizes each micro-batch by its own statistics", ", ".join(self.norms))
 
     def _expect_repeated(self, again: LayerTrial) -> None:
         apart = difference(self.gave.tensors(), again.tensors())
-        # An impure layer may happen to repeat itself, as a clock does within its resolution.
+        # An impure layer may repeat itself by chance, for example if it reads a clock twice within its resolution.
         if self.gave.used.impure:
             self._find("impure", self.gave.used.impure)
         elif apart > self.tolerance:
-            message = "gives something else each time, for the same input, state and seed"
+            message = "returns different outputs for the same input, state and seed"
             self._find("impure", message, f"differs by {figure(apart)}")
 
     def _run(self, again: LayerTrial) -> None:
-        """Run the layer on micro-batches, without masks and batch norm."""
+        """Run the layer on micro-batches, with dropout off and batch norms in evaluation mode."""
         self.whole, self.copies = again, (self.again, self.apart)
-        # Masks and statistics of micro-batches differ by design; without them the rest of the layer can be compared.
+        # Masks and batch statistics of micro-batches differ by design. Without them, the rest can be compared.
         if self.gave.used.drew or self.norms:
             self.copies = self._calmed(), calm(self.apart, self.given, self.gave.used.drew)
             self.whole = attempt(self.copies[0], self.given)
         try:
             self._run_parts(self.cut, self.parts)
         except Exception:
-            # A layer may need a multiple of some number of rows, which the micro-batches of the pipe have.
+            # The layer may require a multiple of some number of rows. The pipe's micro-batches may satisfy it.
             self.copies = self.copies[0], self._calmed()
             self._run_parts(self.real, self.real.signals(self.given, self.dims))
 
@@ -125,10 +125,10 @@ class LayerExam:
         self.ran, self.inputs = cut, inputs
 
     def _compare(self) -> None:
-        """Find the first that differs: outputs, random numbers in training, gradients or state."""
+        """Compare outputs, then outputs with random numbers, then gradients and state. Stop at the first difference."""
         if not self.whole.used.drew:
             apart = max([difference(*pair) for pair in self._outputs()], default=0.0)
-            # Equal micro-batches may hide groups of rows; exchanging rows finds them.
+            # Even micro-batches may hide groups of rows. Exchanging rows finds these.
             by = self._mixed() if self.ran != self.cut else 0.0
             if max(apart, by) > self.tolerance:
                 return self._find_cause(apart)
@@ -140,12 +140,12 @@ class LayerExam:
         return None
 
     def first_differing(self) -> int | None:
-        """The first output tensor whose micro-batches differ from the whole; None if none is known."""
+        """Return the index of the first output tensor that differs on micro-batches; None if none is known."""
         pairs = enumerate(self._outputs() if self.ran.rows else [])
         return next((k for k, pair in pairs if difference(*pair) > self.tolerance), None)
 
     def _outputs(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
+        """Yield each output tensor but the loss, as pieces of the full output and as outputs of the micro-batches."""
         for k, (tensor, dim) in enumerate(zip(self.whole.tensors(), self.rows, strict=True)):
             if not self._is_loss(tensor):
                 yield self.ran.pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
@@ -154,35 +154,35 @@ class LayerExam:
         return self.is_last and not tensor.dim()
 
     def _compare_in_training(self) -> None:
-        """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
+        """Compare runs with random numbers: with the same seed, calls must agree and rows must be independent."""
         try:
             first = attempt(copied(self.layer), self.inputs[0])
             apart = difference(first.tensors(), attempt(self.again, self.inputs[0]).tensors())
         except Exception as error:
-            message = "fails on a micro-batch in training, after another one"
+            message = "fails on a second micro-batch in training mode"
             return self._find("stateful", message, f"{type(error).__name__}: {error}")
         if apart > self.tolerance:
-            self._find("stateful", "a second call gives something else", f"differs by {figure(apart)}")
+            self._find("stateful", "a second call returns a different output", f"differs by {figure(apart)}")
         elif self._mixed(masks=True) > self.tolerance:
             self._find_cause(0.0, masks=True)
         return None
 
     def _find_cause(self, apart: float, *, masks: bool = False) -> None:
-        """Why outputs of micro-batches differ by ``apart`` from that of the mini-batch."""
-        differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
+        """Find out why the outputs of micro-batches differ by ``apart`` from the output of the mini-batch."""
+        differs = f"micro-batches differ from the full mini-batch by {figure(apart)} of the largest value"
         by, again = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.given)
         if difference(self.whole.tensors(), again.tensors()) > self.tolerance:
-            self._find("stateful", "a second call gives something else, for the same input and seed", differs)
+            self._find("stateful", "a second call returns a different output for the same input and seed", differs)
         elif by > self.tolerance:
             proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
             self._find("mixes-rows", "an output row depends on other rows of the input", proof)
         elif apart >= ROUNDING and None in self.rows:
-            self._find("rows-lost", "reduces over rows: each micro-batch gives a value of its own", differs)
-        elif apart >= ROUNDING:  # below, it computes in less than double precision, and sums in another order
-            self._find("rows", "depends on how many rows there are, or on which of them a row is", differs)
+            self._find("rows-lost", "reduces over rows: each micro-batch returns its own value", differs)
+        elif apart >= ROUNDING:  # smaller differences are rounding in a lower precision
+            self._find("rows", "depends on the number of rows, or on the position of a row", differs)
 
     def _mixed(self, *, masks: bool = False) -> float:
-        """How far rows of the output change when other rows of the input do, for the same random numbers."""
+        """Return how much output rows change if different input rows change, with the same random numbers."""
         before, dims = self.whole, self.rows
         if masks:
             before = attempt(self._calmed(masks=True), self.given) if self.norms else self.gave
@@ -192,18 +192,18 @@ class LayerExam:
         chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
         chosen[:2] = torch.tensor([True, False])
         found = [0.0]
-        # Both halves, since rows may depend on earlier ones only.
+        # Both halves, since rows may depend only on earlier rows.
         for half in (chosen, ~chosen):
             try:
                 after = attempt(self._calmed(masks=masks), exchanged(self.given, self.dims, half))
-            except Exception:  # a layer may refuse rows in another order, which says nothing about how it mixes them
+            except Exception:  # a layer may reject reordered rows, which does not show whether it mixes them
                 continue
-            if same(before.used.states, after.used.states):  # else the same rows get other random numbers
+            if same(before.used.states, after.used.states):  # otherwise unchanged rows get different random numbers
                 found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
         return max(found)
 
     def _compare_gradients_and_state(self) -> None:
-        """Outputs agree: do gradients, and what the layer remembers?"""
+        """Compare gradients, parameters and buffers, once the outputs agree."""
         try:
             self._backward()
         except Exception as error:
@@ -213,16 +213,16 @@ class LayerExam:
         tolerance = max(100 * self.tolerance, ROUNDING)
         wrong = [f"of {what}: by {figure(by)} of the largest" for what, by in compared.items() if by > tolerance]
         if wrong:
-            self._find("gradient", "gradients differ, though outputs agree", "\n".join(wrong))
+            self._find("gradient", "gradients differ, although outputs agree", "\n".join(wrong))
         old, new = ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in self.copies)
         changed = [name for name in old if difference([old[name]], [new.get(name)]) > 100 * self.tolerance]
         if changed:
-            self._find("buffers", "buffers end with other values than after the whole mini-batch", ", ".join(changed))
+            self._find("buffers", "buffers end up different than after the full mini-batch", ", ".join(changed))
         return None
 
     def _backward(self) -> None:
         for layer in self.copies:
-            layer.zero_grad()  # of other layers, with which it shares parameters
+            layer.zero_grad()  # left by layers that share its parameters
         roots = enumerate(self.whole.roots)
         gradients = [None if self._is_loss(tensor) else _gradient(tensor, k) for k, tensor in roots]
         self.whole.backward(gradients)
@@ -231,7 +231,7 @@ class LayerExam:
             trial.backward([share[k] for share in shares])
 
     def _shares(self, gradient: Tensor | None, dim: int | None) -> Sequence[Tensor | None]:
-        """The gradients of micro-batches. What is the same for all of them has equal shares in that of the whole."""
+        """Split a gradient into micro-batches. A tensor without rows gets an equal share for each of them."""
         if gradient is None or dim is None:
             return [None if gradient is None else gradient / len(self.trials)] * len(self.trials)
         return self.ran.pieces(gradient, dim)
@@ -245,7 +245,7 @@ class LayerExam:
         return max(apart)
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
-        """A copy of the layer without batch norm, and without masks unless ``masks``."""
+        """Return a copy of the layer whose batch norms use running statistics, and without masks unless ``masks``."""
         return calm(copied(self.layer), self.given, self.gave.used.drew and not masks)
 
 
@@ -258,7 +258,7 @@ def normalises(module: nn.Module) -> bool:
 
 
 def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
-    """``layer`` where batch norm uses running statistics; in evaluation mode if it ``drew``."""
+    """Let batch norms in ``layer`` use running statistics. If it ``drew``, put it in evaluation mode. Return it."""
     like = next((tensor for tensor in given.tensors() if tensor.is_floating_point()), torch.zeros(()))
     for module in layer.modules():
         if isinstance(module, _BatchNorm) and normalises(module):
@@ -271,6 +271,6 @@ def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
 
 
 def _gradient(tensor: Tensor, k: int) -> Tensor:
-    """A gradient with a value of its own for every element."""
+    """Return a random gradient with the shape of ``tensor``, seeded with ``k``."""
     values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
     return values.to(tensor.device, tensor.dtype)

@@ -1,4 +1,4 @@
-"""The loss of a check, the caller's or a substitute, and the test that those of micro-batches add up as is said."""
+"""The loss used by a check (the caller's or a substitute), and a test that micro-batch losses add up as declared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._rows import ROUNDING, difference, figure
 from ._trial import seeded
 
 LossPart = tuple[Any, Any, int]
-"""A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
+"""The output of the model, the target and the number of rows, for a mini-batch or micro-batch."""
 
 ONCE = "once, on the outputs of all rows: how the losses of micro-batches add up is not known"
 EACH = "for each micro-batch: how they add up is known"
@@ -32,13 +32,13 @@ class _Rows(NamedTuple):
 
 
 class Loss:
-    """Calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
+    """A loss that calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
 
-    Without a ``loss_fn``, this is the loss in the model's output if there is one, else :func:`mean_square`.
+    Without a ``loss_fn``, it is the loss in the model's output, if any, and otherwise :func:`mean_square`.
 
     Attributes:
-        reduction: how the caller says that the losses of micro-batches add up; None if he does not.
-        of_substitute: the same for the substitute; None if it is computed once, on the output of all rows.
+        reduction: the caller's ``reduction``, or None.
+        of_substitute: the reduction of :func:`mean_square`; None if it is computed once, on the full mini-batch.
     """
 
     of_substitute: str | None = "mean"
@@ -59,19 +59,19 @@ class Loss:
             self.loss_fn.to(dtype)
 
     def is_own(self, output: Any) -> bool:
-        """Whether the model has computed the loss."""
+        """Return whether the model has computed the loss."""
         with suppress(TypeError):
             return self.loss_fn is None and own_loss(output) is not None
         return False
 
     def of(self, output: Any, target: Any) -> Tensor:
-        """The loss of a whole mini-batch."""
+        """Return the loss of a full mini-batch."""
         value = loss_value(self(output, target))
         return value.total if value.count is None else value.total / value.count
 
     def rule(self, whole: LossPart, rows: Sequence[int]) -> Rule | None:
-        """How the losses of micro-batches with so many ``rows`` add up; None if that is not known."""
-        if self.loss_fn is None and not self.is_own(whole[0]):  # the substitute
+        """Return how the losses of micro-batches with these numbers of ``rows`` add up; None if it is not known."""
+        if self.loss_fn is None and not self.is_own(whole[0]):  # mean_square
             if self.of_substitute is None:
                 return None
             return Rule(mean_square, shares_of([_Rows((each,)) for each in rows]))
@@ -82,7 +82,7 @@ class Loss:
         return rule_of(self._call("step"), batches, None, returns_sums=sums, adds=False)
 
     def of_parts(self, rule: Rule, parts: Sequence[LossPart]) -> Tensor:
-        """The loss of the mini-batch that consists of ``parts``, as ``rule`` combines theirs."""
+        """Return the loss of a mini-batch that was split into ``parts``, combined by ``rule``."""
         totals, counts = list[Tensor](), list[Any]()
         for k, (output, target, _) in enumerate(parts):
             if rule.more is not None:
@@ -90,7 +90,7 @@ class Loss:
             else:
                 value = loss_value(self(output, target))
             if (value.count is None) != (rule.weights is not None):
-                raise ValueError("loss_fn returned a LossSum for some micro-batches, or beside reduction=")
+                raise ValueError("loss_fn returned a LossSum for only some micro-batches, or despite reduction=")
             totals.append(value.total * (1.0 if rule.weights is None else rule.weights[k]))
             counts.append(value.count)
         found = torch.stack(totals).sum()
@@ -101,22 +101,22 @@ class Loss:
 
 
 def mean_square(output: Any, _: Any = None) -> Tensor:
-    """The sum of the mean squares of all floating-point outputs."""
+    """Return the sum of the mean squares of all floating-point outputs."""
     squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
     return sum(squares, torch.zeros(()))
 
 
 def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], tolerance: float) -> Iterator[Finding]:
-    """Check that the loss requires grad, and that those of micro-batches add up to it as is said."""
+    """Check that the loss requires grad, and that micro-batch losses add up to it as declared."""
     with seeded(nn.Module()) as used:
         total = loss.of(*whole[:2])
     if not total.requires_grad:
-        yield Finding("untrained", None, "", "the loss does not require grad: nothing can be trained by it")
+        yield Finding("untrained", None, "", "the loss does not require grad, so nothing can be trained")
     if used.drew and not used.impure:
-        yield Finding("random", None, "", "the loss draws random numbers")
+        yield Finding("random", None, "", "the loss uses random numbers")
     elif used.impure or difference([total], [loss.of(*whole[:2])]) > tolerance:
-        yield Finding("impure", None, "", f"the loss {used.impure or 'is another one each time'}")
-    elif not loss.is_own(whole[0]):  # a pipe knows more of what a model computes itself, and is the judge of it
+        yield Finding("impure", None, "", f"the loss {used.impure or 'differs from call to call'}")
+    elif not loss.is_own(whole[0]):  # examine_pipe compares the model's own loss
         rule = loss.rule(whole, [rows for *_, rows in parts])
         if rule is None:
             return
@@ -127,5 +127,5 @@ def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], toleran
             return
         if apart > ROUNDING:
             said = "a LossSum" if rule.weights is None else f"reduction={loss.reduction or 'mean'!r}"
-            message = f"the losses of micro-batches do not add up to that of the mini-batch as {said} says"
+            message = f"the losses of micro-batches do not add up to the mini-batch's loss as {said} says"
             yield Finding("loss", None, "", message, f"differs by {figure(apart)}")

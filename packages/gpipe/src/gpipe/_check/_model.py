@@ -1,4 +1,4 @@
-"""The plain model and its forward; the layers of an ``nn.Sequential`` run one after the other."""
+"""Record the forward of a plain model, and check each layer of an ``nn.Sequential`` on its recorded input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._trial import LayerTrial, Signal, attempt
 
 
 class LayerRun(NamedTuple):
-    """A call of a layer in the forward of the plain model: its name, its input, what it did, and in which settings."""
+    """A call of a layer in the plain model's forward: the layer's name, input and run, and the context of the call."""
 
     name: str
     given: Signal
@@ -30,12 +30,12 @@ class LayerRun(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The plain model, and its forward.
+    """The plain model and a record of its forward.
 
     Attributes:
-        units: the names of the layers, or of the modules that a forward of the model's own calls.
-        blocks: the names of the units at which that forward is cut.
-        draws: whether that forward draws random numbers itself.
+        units: the names of the layers, or of the modules that the model's own forward calls.
+        blocks: the names of the units between which a pipe splits that forward.
+        draws: whether that forward uses random numbers itself.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
     signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
     for name, layer in copied(layers).named_children():
-        waiting.update(signal.skips)  # until a layer pops them, which need not be the next
+        waiting.update(signal.skips)  # until a layer pops them, not necessarily the next one
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
         given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
         gave = attempt(layer, given)._replace(roots=(), leaves=())
@@ -68,12 +68,12 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
 def examine_all(
     layers: nn.Sequential, steps: Sequence[LayerRun], dims: Dims, real: Cut, tolerance: float
 ) -> tuple[list[Finding], Dims]:
-    """The findings for all layers, and where the last output has its rows; ``dims`` is that of the first input."""
-    # Three copies of the model in all: state that layers share is then that of their own run.
+    """Return the findings for all layers, and the row dimensions of the last output, given those of the first input."""
+    # One copy of the model per kind of run, so that layers share state only within it.
     cut, findings = finest(steps[0].given, dims, real), list[Finding]()
     again, apart = copied(layers), copied(layers)
     values: Sequence[Any] = [steps[0].given.value] * len(cut.rows)
-    # Tensors are known by identity: what a layer gives, another one gets, also as a skip.
+    # Keyed by identity: an output of a layer is the input of a later one, or its skip.
     rows = dict(zip(map(id, steps[0].given.tensors()), dims, strict=True))
     for step, layer, one, other in zip(steps, layers.children(), again.children(), apart.children(), strict=True):
         where = [rows[id(tensor)] for tensor in step.given.tensors()]
@@ -87,7 +87,7 @@ def examine_all(
 
 
 def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
-    """Uneven micro-batches, if all tensors can be cut into them; else the real ones."""
+    """Return uneven micro-batches if all tensors can be split into them, and otherwise the real ones."""
     cut = uneven(real)
     try:
         cut.signals(whole, dims)
@@ -97,7 +97,7 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
 
 
 def calmed(record: Record) -> nn.Module:
-    """Return a copy of the model without masks, where batch norm uses running statistics."""
+    """Return a copy of the model without dropout masks, whose batch norms use running statistics."""
     model = copied(record.model)
     for step in record.steps:
         calm(model.get_submodule(step.name), step.given, step.gave.used.drew)
@@ -107,7 +107,7 @@ def calmed(record: Record) -> nn.Module:
 
 
 def quieten(model: nn.Module, units: Collection[str]) -> None:
-    """Put all of ``model`` but its units in evaluation mode, so that it draws no random numbers itself."""
+    """Put all of ``model`` but its units in evaluation mode, so that its own operations use no random numbers."""
     inside = {each for name in units for each in model.get_submodule(name).modules()}
     for module in model.modules():
         module.training &= module in inside

@@ -1,4 +1,4 @@
-"""Compare a step of a pipe of the whole model with one of the plain model."""
+"""Compare one training step of a pipe with one of the plain model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ._rows import ROUNDING, difference, figure
 from ._trial import SEED, call_all, seeded
 
 Results = dict[str, Tensor | None]
-"""The loss and the gradients of a step, by name."""
+"""The loss and the gradients of a step, keyed by name."""
 
 STAGES = 4
-"""The stages of a pipe, if nothing is said about them."""
+"""The default number of stages."""
 
 _MESSAGES = {
-    "loss": "a pipe does not compute the model's own loss as the model does",
+    "loss": "the model's own loss differs in a pipe",
     "pipeline": "a pipe of the layers differs from the model",
     "recompute": "checkpointing changes the gradients",
 }
@@ -38,12 +38,12 @@ _MESSAGES = {
 def examine_pipe(
     model: Record, loss: Loss, balance: Sequence[int] | None, chunks: int, tolerance: float, draws: bool
 ) -> tuple[list[Finding], list[str]]:
-    """What was found, and the settings under which a pipe of the whole model agreed with the plain model.
+    """Return the findings, and the comparisons in which a pipe of the model agreed.
 
     Args:
-        balance: of the stages; None for any.
+        balance: the number of layers or blocks per stage; None lets the pipe choose.
         tolerance: the largest relative difference that counts as rounding.
-        draws: whether a layer or the loss draws random numbers.
+        draws: whether a layer or the loss uses random numbers.
     """
     calm = calmed(model)  # masks and batch norm differ by design
     own = loss.is_own(model.output.value)
@@ -52,12 +52,12 @@ def examine_pipe(
     expected, drew = _plain(model, calm, loss)
     if not drew:
         if problem := compare(expected, partial(step, calm, "always")):
-            # Without recomputations too? Then these are not to blame.
+            # If it differs even without recomputation, recomputation is not the cause.
             differs = compare(expected, partial(step, calm, "never"))
             code = "loss" if own and differs else "pipeline" if differs else "recompute"
             return [Finding(code, None, "", _MESSAGES[code], problem)], []
         agreed.append("a step with 'always'")
-    if draws:  # with all masks, as in training, checkpointing must change nothing
+    if draws:  # with masks, as in training, checkpointing must change nothing
         try:
             expected = step(model.model, "never")
         except Exception as error:
@@ -80,23 +80,23 @@ def _plain(model: Record, layers: nn.Module, loss: Loss) -> tuple[Results, bool]
 def _piped(
     model: Record, loss: Loss, balance: Sequence[int] | None, chunks: int, layers: nn.Module, checkpoint: str
 ) -> Results:
-    """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
+    """Return the loss and the gradients of one step of a pipe of a copy of ``layers``."""
     layers = copied(layers)
     devices = ["cpu"] * (STAGES if balance is None else len(balance))
     pipe = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-    without_advice(pipe)  # the report says it
+    without_advice(pipe)  # the report contains it
     torch.manual_seed(SEED)
-    with closing(pipe), inline():  # a layer with a state of its own must not depend on threads here
+    with closing(pipe), inline():  # a stateful layer must not depend on threads here
         if loss.loss_fn is None and not loss.is_own(model.output.value):
             found = pipe.step(model.inputs, loss_fn=mean_square, reduction=loss.of_substitute)
         else:
             found = pipe.step(model.inputs, model.target, loss_fn=loss.loss_fn, reduction=loss.reduction)
-    # There may be metrics.
+    # A step with metrics returns a tuple.
     return _results(layers, found[0] if isinstance(found, tuple) else found)
 
 
 def _problem(tolerance: float, expected: Results, run: Callable[[], Results]) -> str:
-    """How what ``run`` gives differs from what is ``expected``; empty if it agrees."""
+    """Return how the results of ``run`` differ from the ``expected`` ones, or its error; empty if they agree."""
     try:
         found = run()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The report of a check, as text and as JSON."""
+"""The report of a check, as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Report:
     """The result of :func:`gpipe.check`. ``str()`` explains it.
 
     Attributes:
-        findings: all findings; those of layers first, in the order of layers.
+        findings: all findings, beginning with the layers' findings in layer order.
         checked: the numbers of layers, rows and micro-batches, and the dtype of the computations, as text.
-        compared: the settings under which a pipe of the whole model agreed with the plain model; empty if there are
-            errors.
-        loss: whether a pipe computes the loss for each micro-batch, or once on all rows; empty for a model's own loss.
+        compared: the comparisons in which a pipe of the model agreed; empty if there are errors.
+        loss: whether a pipe computes the loss per micro-batch, or once on the full mini-batch, as text; empty if the
+            model computes its own loss.
     """
 
     findings: tuple[Finding, ...]
@@ -32,11 +32,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the pipe trains like the plain model: there is no error and no warning."""
+        """True if there is no error and no warning: the pipe trains like the plain model."""
         return all(finding.level == "note" for finding in self.findings)
 
     def to_json(self) -> str:
-        """The report as a JSON object."""
+        """Return the report as a JSON object."""
         findings = [{**each._asdict(), "level": each.level, "advice": each.advice} for each in self.findings]
         facts = {
             "ok": self.ok,
@@ -48,13 +48,13 @@ class Report:
         return json.dumps(facts, indent=2)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file, in the format that the ending of ``path`` selects.
+        """Write the report to a file, in the format given by the suffix of ``path``.
 
         Args:
-            path: ``.html`` is a page; ``.json`` is :meth:`to_json`; ``.txt`` is the text.
+            path: the file. ``.html`` writes a page, ``.json`` the result of :meth:`to_json`, ``.txt`` the text.
 
         Raises:
-            ValueError: ``path`` has another ending.
+            ValueError: ``path`` has a different suffix.
         """
         save(path, {".html": lambda: page("Check", str(self)), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
@@ -62,10 +62,10 @@ class Report:
         ordered = sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
         counts = Counter[str](finding.level for finding in self.findings)
         found = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _LEVELS if counts[level])
-        # Where layers are at fault, a pipe of them would only say so again.
-        pipe = "the whole pipe was not compared; fix the errors first"
+        # With errors in layers, comparing a pipe of them would only repeat these.
+        pipe = "the full pipe was not compared; fix the errors first"
         if self.compared:
-            pipe = f"the whole pipe equals the plain model under {', '.join(self.compared)}"
+            pipe = f"the full pipe matches the plain model in {', '.join(self.compared)}"
         last = "\n".join([f"{found or 'nothing found'}: {self.checked}", *filter(None, [self.loss]), pipe])
         return "\n\n".join([*map(str, ordered), last])
 

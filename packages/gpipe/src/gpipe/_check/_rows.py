@@ -1,4 +1,4 @@
-"""Cut tensors by rows, exchange some of their rows, and measure how far tensors differ."""
+"""Row utilities: split tensors by rows, exchange rows, and measure differences."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ._trial import Signal
 
 Dims = list[int | None]
-"""For each tensor of a value the dimension of its rows; None if all micro-batches get it whole."""
+"""The row dimension of each tensor of a value; None for a tensor that is passed whole to all micro-batches."""
 
 ROUNDING = 1e-4
-"""Differences below this, where no row depends on others, come from computing in a lower precision."""
+"""Smaller differences are rounding in a lower precision, if exchanging rows shows that rows are independent."""
 
 _HUGE = 1e8
-"""Values from here on, as in masks, are compared by their own size, and set no scale for smaller ones."""
+"""Values from here on, such as fill values of masks, do not raise the scale for smaller values."""
 
 
 class NoRowsError(ValueError):
-    """The micro-batches of a tensor do not make up the whole of it."""
+    """The micro-batches of a tensor do not add up to the full tensor."""
 
 
 class OtherCallsError(RuntimeError):
-    """A model calls other modules for a micro-batch than for all rows."""
+    """A model calls different modules for a micro-batch than for the full mini-batch."""
 
 
 class Cut(NamedTuple):
-    """A division of a mini-batch into micro-batches, by rows. Tensors with more rows are divided in proportion."""
+    """The number of rows per micro-batch. Tensors with more entries than rows are split in proportion."""
 
     rows: tuple[int, ...]
 
@@ -45,18 +45,18 @@ class Cut(NamedTuple):
         return [whole.replaced(row) for row in zip(*columns, strict=True)] or [whole] * len(self.rows)
 
     def dims(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Dims:
-        """The dimensions along which micro-batches make up the tensors of the whole; NoRowsError if there are none."""
+        """Return the dimensions along which ``parts`` divide the tensors of ``whole``; NoRowsError if none fits."""
         if {len(part) for part in parts} != {len(whole)}:
-            raise NoRowsError("micro-batches give another number of tensors than the whole")
+            raise NoRowsError("micro-batches return a different number of tensors than the full mini-batch")
         return [self._dim(tensor.shape, [part[k].shape for part in parts]) for k, tensor in enumerate(whole)]
 
     def guessed(self, tensors: Sequence[Tensor], dims: Dims) -> Dims:
-        """The dimensions of rows of ``tensors``, if they are those of other tensors, ``dims``."""
+        """Guess the row dimensions of ``tensors`` from ``dims``, the known row dimensions of related tensors."""
         known = sorted({dim for dim in dims if dim is not None})
         return [next((dim for dim in known if _entries(t, dim, sum(self.rows))), None) for t in tensors]
 
     def _sizes(self, size: int) -> list[int]:
-        """The entries of micro-batches in a dimension of ``size``; none if the proportions cannot be kept."""
+        """Return the size of each micro-batch in a dimension of ``size``; empty if it does not divide in proportion."""
         if size * math.gcd(*self.rows) % sum(self.rows):
             return []
         return [rows * size // sum(self.rows) for rows in self.rows]
@@ -68,25 +68,25 @@ class Cut(NamedTuple):
             if [shape[dim] for shape in parts if len(shape) == len(whole)] == self._sizes(size):
                 return dim
         raise NoRowsError(
-            f"the whole has shape {tuple(whole)}, its micro-batches {', '.join(map(str, map(tuple, parts)))}"
+            f"the full mini-batch has shape {tuple(whole)}, its micro-batches {', '.join(map(str, map(tuple, parts)))}"
         )
 
 
 def uneven(real: Cut) -> Cut:
-    """Micro-batches of other sizes than the real ones, without a common divisor if possible: no groups of rows fit."""
+    """Return uneven micro-batches, without a common divisor if possible, so that groups of rows are split."""
     alone = (1,) if min(real.rows) == 1 and len(real.rows) > 2 else ()  # some layers fail on a single row
     rows = sum(real.rows) - sum(alone)
     if rows < 9:
         first = min(max(2, (rows - 1) // 2), rows - 1)
         return Cut((*alone, first, rows - first))
-    # About 2/7, 1/3 and the rest, made odd where they would have a common divisor.
+    # About 2/7, 1/3 and the rest; one row is moved if these have a common divisor.
     first, second = rows * 2 // 7, rows // 3
     odd = math.gcd(first, second, rows) > 1
     return Cut((*alone, first + odd, second, rows - first - second - odd))
 
 
 def exchanged(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
-    """``whole`` with copies of other rows in place of the ``chosen`` ones."""
+    """Return ``whole`` with the ``chosen`` rows replaced by copies of different rows."""
     rows = torch.arange(len(chosen))
     others = (rows + torch.randint(1, len(chosen), rows.shape, generator=torch.Generator().manual_seed(1))) % len(rows)
     changed = _selected(whole.tensors(), dims, len(rows), torch.where(chosen, others, rows))
@@ -112,14 +112,14 @@ def _selected(tensors: Sequence[Tensor], dims: Dims, count: int, rows: Tensor) -
 
 
 def _entries(tensor: Tensor, dim: int | None, rows: int) -> int:
-    """How many entries along ``dim`` belong to each of the ``rows``; 0 if the tensor is not divided like that."""
+    """Return the number of entries along ``dim`` per row; 0 if the size is not a multiple of ``rows``."""
     return 0 if dim is None or dim >= tensor.dim() or tensor.shape[dim] % rows else tensor.shape[dim] // rows
 
 
 def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None], *, alike: bool = False) -> float:
-    """The largest difference, relative to the largest expected value of its tensor; inf if shapes or types differ.
+    """Return the largest difference, relative to the tensor's largest expected value; inf if shapes or types differ.
 
-    With ``alike`` it is relative to the largest value of all tensors: a gradient that is nothing but rounding has no
+    With ``alike``, it is relative to the largest value of all tensors, since a gradient that is only rounding has no
     scale.
     """
     expected, found = [*_parts(expected)], [*_parts(found)]
@@ -131,7 +131,7 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
 
 
 def _parts(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-    """Yield the tensors inside of subclasses such as quantized weights, which have few operations of their own."""
+    """Yield the tensors; of a subclass such as quantized weights, which supports few operations, yield the parts."""
     for tensor in tensors:
         if tensor is not None and is_traceable_wrapper_subclass(tensor):
             yield from _parts([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
@@ -140,7 +140,7 @@ def _parts(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
 
 
 def _difference(expected: Tensor | None, found: Tensor | None, scale: float) -> float:
-    if expected is None or found is None:  # a gradient of zeros is as good as none
+    if expected is None or found is None:  # a missing gradient counts as zeros
         there = found if expected is None else expected
         return 0.0 if there is None else _difference(torch.zeros_like(there), there, scale)
     if expected.shape != found.shape or expected.dtype != found.dtype:
@@ -164,4 +164,4 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def figure(apart: float) -> str:
-    return "another shape, type or not-a-number" if math.isinf(apart) else f"{apart:.1e}"
+    return "a different shape, dtype or non-finite values" if math.isinf(apart) else f"{apart:.1e}"

@@ -1,4 +1,4 @@
-"""One run of a layer alone: what it gives, what it does to the generators, and its gradients."""
+"""Run one layer in isolation, recording its outputs, its RNG use and its gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 20_041_911
 
 
 class Signal(NamedTuple):
-    """What goes into a layer, or comes out of it: a value, and the skips that it pops or stashes."""
+    """The input or output of a layer: a value, and the skips that the layer pops or stashes."""
 
     value: Any
     skips: dict[Key, Tensor | None]
@@ -39,13 +39,13 @@ class Signal(NamedTuple):
 
 
 class LayerTrial(NamedTuple):
-    """What a forward showed, and what a backward starts from.
+    """The results of a forward, and the tensors that its backward needs.
 
     Attributes:
-        output: what it gave; detached, but with requires_grad.
-        used: how it used the generators.
+        output: the output, detached but with the same ``requires_grad``.
+        used: how the forward used the generators.
         roots: the tensors of ``output``, with their graph.
-        leaves: those that went in.
+        leaves: the input tensors.
     """
 
     output: Signal
@@ -63,7 +63,7 @@ class LayerTrial(NamedTuple):
 
 
 def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
-    """Run the forward of ``layer``, with the same state of the generators each time."""
+    """Run the forward of ``layer``, from the same state of the generators each time."""
     leaves = clone_leaves(signal.activation())
     value, *skips = as_nonleaf(leaves).value
     store = dict(zip(signal.skips, skips, strict=True))
@@ -80,7 +80,7 @@ def call(layer: nn.Module, value: Any) -> Any:
 
 
 def call_all(model: nn.Module, value: Any) -> Any:
-    """What ``model`` makes of ``value``; the first layer of an ``nn.Sequential`` may take several arguments."""
+    """Return the output of ``model``. The first layer of an ``nn.Sequential`` may take several arguments."""
     if not isinstance(model, nn.Sequential):
         return call(model, value)
     for layer in model.children():
@@ -89,12 +89,12 @@ def call_all(model: nn.Module, value: Any) -> Any:
 
 
 class Used:
-    """How a block used the generators.
+    """The use of generators in a ``with`` block.
 
     Attributes:
-        drew: whether the states of PyTorch's changed.
-        impure: uses that a pipeline does not repeat; empty if there are none.
-        states: of PyTorch's generators, after the block.
+        drew: whether the state of a PyTorch generator changed.
+        impure: uses that a pipeline does not repeat, as text; may be empty.
+        states: the states of PyTorch's generators after the block.
     """
 
     drew = False
@@ -104,7 +104,7 @@ class Used:
 
 @contextmanager
 def seeded(layer: nn.Module) -> Iterator[Used]:
-    """PyTorch's generators start from a fixed seed; after the block they, Python's and NumPy's are as before."""
+    """Seed PyTorch's generators for the block. Afterwards, restore them and Python's and NumPy's generators."""
     tensor = next(iter((*layer.parameters(), *layer.buffers())), torch.zeros(()))
     module, numpy, used = module_of(tensor.device), sys.modules.get("numpy"), Used()
     devices = [] if module is None else [tensor.device.index or 0]
@@ -123,7 +123,7 @@ def seeded(layer: nn.Module) -> Iterator[Used]:
             used.drew = not same(before, used.states)
             others = random.getstate() != python or (numpy and _plain(numpy.random.get_state()) != _plain(arrays))
             reseeded = "seeds PyTorch's global generator" if torch.initial_seed() != SEED else ""
-            used.impure = "draws from Python's or NumPy's generator" if others else reseeded
+            used.impure = "uses Python's or NumPy's generator" if others else reseeded
             random.setstate(python)
             if numpy:
                 numpy.random.set_state(arrays)

@@ -1,9 +1,9 @@
-"""The kernels of attention that layers choose, as by ``torch.nn.attention.sdpa_kernel``, on threads of pipes.
+"""Make the choice of attention kernels (``torch.nn.attention.sdpa_kernel``) local to the threads of pipes.
 
-Torch has one choice for the process. A layer that changes it for a time would change it for the stages that compute at
-the same moment, whose recomputation would then take other kernels; and of two such layers, the one that restores it
-last may restore the choice of the other. So a thread of a pipe only records its choice, in a context variable. An
-attention sets it in the process while it runs, and attentions with different choices do not run at the same time.
+The choice in torch is global to the process. A layer that changes it temporarily would also change it for stages that
+run concurrently, and their recomputations would use different kernels. If two such layers overlap, the one that
+restores it last may restore the other layer's choice. So a thread of a pipe only stores its choice, in a context
+variable. An attention applies it to the process while it runs, and attentions with different choices run in turn.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .._torch import (
 )
 
 Kernels = tuple[Any, ...] | None
-"""A choice of kernels; None for the choice of the process."""
+"""A choice of kernels; None for the process-wide choice."""
 
 _chosen: ContextVar[Kernels] = ContextVar("gpipe.kernels", default=None)
 
 
 class _Thread(threading.local):
-    """Records whether this thread is inside of an attention."""
+    """Stores whether this thread is inside an attention."""
 
     is_inside = False
 
@@ -45,7 +45,7 @@ _thread = _Thread()
 
 
 class _Turns:
-    """Lets attentions run at the same time only with the same choice of kernels."""
+    """Allow attentions to run concurrently only if they use the same choice of kernels."""
 
     def __init__(self) -> None:
         self._lock = fork_lock()
@@ -56,7 +56,7 @@ class _Turns:
 
     @contextmanager
     def of(self, kernels: Kernels) -> Iterator[None]:
-        """Return a context in which the process has this choice."""
+        """Return a context in which this choice applies to the process."""
         if _thread.is_inside:
             yield
             return
@@ -91,7 +91,7 @@ class _Turns:
         self._now = None
 
     def begin_in_child(self) -> None:
-        """Forget the attentions of threads that a forked child does not have."""
+        """Reset the state after a fork, since the threads that run attentions do not exist in the child."""
         self._restore()
         self._count = 0
 
@@ -108,7 +108,7 @@ def chosen_kernels() -> Kernels:
 
 @contextmanager
 def own_kernels(kernels: Kernels) -> Iterator[None]:
-    """Return a context in which this thread of a pipe has that choice."""
+    """Return a context in which this thread of a pipe uses ``kernels``."""
     before = _chosen.get()
     _chosen.set(kernels)
     try:
@@ -119,16 +119,16 @@ def own_kernels(kernels: Kernels) -> Iterator[None]:
 
 @cache
 def prepare() -> None:
-    """Let threads of pipes have choices of their own, from now on.
+    """Give threads of pipes their own choices from now on.
 
-    The key of intercepted operations must have its fallback by then: see :mod:`gpipe.checkpoint._operations`.
+    The dispatch key of intercepted operations must already have its fallback: see :mod:`gpipe.checkpoint._operations`.
     """
     _libraries.append(Library("aten", "IMPL", INTERCEPTING))  # type: ignore[no-untyped-call]
     _libraries[0].impl(_ATTENTION, _attend, with_keyset=True)  # type: ignore[no-untyped-call]
     route_attention(_read, _write)
 
 
-_libraries: list[Library] = []  # they own the registered kernels
+_libraries: list[Library] = []  # keep the kernels registered
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 

@@ -1,9 +1,9 @@
-"""The tensors that ``torch.nn.utils.parametrize.cached()`` keeps, on threads of pipes.
+"""Make the cache of ``torch.nn.utils.parametrize.cached()`` local to the threads of pipes.
 
-Torch keeps them in one dict for the process, while any thread is inside. A stage would get the tensor of another
-micro-batch, whose graph has its own backward, and a recomputation would find a cache that its forward did not. So on
-threads of pipes, each micro-batch has a cache of its own on each stage, and each call of a block has its own, because
-it is recomputed alone. All other threads share the cache of the process.
+Torch caches tensors in one dict per process, as long as any thread is inside ``cached()``. A stage would find the
+tensor of a different micro-batch, whose graph has a separate backward, and a recomputation would find a cache that its
+forward did not. So on threads of pipes, each micro-batch has its own cache on each stage. Each call of a block has its
+own cache, because it is recomputed separately. All other threads share the process-wide cache.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _own: ContextVar[Cache | None] = ContextVar("gpipe.parametrized", default=None)
 
 
 class _Process:
-    """The cache of the process, and the objects that stand for it and its counter while any cache is in use.
+    """The process-wide cache. While any cache is in use, this object replaces torch's cache and its counter.
 
-    Torch reads the counter to see whether to cache, and replaces the cache when the counter is 0.
+    Torch checks the counter to decide whether to cache, and replaces the cache when the counter is 0.
     """
 
     def __init__(self) -> None:
         self._lock = fork_lock()
-        self._users = 0  # of any cache
-        self._count = 0  # of the cache of the process
+        self._users = 0  # the number of contexts in which any cache is used
+        self._count = 0  # the counter of the process-wide cache
         self._cache: Cache = {}
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Return a context in which torch asks this object which cache a thread has."""
+        """Return a context in which torch uses this object, which selects the cache of the calling thread."""
         with self._lock:
             if not self._users:
                 self._count, self._cache = parametrized_cache()
@@ -53,7 +53,7 @@ class _Process:
                     set_parametrized_cache(self._count, self._cache)
 
     def counts(self) -> bool:
-        """Return whether a thread outside pipes is inside of ``cached()``."""
+        """Return whether a thread outside pipes is inside ``cached()``."""
         with self._lock:
             return bool(self._count if self._users else parametrized_cache()[0])
 
@@ -65,7 +65,7 @@ class _Process:
     # The interface of the counter.
 
     def __bool__(self) -> bool:
-        return bool(self._users or self._count)  # the cache itself knows who has none
+        return bool(self._users or self._count)  # threads without a cache are handled in get and __setitem__
 
     def __iadd__(self, count: int) -> _Process:
         with self._lock:
@@ -95,18 +95,18 @@ _process = _Process()
 
 
 def is_caching() -> bool:
-    """Return whether this thread is inside of ``cached()``, or the thread that began its run is."""
+    """Return whether this thread, or the thread that started its run, is inside ``cached()``."""
     return _own.get() is not None if is_intercepting() else _process.counts()
 
 
 def has_cache(variables: Context) -> bool:
-    """Return whether a thread with these context variables is inside of ``cached()``."""
+    """Return whether a thread with these context variables is inside ``cached()``."""
     return variables.get(_own) is not None
 
 
 @contextmanager
 def own_cache(caches: bool) -> Iterator[None]:
-    """Return a context in which this thread of a pipe has an empty cache of its own, or none."""
+    """Return a context in which this thread of a pipe has its own empty cache, or none without ``caches``."""
     before = _own.get()
     if before is None and not caches:
         yield
@@ -120,7 +120,7 @@ def own_cache(caches: bool) -> Iterator[None]:
 
 
 def _cached() -> Iterator[None]:
-    """Do the same as the generator of ``parametrize.cached``."""
+    """Replace the generator function of ``parametrize.cached``."""
     if is_intercepting():
         before = _own.get()
         with _process.replaced():
@@ -140,5 +140,5 @@ def _cached() -> Iterator[None]:
 
 @cache
 def prepare() -> None:
-    """Let threads of pipes have caches of their own, from now on."""
+    """Give threads of pipes their own caches from now on."""
     replace_cached(_cached)

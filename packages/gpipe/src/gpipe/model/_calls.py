@@ -1,4 +1,4 @@
-"""Compute the blocks of one forward, and the operations between them, with the tensors of the current stage."""
+"""Run the blocks of one forward, and the operations between them, on the tensors of the current stage."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class AnyRun(Moves, Protocol):
         model: the model.
         pick: selects the part of its output that is returned.
         blocks: its blocks.
-        others: modules that are not blocks, but whose calls are handled in the same way.
+        others: modules that are not blocks, but whose calls are intercepted in the same way.
         count: the number of its stages, in all processes.
         spec: the description of the run.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         start: calls a function on a thread for forwards.
-        left: the tensors that blocks have left in attributes.
+        left: the tensors that blocks have stored in attributes.
         owners: the forwards that computed tensors between blocks.
-        numbers: the random numbers of Python and NumPy.
+        numbers: the states of Python's and NumPy's generators.
         outside: the buffers of modules outside blocks.
     """
 
@@ -73,16 +73,16 @@ class AnyRun(Moves, Protocol):
         """Return whether ``stage`` is in this process."""
 
     def tensors(self, microbatch: int) -> Tensors:
-        """Return the object that gives operations the tensors of the current stage."""
+        """Return the object that passes the tensors of the current stage to operations."""
 
     def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return the output of a block of another process, on ``meta``."""
+        """Return the output of a block in a different process, on ``meta``."""
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
 
     def expect_drawing(self, generators: Sequence[str]) -> None:
-        """Expect that the model may draw from these ``generators`` of Python or NumPy between its blocks."""
+        """Raise an error unless the model may use these ``generators`` of Python or NumPy between its blocks."""
 
     def tell_of_objects(self, module: nn.Module) -> None:
         """Log that ``module`` is not recomputed."""
@@ -105,7 +105,7 @@ class Call(NamedTuple):
         stage: the stage of the block.
         module, name: the block, and its name in the model.
         function: calls the block itself, including its hooks.
-        place: the number of the call, as a place among the random numbers of the forward; None if it is not a block.
+        place: the position of the call in the random numbers of the forward; None if the module is not a block.
     """
 
     stage: int
@@ -118,14 +118,14 @@ class Call(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A call of a block, as it is known before the block runs.
+    """The state of a call before its block runs.
 
     Attributes:
         given: the tensors among its arguments.
         args, kwargs: its arguments, as tensors of the current stage.
         written: compares the lists and dicts among its arguments before and after the call.
-        left: receives the output, and notes the tensors that the block has left in attributes.
-        collected: how many values hooks had collected before the call, by kind.
+        left: a function of the output, which records the tensors that the block has stored in attributes.
+        collected: the number of values that hooks had collected before the call, by kind.
     """
 
     given: Sequence[Tensor]
@@ -142,16 +142,16 @@ class Calls:
     Args:
         run: the run that the forward belongs to.
         inputs: the arguments of the model, as leaves.
-        known: the facts from earlier forwards, if this one can end after its last block; None for a complete one.
+        known: facts from earlier forwards, which let this one end after its last block; None for a complete forward.
         enter: waits for the turn of a stage, which calls a block with these arguments.
 
     Attributes:
-        tensors: gives operations the tensors of the current stage.
+        tensors: passes the tensors of the current stage to operations.
         uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
-        used: the outputs of blocks that the model itself uses, on the last stage; known at the end.
-        orders: numbers that show the order of the rows in arguments of blocks; known at the end.
+        used: the outputs of blocks that the model itself uses, on the last stage; set at the end.
+        orders: values that show the order of the rows in arguments of blocks; set at the end.
         between: the mode that intercepts operations between blocks.
-        is_done: whether nothing that the model does from here on matters.
+        is_done: whether the remaining operations of the model have no effect.
         until: the stage in this process whose turn it is.
     """
 
@@ -165,11 +165,11 @@ class Calls:
         self.orders: dict[Entries, Tensor] = {}
         self.between = Between(self)
         self.is_done, self.until = False, 0
-        # If the forward is complete, a replay will repeat the operations after its last block.
+        # After a complete forward, a replay repeats the operations after its last block.
         self._after = AfterBlocks(run.outside) if run.replays and known is None and run.model.training else None
         self._owned = Owned(run.owners, microbatch, type(run.model).__name__, run.is_of_model)
         self._hooks = Hooks(run.model, run.blocks)
-        self._number = 0  # of the next call
+        self._number = 0  # the index of the next call
         self._sizes = *map(_size, inputs.tensors), run.model.training
         self._end_piece: Callable[[], Sequence[str]] = _nothing
 
@@ -208,7 +208,7 @@ class Calls:
         return output
 
     def expect_more(self) -> None:
-        """End the forward again if the model has caught the exception that ended it, and continued."""
+        """End the forward again if the model has caught the exception that ended it."""
         if self.is_done:
             raise Ended
 
@@ -218,10 +218,10 @@ class Calls:
             self.used, self.orders = self.uses.collected(), self.uses.orders
         self.tensors.finish()
 
-    # Random numbers of Python and NumPy.
+    # Generators of Python and NumPy.
 
     def begin_piece(self) -> None:
-        """Begin the part between two calls of blocks, which may use the generators of Python and NumPy."""
+        """Begin the operations between two calls of blocks, which may use the generators of Python and NumPy."""
         at = current.work.rng.at
         self._end_piece = self._run.numbers.begin((at, self._sizes), (self._microbatch, at))
 
@@ -231,7 +231,7 @@ class Calls:
             self._run.expect_drawing(drew)
 
     def _drawing(self, module: nn.Module, function: Any, at: int) -> Callable[..., Any]:
-        """Return ``function``, which calls a block, with separate random numbers of Python and NumPy."""
+        """Return ``function``, which calls a block, with separate states of Python's and NumPy's generators."""
         numbers, place = self._run.numbers, (self._microbatch, at)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ class Calls:
         self.expect_more()
         is_block = module not in self._run.others
         if not is_block and stage < self.tensors.stage:
-            return function(*args, **kwargs)  # a later stage computes it, with parameters that it receives
+            return function(*args, **kwargs)  # a later stage runs it, on copies of its parameters
         self.between.expect_no_checkpoint(is_block=True)
         self.leave_piece()
         place = 2 * self._number + 1
@@ -276,7 +276,7 @@ class Calls:
         return output
 
     def _begin_call(self, call: Call) -> Watched:
-        """Wait for the turn of the block's stage, and note what is known before the block runs."""
+        """Wait for the turn of the block's stage, and record the state before the block runs."""
         name, module, arguments = call.name, call.module, (call.args, call.kwargs)
         if call.stage > self.tensors.stage:
             _expect_parameters(name, module)
@@ -296,7 +296,7 @@ class Calls:
         return Watched(given, args, kwargs, written, left, collected)
 
     def _end_call(self, call: Call, watched: Watched, output: Any) -> None:
-        """Note what the block has done."""
+        """Record the effects of the block."""
         self._end_writing(call.name, watched.written)
         with self.between.off():
             watched.left(output)
@@ -322,7 +322,7 @@ class Calls:
         raise Ended
 
     def _called(self, call: Call, watched: Watched) -> Any:
-        """Call a block of this stage, and note which tensors of the model it modifies in place."""
+        """Call a block of this stage, and record which tensors of the model it modifies in place."""
         args, kwargs = watched.args, watched.kwargs
         own = tensors_of((args, kwargs)) if self.uses is not None else ()
         if self.uses is not None:
@@ -343,7 +343,7 @@ class Calls:
     def _called_later(self, call: Call) -> Any:
         """Call a block of an earlier stage, whose turn is over.
 
-        This stage computes it with copies of the parameters, which it receives for each operation.
+        This stage runs it on copies of the parameters, which it receives for each operation.
         """
         self.tensors.expect_present(call.name, call.stage)
         self._run.tell_of_order(call.name, call.stage, self.tensors.stage)
@@ -371,11 +371,11 @@ class Calls:
         return output
 
     def _context(self) -> Context:
-        """Return the settings in which the model calls a block. Its forward may have entered autocast, for example."""
+        """Return the context in which the model calls a block. The model may have entered autocast, for example."""
         context = Context.capture()
         context.function_modes = tuple(mode for mode in context.function_modes if mode is not self.between)
-        # Use the caller's context variables. With its own, a model collects values in hooks inside its blocks, which
-        # must not happen again in a recomputation.
+        # Use the caller's context variables. The model's own let hooks inside blocks collect values, which must not
+        # happen again in a recomputation.
         context.variables = self._run.spec.context.variables
         return context
 
@@ -387,7 +387,7 @@ class Calls:
         return self._run.places[self.until][0]
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute one of the model's own operations with the tensors of this stage."""
+        """Run one of the model's own operations on the tensors of this stage."""
         if self._after is not None:
             changed((args, kwargs), self._keep)
         if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
@@ -398,14 +398,14 @@ class Calls:
         return output if self._after is None else changed(output, self._after.made)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Keep the value of ``tensor`` if it is a buffer of the model, which the operation may change."""
+        """Save the value of ``tensor`` if it is a buffer of the model, which the operation may modify."""
         is_buffer = not isinstance(tensor, nn.Parameter) and self._run.is_of_model(tensor)
         if self._after is not None and is_buffer and not tensor.requires_grad:
             self._after.keep(tensor)
         return tensor
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that stands for ``tensor`` on this stage, and note that the model itself uses it."""
+        """Return the tensor that represents ``tensor`` on this stage, and record that the model itself uses it."""
         self.read(tensor)
         found = self.tensors.here(tensor)
         if found is not tensor:
@@ -413,7 +413,7 @@ class Calls:
         return found
 
     def read(self, tensor: Tensor) -> None:
-        """Note that the model itself uses ``tensor``, which a block may have returned."""
+        """Record that the model itself uses ``tensor``, which may be the output of a block."""
         if self.uses is not None:
             self.uses.note(tensor)
         self._run.left.expect_not(tensor, self._run.model, self._microbatch)
@@ -424,9 +424,9 @@ def _expect_parameters(name: str, module: nn.Module) -> None:
     """Raise RuntimeError if a block of a later stage holds plain tensors instead of its parameters."""
     if not all(isinstance(each, nn.Parameter) for each in module.parameters()):
         raise RuntimeError(
-            f"block {name!r} is called with other tensors in place of its parameters, as by "
-            "torch.func.functional_call, which would be those of the next micro-batch too; let the block itself "
-            "compute with them, for example by a parametrization"
+            f"block {name!r} is called with different tensors instead of its parameters, for example by "
+            "torch.func.functional_call; the next micro-batch would also use them; compute them inside the block, for "
+            "example by a parametrization"
         )
 
 
@@ -439,7 +439,7 @@ def _size(value: Any) -> torch.Size | None:
 
 
 _WRITES = (
-    "block {!r} changes a list or dict that the model passes to it; the output of the full mini-batch, computed "
-    "without calling blocks again, would miss the change; let the block return what it adds, or give out_spec= or a "
+    "block {!r} modifies a list or dict that the model passes to it; the output of the full mini-batch, computed "
+    "without calling blocks again, would miss the change; let the block return its additions, or pass out_spec= or a "
     "loss_fn that returns gpipe.LossSum(total, count)"
 )

@@ -1,7 +1,7 @@
-"""Cut a row of several documents between documents, into micro-batches of about equal numbers of tokens.
+"""Split a row of several documents between documents, into micro-batches of about equal numbers of tokens.
 
-Data loaders pack texts of different lengths into one row, instead of padding each. Their positions begin again with
-each document, and models attend within a document only.
+Data loaders pack texts of different lengths into one row, instead of padding each. Positions restart with each
+document, and models attend only within a document.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..module._inputs import Inputs
 
 _IGNORED = -100
 _DEFAULT = rules(torch.empty(1))[0]
-"""The rule of a tensor without one."""
+"""The default rule."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """For ``in_spec=`` of a model: documents share a row, and the row is cut between documents.
+    """An ``in_spec`` for models whose documents share a row: the row is split between documents.
 
-    Every tensor of shape (1, tokens, ...) is cut at the same tokens, so that the largest micro-batch has as few tokens
-    as possible. Cumulative lengths of documents, such as ``cu_seq_lens_q``, become those of the documents of each
-    micro-batch. Outputs, losses and gradients are those of the whole row if the model keeps documents apart: then
-    ``pipe.evaluate()`` returns the same with ``pipe.chunks = 1``, by which the row is not cut. A mini-batch of several
-    rows is cut by rows, as always; so is one without positions.
+    Every tensor of shape (1, tokens, ...) is split at the same tokens, so that the largest micro-batch has as few
+    tokens as possible. Cumulative lengths of documents, such as ``cu_seq_lens_q``, are recomputed per micro-batch. If
+    the model keeps documents apart, outputs, losses and gradients match the full row's. To verify this, compare
+    ``pipe.evaluate()`` with its result for ``pipe.chunks = 1``, which does not split the row. A mini-batch of several
+    rows, or without positions, is split by rows as usual.
 
     Args:
-        positions: the keyword with the position of each token in its document, (1, tokens). A document begins where
-            positions do not go on by 1.
+        positions: the keyword argument with the position of each token in its document, of shape (1, tokens). A new
+            document begins wherever the position does not increase by 1.
 
     >>> from gpipe import GPipe, Packed
     >>> def pipe_of(model):
@@ -47,10 +47,10 @@ class Packed:
 
 
 class Pieces(NamedTuple):
-    """How a row is cut.
+    """A division of a row into micro-batches.
 
     Attributes:
-        documents: the number of tokens of each document, for each micro-batch.
+        documents: the number of tokens of each document, per micro-batch.
     """
 
     documents: Sequence[Sequence[int]]
@@ -62,7 +62,7 @@ class Pieces(NamedTuple):
 
     @property
     def begins(self) -> list[int]:
-        """The first token of each micro-batch but the first."""
+        """The index of the first token of each micro-batch but the first."""
         return [*accumulate(self.tokens)][:-1]
 
     @property
@@ -71,24 +71,24 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(rule: Any, inputs: Any, chunks: int) -> Pieces | None:
-    """Return how the only row of ``inputs`` is cut; None if they have several, or no positions, or by another rule.
+    """Return how to split the only row of ``inputs``; None for several rows, no positions, or a different ``rule``.
 
     Raises:
-        ValueError: the positions have no dimension of tokens.
+        ValueError: the positions are not two-dimensional.
     """
     positions = Inputs.of(inputs).kwargs.get(rule.positions) if isinstance(rule, Packed) else None
     if not isinstance(positions, Tensor):
         return None
     if positions.dim() != 2:
         raise ValueError(
-            f"by Packed(), {rule.positions} has a position for each token, of shape (1, tokens); got "
+            f"Packed() expects {rule.positions} with one position per token, of shape (1, tokens); got "
             f"{tuple(positions.shape)}"
         )
     tokens = positions.shape[1]
     sizes = {leaf.shape[:2] for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 1}
     if any(len(size) > 1 and size[0] > 1 and size[1] == tokens for size in sizes):
-        return None  # positions of one row may be those of all
-    from blockpartition import solve  # imported here, because pipes without documents do not need it
+        return None  # one row of positions may apply to every row
+    from blockpartition import solve  # imported here, as most pipes do not need it
 
     begins = [0, *((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist(), tokens]
     lengths = [end - begin for begin, end in pairwise(begins)]
@@ -96,7 +96,7 @@ def pieces_of(rule: Any, inputs: Any, chunks: int) -> Pieces | None:
 
 
 def share_a_row(inputs: Any) -> bool:
-    """Return whether ``inputs`` have one row, whose ``position_ids`` begin again in it."""
+    """Return whether ``inputs`` have a single row whose ``position_ids`` restart within it."""
     positions = Inputs.of(inputs).kwargs.get(Packed.positions)
     if not isinstance(positions, Tensor) or positions.dim() != 2 or len(positions) != 1:
         return False
@@ -104,11 +104,11 @@ def share_a_row(inputs: Any) -> bool:
 
 
 def cut_between(pieces: Pieces, given: Checked) -> Checked:
-    """Return ``given`` with rules by which :func:`microbatch.scatter` cuts it into ``pieces``.
+    """Return ``given`` with rules that let :func:`microbatch.scatter` split it into ``pieces``.
 
     Raises:
-        ValueError: a tensor is neither divided into the tokens of the row, nor one of cumulative lengths, nor has a
-            rule; or a mask does not keep documents apart.
+        ValueError: a tensor without a rule has neither the shape (1, tokens, ...) nor cumulative lengths as its values;
+            or the attention mask does not keep documents apart.
     """
     leaves, tree = flatten(given.bare)
     found = rules(given.bare, given.spec, given.root)
@@ -118,8 +118,8 @@ def cut_between(pieces: Pieces, given: Checked) -> Checked:
     mask = Inputs.of(given.bare).kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and len(pieces.lengths) > 1 and len({*mask.flatten().tolist()} - {0}) < 2:
         raise ValueError(
-            "attention_mask has the same value for all documents of a row, by which models attend from one document to "
-            "those before; leave it out, so that they keep documents apart by their positions"
+            "attention_mask has the same value for all documents of a row, so that documents attend to previous ones; "
+            "omit it, so that models keep documents apart by their positions"
         )
     return Checked(unflatten(leaves, tree), unflatten(found, tree), given.root)
 
@@ -133,9 +133,9 @@ def _cut(pieces: Pieces, tensor: Tensor, path: Any) -> tuple[Tensor, Any]:
         parts = [*map(_cumulative, pieces.documents)]
         return tensor.new_tensor([*chain(*parts)]), Split(counts=[*map(len, parts)])
     raise ValueError(
-        f"by Packed(), the row of {sum(pieces.tokens)} tokens is cut between its {len(pieces.lengths)} documents, and "
+        f"Packed() splits the row of {sum(pieces.tokens)} tokens between its {len(pieces.lengths)} documents, but "
         f"{path} has shape {tuple(tensor.shape)}; expected (1, tokens, ...), or the cumulative lengths of the "
-        "documents; put microbatch.Replicate() around it if each micro-batch is to get it whole"
+        "documents; wrap it in microbatch.Replicate() to pass it whole to each micro-batch"
     )
 
 
@@ -144,13 +144,12 @@ def _cumulative(lengths: Sequence[int]) -> list[int]:
 
 
 def are_apart(pieces: Pieces, labels: Any) -> bool:
-    """Return whether no label counts at the beginning of a micro-batch: its loss would need the token before."""
+    """Return whether labels at the start of micro-batches are ignored. Their losses would need the previous token."""
     is_row = isinstance(labels, Tensor) and labels.shape == (1, sum(pieces.tokens))
     return is_row and bool((labels[0, pieces.begins] == _IGNORED).all())
 
 
 def mean_of_row() -> ValueError:
     return ValueError(
-        'reduction="mean" is a mean over rows, and a row of several documents is cut by Packed(); leave it out, or use '
-        'reduction="sum"'
+        'reduction="mean" is a mean over rows, but Packed() splits a single row; omit it, or use reduction="sum"'
     )

@@ -1,8 +1,9 @@
-"""Detect tensors that one forward computes between its blocks, and the forward of another micro-batch uses.
+"""Detect tensors that one forward computes between its blocks, and the forward of a different micro-batch uses.
 
-A forward may keep such a tensor in an attribute of the model or in a global. Forwards of several micro-batches are in
-flight at the same time, so the place holds the tensor of the forward that set it last. In a plain loop of micro-batches
-it would be the forward's own, or that of the micro-batch before. If it cannot be, it is refused.
+A forward may store such a tensor in an attribute of the model or in a global. Forwards of several micro-batches are in
+flight at the same time, so the attribute holds the tensor of the forward that set it last. In a plain loop over
+micro-batches, a forward finds its own tensor or the previous micro-batch's. If timing can change this, an error is
+raised.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class _Owner(NamedTuple):
 
 
 class Owners:
-    """The tensors that depend on the rows of a micro-batch, or on random numbers, by the forward that computed them."""
+    """Maps tensors that depend on rows of a micro-batch, or on random numbers, to the forward that computed them."""
 
     def __init__(self) -> None:
         self.run = 0
         self._found: dict[int, _Owner] = {}
 
     def begin_run(self) -> None:
-        """Begin a run. Tensors that are still alive keep the owner that they had in earlier runs."""
+        """Begin a run. Live tensors keep their owners from earlier runs."""
         self.run += 1
         self._found = {key: owner for key, owner in self._found.items() if owner.tensor() is not None}
 
@@ -51,7 +52,7 @@ class Owners:
         return owner if owner is not None and owner.tensor() is tensor else None
 
     def add(self, tensor: Tensor, microbatch: int, stage: int, *, replaces: bool = False) -> None:
-        """Record the owner of ``tensor``, which ``replaces`` an earlier one if its values are new."""
+        """Record the owner of ``tensor``. With ``replaces``, its values are new and an earlier owner is dropped."""
         before = None if replaces else self.of(tensor)
         if before is None:
             self._found[id(tensor)] = _Owner(ref(tensor), self.run, microbatch, stage)
@@ -63,21 +64,22 @@ class Owned:
     """The tensors of one forward.
 
     Args:
-        owners: those of all forwards.
+        owners: the owners of tensors of all forwards.
+        microbatch: the index of the forward's micro-batch.
         model: the name of the model, for errors.
         is_of_model: returns whether a tensor is a parameter or buffer of the model.
     """
 
     def __init__(self, owners: Owners, microbatch: int, model: str, is_of_model: Callable[[Tensor], bool]) -> None:
         self._owners, self._microbatch, self._model, self._is_of_model = owners, microbatch, model, is_of_model
-        self._has_values = False  # the model has numbers in Python that depend on its rows
-        self._given: list[tuple[Tensor, int]] = []  # what the current operation uses, and its versions
-        self._common: set[int] = set()  # the ids of those that have no owner
+        self._has_values = False  # the model has Python values that depend on its rows
+        self._given: list[tuple[Tensor, int]] = []  # tensors that the current operation uses, with their versions
+        self._common: set[int] = set()  # the ids of used tensors without an owner
         self._depends = False
         self._draws = 0
 
     def begin(self) -> None:
-        """Begin an operation. Tensors that it uses are passed to :meth:`read` next."""
+        """Begin an operation. Call :meth:`read` next for each tensor that it uses."""
         self._given, self._common = [], set()
         self._depends, self._draws = self._has_values, current.work.rng.draws
 
@@ -85,7 +87,7 @@ class Owned:
         """Note that an operation of ``stage`` uses ``tensor``.
 
         Raises:
-            RuntimeError: it is that of another micro-batch, which depends on timing.
+            RuntimeError: the tensor belongs to a different micro-batch, and which one depends on timing.
         """
         self._given.append((tensor, version(tensor)))
         owner = self._owners.of(tensor)
@@ -96,21 +98,21 @@ class Owned:
         if owner.microbatch is not None and self._is_by_chance(owner, stage):
             raise RuntimeError(
                 f"for micro-batch {self._microbatch} {self._model} uses a tensor of shape {tuple(tensor.shape)} that "
-                f"its forward for micro-batch {owner.microbatch} has computed; an attribute, a global or a hook of the "
-                "model that holds such a tensor holds that of any micro-batch, because several are in flight at the "
-                "same time; keep it in a variable, and pass it on as an argument"
+                f"its forward for micro-batch {owner.microbatch} has computed; if the model stores such a tensor in an "
+                "attribute, a global or a hook, a forward may find any micro-batch's tensor there, because several are "
+                "in flight at the same time; store it in a local variable and pass it as an argument"
             )
 
     def add_copy(self, copy: Tensor, tensor: Tensor) -> None:
-        """Note that the operation gets ``copy`` instead of ``tensor``."""
+        """Note that the operation receives ``copy`` instead of ``tensor``."""
         if id(tensor) in self._common:
             self._common.add(id(copy))
 
     def _is_by_chance(self, owner: _Owner, stage: int) -> bool:
-        """Return whether the forward may have found another tensor than in a plain loop of micro-batches.
+        """Return whether the forward may have found a different tensor than in a plain loop over micro-batches.
 
-        When it comes to a stage, the forwards of all earlier micro-batches have passed this stage, but maybe not the
-        next one.
+        When a forward reaches a stage, the forwards of all earlier micro-batches have finished this stage, but maybe
+        not the next one.
         """
         if owner.run == self._owners.run:
             assert owner.microbatch is not None
@@ -130,7 +132,7 @@ class Owned:
         self.clear()
 
     def end_block(self, output: Any, stage: int) -> None:
-        """Note the results of a block of ``stage``, as for an operation. They depend on its rows."""
+        """Note the results of a block of ``stage``, as :meth:`end` does. They always depend on the rows."""
         given, self._given = self._given, []
         for tensor, before in given:
             if version(tensor) != before:

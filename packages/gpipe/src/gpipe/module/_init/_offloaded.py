@@ -1,8 +1,8 @@
-"""Models whose weights hooks keep elsewhere, on the host or on disk, and move to a device for each call of a module.
+"""Load models whose weights are offloaded to the host or disk, and moved to a device by hooks for each call.
 
-Such a hook, an ``AlignDevicesHook`` of accelerate, is in ``module._hf_hook``, and wraps the forward of its module; what
-it was is in ``module._old_forward``. A pipe has devices of its own, so these hooks come off, and stages load the
-weights.
+Such a hook, an ``AlignDevicesHook`` of accelerate, is in ``module._hf_hook``. It wraps the forward of its module, and
+the original forward is in ``module._old_forward``. A pipe chooses its own devices, so it removes these hooks, and its
+stages load the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger("gpipe")
 
 
 def take_off_hooks(model: Any) -> Initializer | None:
-    """Take hooks off the modules of ``model`` that move weights and inputs to other devices.
+    """Remove the hooks of ``model`` that move weights and inputs between devices.
 
     Returns:
-        An initializer that loads the weights that the hooks kept, layer by layer; None if there are none.
+        An initializer that loads the offloaded weights layer by layer; None if no weights are offloaded.
     """
     modules = [*model.modules()] if isinstance(model, nn.Module) else []
     hooked = [(module, hooks) for module in modules if (hooks := _moving(module))]
@@ -36,13 +36,13 @@ def take_off_hooks(model: Any) -> Initializer | None:
             loads.update({id(tensor): partial(_loaded, hook, name) for name, tensor in _kept_by(module, hook)})
         _take_off(module)
     _log.info(
-        "hooks of %s that move weights between devices are taken off: the stages of the pipe hold %s",
+        "hooks of %s that move weights between devices are removed: the stages of the pipe hold %s",
         type(model).__name__,
-        "the weights, which are loaded from where the hooks kept them" if loads else "the weights",
+        "the weights, which are loaded from the offloaded copies" if loads else "the weights",
     )
     if not loads:
         return None
-    # While they are kept elsewhere, shared parameters are separate ones on meta.
+    # While they are offloaded, shared parameters are separate parameters on meta.
     for module in modules:
         if callable(getattr(type(module), "tie_weights", None)):
             module.tie_weights()  # type: ignore[operator]
@@ -50,7 +50,7 @@ def take_off_hooks(model: Any) -> Initializer | None:
 
 
 def _moving(module: nn.Module) -> list[Any]:
-    """The hooks of ``module``, if all they do is to move weights, inputs and outputs."""
+    """Return the hooks of ``module`` if they only move weights, inputs and outputs; otherwise an empty list."""
     hook = vars(module).get("_hf_hook")
     hooks = [*getattr(hook, "hooks", [hook])]
     moves = all(hasattr(each, "execution_device") and hasattr(each, "weights_map") for each in hooks)
@@ -76,7 +76,7 @@ def _take_off(module: nn.Module) -> None:
     del own["_hf_hook"], own["forward"]
     if getattr(before, "__func__", None) is not type(module).forward:
         own["forward"] = before
-    for name in ("to", "cuda"):  # which refuse to move a model with hooks
+    for name in ("to", "cuda"):  # these raise an error for a model with hooks
         if hasattr(own.get(name), "__wrapped__"):
             del own[name]
 
