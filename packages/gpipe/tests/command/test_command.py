@@ -140,7 +140,7 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     given = ["plan", "some_models:clean", "--sample", "16,8", "--fake", "2x1GB", "--latency", "0"]
     assert run([*given, "--bandwidth", "100GB", "--html", "plan.html"]) == 0
     told = capsys.readouterr().out
-    assert "an estimate that was not measured" in told
+    assert "estimated, not measured" in told
     assert "links of 100 GB/s" in told
     assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
     assert run([*given, "--json"]) == 0

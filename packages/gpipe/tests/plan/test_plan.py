@@ -94,7 +94,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
     given = {"target": y, "loss_fn": loss, "reduction": "mean"}
     found = plan(plain, x, CPUS, **given, chunks=[2, 4], schedule="1f1b", calibrate=False)
-    with pytest.raises(ValueError, match=r"pipe: expected a built one, .* plan.build\(model\)"):
+    with pytest.raises(ValueError, match=r"pipe: expected a pipe, but .* plan.build\(model\)"):
         found.verify(x, y)
     pipe = found.build(plain)
     pipe.step(x, y, loss_fn=loss, reduction="mean")
@@ -122,7 +122,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
         (8, [2, 2], 4, model(), "x: expected the planned 16 rows, got 8"),
         (ROWS, [1, 3], 4, model(), r"pipe: expected the planned balance \[2, 2\], got one with \[1, 3\]"),
         (ROWS, [2, 2], 2, model(), "pipe: expected the planned chunks 4, got one with 2"),
-        (ROWS, [2, 2], 4, linears(4), r"pipe: the plan is for another model; its layer 0 is 'layer0' .* it is '0'"),
+        (ROWS, [2, 2], 4, linears(4), r"pipe: expected the planned model, whose layer 0 is 'layer0' .* got '0'"),
     ],
 )
 def test_what_was_not_planned_is_not_compared(
@@ -136,7 +136,7 @@ def test_what_was_not_planned_is_not_compared(
 def test_a_pipe_that_was_not_kept_is_not_verified() -> None:
     found = made(chunks=4)
     found.build(model())
-    with pytest.raises(ValueError, match=r"pipe: expected a built one, .*keep the pipe that plan.build"):
+    with pytest.raises(ValueError, match=r"pipe: expected a pipe, but .*keep the pipe that plan.build"):
         found.verify(torch.zeros(ROWS, 3))
 
 
@@ -201,7 +201,7 @@ def test_other_layers_are_another_model(example: Plan) -> None:
     layers = model()
     layers[1] = nn.Tanh()
     with pytest.raises(
-        ValueError, match=r"another model; its layer 1 is 'layer1' \(Sequential, 12 .*here it is 'layer1' \(Tanh"
+        ValueError, match=r"planned model, whose layer 1 is 'layer1' \(Sequential, 12 .*got 'layer1' \(Tanh"
     ):
         example.build(layers)
 
@@ -230,7 +230,7 @@ def test_a_model_with_a_forward_of_its_own() -> None:
     with closing(found.build(net)) as pipe:
         torch.testing.assert_close(pipe(x), net(x))
         assert check(pipe, x).findings == check(net, x).findings
-        with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
+        with pytest.raises(TypeError, match="model: expected a model, got a pipe"):
             plan(pipe, x, CPUS)
 
 
