@@ -162,7 +162,7 @@ def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
     found = plan(net, x, CPUS, profile=one, loss_fn=squares, chunks=4, calibrate=False)
     assert (found.balance, found.whole_loss) == ([1, 3], True)
     assert not plan(net, x, CPUS, profile=one, loss_fn=squares, reduction="mean", chunks=4, calibrate=False).whole_loss
-    with pytest.raises(ValueError, match="profile: expected one of these 3 layers"):
+    with pytest.raises(ValueError, match="profile: expected a profile of these 3 layers"):
         plan(Net(3), x, CPUS, profile=one, calibrate=False)
 
 
