@@ -309,7 +309,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         (
             {"schedule": "interleaved"},
             ValueError,
-            r"schedule: 'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]",
+            r"schedule: 'interleaved' runs 2 stages .*such as \['cpu:0', 'cpu:1'\]",
         ),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),

@@ -79,8 +79,8 @@ def read_placements(
     found = placed(schedules, len(places), several)
     if not found:
         raise ValueError(
-            f"schedule: {schedules[0]!r} runs {LOOPS} stages per device, on several devices; it needs a layer per stage "
-            f"and distinct devices, such as ['cpu:0', 'cpu:1']; got {layers} layers and devices={devices!r}"
+            f"schedule: {schedules[0]!r} runs {LOOPS} stages per device; it needs several distinct devices, such as "
+            f"['cpu:0', 'cpu:1'], and a layer per stage; got {layers} layers and devices={devices!r}"
         )
     return found
 
