@@ -300,5 +300,5 @@ def test_a_model_that_looks_at_values() -> None:
     x = torch.randn(ROWS, WIDTH)
     with pytest.raises(RuntimeError) as caught:
         plan(Looks(), x, "2x1GB", loss_fn=squares)
-    assert "Looks ran without data, since the devices are not there" in "".join(caught.value.__notes__)
+    assert "Looks ran on fake tensors, since the devices are hypothetical" in "".join(caught.value.__notes__)
     assert "layers alone" in plan(Looks(), x, CPUS, loss_fn=squares, chunks=2, calibrate=False).notes[-1]

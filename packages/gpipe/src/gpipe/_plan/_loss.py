@@ -85,8 +85,8 @@ class StepLoss:
         """Return a note for the plan that says how the loss is computed."""
         if whole:
             return (
-                "the loss is computed once, on the outputs of the full mini-batch, since it is not known how the losses "
-                f"of micro-batches add up; only {', '.join(WAITING)} can wait for it"
+                "the loss is computed once, on the outputs of the full mini-batch, since it is not known how the "
+                f"losses of micro-batches add up; only {', '.join(WAITING)} can wait for it"
             )
         if self.loss_fn is None and self.own is None:
             return "no loss_fn was given: the loss counts as free, and as computed per micro-batch"
@@ -98,7 +98,7 @@ class StepLoss:
 
 
 def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any) -> StepLoss:
-    """Return the loss of a plan. Raise the same TypeError or ValueError as a step if its arguments are invalid."""
+    """Return the loss of a plan. Raise the same errors as a step if its arguments are invalid."""
     takes_output_alone(loss_fn, target)
     found = StepLoss(loss_fn, reduction, target)
     found._call.divisor  # noqa: B018 — checks the reduction
@@ -106,7 +106,7 @@ def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any) 
 
 
 class _Watched(nn.Module):
-    """A loss function of an output and a target that returns a scalar, even if ``loss_fn`` takes only the output."""
+    """A loss function of output and target that returns a scalar, even if ``loss_fn`` takes only the output."""
 
     def __init__(self, loss_fn: LossFunction, alone: bool, tell: Callable[[LossValue], None]) -> None:
         super().__init__()
