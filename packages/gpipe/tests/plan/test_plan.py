@@ -94,7 +94,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
     given = {"target": y, "loss_fn": loss, "reduction": "mean"}
     found = plan(plain, x, CPUS, **given, chunks=[2, 4], schedule="1f1b", calibrate=False)
-    with pytest.raises(ValueError, match=r"pipe: expected a built one, .* plan.build\(model\)"):
+    with pytest.raises(ValueError, match=r"pipe: expected a pipe, but .* plan.build\(model\)"):
         found.verify(x, y)
     pipe = found.build(plain)
     pipe.step(x, y, loss_fn=loss, reduction="mean")
@@ -122,7 +122,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
         (8, [2, 2], 4, model(), "x: expected the planned 16 rows, got 8"),
         (ROWS, [1, 3], 4, model(), r"pipe: expected the planned balance \[2, 2\], got one with \[1, 3\]"),
         (ROWS, [2, 2], 2, model(), "pipe: expected the planned chunks 4, got one with 2"),
-        (ROWS, [2, 2], 4, linears(4), r"pipe: the plan is for another model; its layer 0 is 'layer0' .* it is '0'"),
+        (ROWS, [2, 2], 4, linears(4), r"pipe: expected the planned model, whose layer 0 is 'layer0' .* got '0'"),
     ],
 )
 def test_what_was_not_planned_is_not_compared(
@@ -136,7 +136,7 @@ def test_what_was_not_planned_is_not_compared(
 def test_a_pipe_that_was_not_kept_is_not_verified() -> None:
     found = made(chunks=4)
     found.build(model())
-    with pytest.raises(ValueError, match=r"pipe: expected a built one, .*keep the pipe that plan.build"):
+    with pytest.raises(ValueError, match=r"pipe: expected a pipe, but .*keep the pipe that plan.build"):
         found.verify(torch.zeros(ROWS, 3))
 
 
@@ -201,7 +201,7 @@ def test_other_layers_are_another_model(example: Plan) -> None:
     layers = model()
     layers[1] = nn.Tanh()
     with pytest.raises(
-        ValueError, match=r"another model; its layer 1 is 'layer1' \(Sequential, 12 .*here it is 'layer1' \(Tanh"
+        ValueError, match=r"planned model, whose layer 1 is 'layer1' \(Sequential, 12 .*got 'layer1' \(Tanh"
     ):
         example.build(layers)
 
@@ -230,7 +230,7 @@ def test_a_model_with_a_forward_of_its_own() -> None:
     with closing(found.build(net)) as pipe:
         torch.testing.assert_close(pipe(x), net(x))
         assert check(pipe, x).findings == check(net, x).findings
-        with pytest.raises(TypeError, match="model: expected the model, got a pipe"):
+        with pytest.raises(TypeError, match="model: expected a model, got a pipe"):
             plan(pipe, x, CPUS)
 
 
@@ -297,10 +297,10 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"devices": []}, ValueError, "devices: expected at least one, got none"),
         ({"devices": ["gpu"]}, ValueError, "'gpu', which cannot be used here"),
         ({"devices": "cpu"}, TypeError, "devices must be a list"),
-        ({"devices": ["meta"]}, ValueError, "devices: nothing runs on 'meta'; text such as '8x80GB'"),
-        ({"devices": ["cpu:0", "cpu:0"]}, ValueError, "devices: expected each one once, got cpu:0, cpu:0"),
+        ({"devices": ["meta"]}, ValueError, "devices: 'meta' cannot run a model; .* text such as '8x80GB'"),
+        ({"devices": ["cpu:0", "cpu:0"]}, ValueError, "devices: expected each device once, got cpu:0, cpu:0"),
         ({"memory": "lots"}, ValueError, "memory: expected bytes"),
-        ({"memory": ["1GB"]}, ValueError, "memory: expected one size, or one for each of 2 devices, got 1"),
+        ({"memory": ["1GB"]}, ValueError, r"memory: expected one size, or one per device \(2\), got 1"),
         ({"memory": {"cpu": 1}}, TypeError, "memory must be a size"),
         ({"chunks": 0}, ValueError, "number of chunks must be positive"),
         ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
@@ -309,12 +309,12 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         (
             {"schedule": "interleaved"},
             ValueError,
-            r"schedule: 'interleaved' has 2 stages .*such as \['cpu:0', 'cpu:1'\]",
+            r"schedule: 'interleaved' runs 2 stages .*such as \['cpu:0', 'cpu:1'\]",
         ),
         ({"schedule": 3}, TypeError, "schedule"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
         ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*'adam'"),
-        ({"optimizer": -1}, ValueError, "optimizer: expected bytes for each parameter"),
+        ({"optimizer": -1}, ValueError, "optimizer: expected a finite, non-negative number of bytes per parameter"),
         ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adam'"),
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "got a target but no loss_fn"),
@@ -323,7 +323,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, but the input has 16 rows"),
         ({"chunks": True}, TypeError, "chunks must be an int"),
         ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
-        ({"profile": replace(KNOWN, rounds=0)}, ValueError, "profile: expected one with seconds"),
+        ({"profile": replace(KNOWN, rounds=0)}, ValueError, "profile: expected a profile with seconds"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_measured(

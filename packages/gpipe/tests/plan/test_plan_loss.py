@@ -97,7 +97,7 @@ def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> N
         devices = "2x1GB"
     found = made(devices, **EACH[name], **options, schedule="1f1b")
     assert (found.schedule, found.whole_loss) == ("1f1b", False)
-    assert "the loss is computed for each micro-batch" in str(found)
+    assert "the loss is computed per micro-batch" in str(found)
 
 
 @pytest.mark.parametrize("name", ONCE)
@@ -110,7 +110,7 @@ def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, know
         devices = "2x1GB"
     found = made(devices, **ONCE[name], **options)
     assert (found.schedule, found.whole_loss) == ("fill_drain", True)
-    assert "the loss is computed once, on the outputs of all rows" in str(found)
+    assert "the loss is computed once, on the outputs of the full mini-batch" in str(found)
     assert {other.schedule for other in found.alternatives} <= {*WAITING}
     assert [str(event) for event in found.timeline.events].count("C@1") == 1
     assert Plan.from_json(found.to_json()) == found

@@ -162,7 +162,7 @@ def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
     found = plan(net, x, CPUS, profile=one, loss_fn=squares, chunks=4, calibrate=False)
     assert (found.balance, found.whole_loss) == ([1, 3], True)
     assert not plan(net, x, CPUS, profile=one, loss_fn=squares, reduction="mean", chunks=4, calibrate=False).whole_loss
-    with pytest.raises(ValueError, match="profile: expected one of these 3 layers"):
+    with pytest.raises(ValueError, match="profile: expected a profile of these 3 layers"):
         plan(Net(3), x, CPUS, profile=one, calibrate=False)
 
 
@@ -234,9 +234,9 @@ def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ra
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2)), "another model, with a forward of its own; this one is a Sequential"),
-        (lambda: Net(3), "another model, of 4 layers; this one has 3"),
-        (lambda: WithLoss(contrast), "another model, of 4 layers; this one has 0"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "planned model, a model with its own forward; got a Sequential"),
+        (lambda: Net(3), "expected the planned model, with 4 layers; got one with 3"),
+        (lambda: WithLoss(contrast), "expected the planned model, with 4 layers; got one with 0"),
     ],
 )
 def test_other_models_are_refused(other: Callable[[], nn.Module], message: str) -> None:
@@ -247,7 +247,7 @@ def test_other_models_are_refused(other: Callable[[], nn.Module], message: str) 
 
 def test_a_plan_of_layers_is_none_of_a_model() -> None:
     found = plan(nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
-    with pytest.raises(ValueError, match=r"another model, an nn\.Sequential; this one is a Net"):
+    with pytest.raises(ValueError, match=r"expected the planned model, an nn\.Sequential; got a Net"):
         found.build(Net())
 
 
@@ -300,5 +300,5 @@ def test_a_model_that_looks_at_values() -> None:
     x = torch.randn(ROWS, WIDTH)
     with pytest.raises(RuntimeError) as caught:
         plan(Looks(), x, "2x1GB", loss_fn=squares)
-    assert "Looks ran without data, since the devices are not there" in "".join(caught.value.__notes__)
+    assert "Looks ran on fake tensors, since the devices are hypothetical" in "".join(caught.value.__notes__)
     assert "layers alone" in plan(Looks(), x, CPUS, loss_fn=squares, chunks=2, calibrate=False).notes[-1]

@@ -1,4 +1,4 @@
-"""Plans: search balance, number of chunks, schedule and recomputation, with measured costs and predictions."""
+"""Plan a pipe: search balance, chunks, schedule and recomputation with measured costs."""
 
 from ._infeasible import Infeasible as Infeasible
 from ._make import plan as plan

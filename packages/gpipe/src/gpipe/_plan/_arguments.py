@@ -1,4 +1,4 @@
-"""Checks of the arguments of a plan, before anything is measured. Errors name the argument."""
+"""Validate the arguments of ``plan`` before anything is measured. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ STATES = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
     "radam": 2, "amsgrad": 3,
 }  # fmt: skip
-"""The state of an optimizer, in sizes of its parameters."""
+"""The size of an optimizer's state, as a multiple of the size of its parameters."""
 
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_zero_bubble", "zbv")
-"""The schedules that are searched; of equally fast ones the first is preferred."""
+"""The schedules to search. If several are equally fast, the first one is preferred."""
 
 LOOPS = 2
-"""The stages on each device under schedules that have several."""
+"""The number of stages per device under interleaved and V-shaped schedules."""
 
 MODES = ("never", "except_last", "always")
-"""The modes of checkpointing that are searched."""
+"""The checkpoint modes to search."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
-"""A number, and a unit with a capital B: ``b`` may be read as bits, and 80 as 80 GB."""
+"""A number and a unit with a capital B. A lowercase ``b`` could mean bits, and a bare 80 could mean 80 GB."""
 
 
 def expect_rows(sample: Any) -> None:
@@ -45,24 +45,24 @@ def expect_rows(sample: Any) -> None:
 
 
 def rows_of(sample: Any) -> int:
-    """The rows of a mini-batch, as a profile takes them; 0 if there are none."""
+    """Return the smallest number of rows of the tensors in a mini-batch; 0 without rows."""
     return min((len(tensor) if tensor.dim() else 0 for tensor in Batch(sample)), default=0)
 
 
 def expect_target(target: Any, sample: Any) -> None:
-    """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``."""
+    """Raise the same error as a step if ``target`` cannot be split into the micro-batches of ``sample``."""
     if target is not None:
         value = checked(target, None, "target")
         expect_same_rows(scatter(value.bare, 1, value.spec, "target"), scatter(sample, 1))
 
 
 def read_bytes(size: int | float | str, name: str = "memory") -> int:
-    """A number of bytes, given as one or as text.
+    """Return a number of bytes, given as a number or as text.
 
     >>> read_bytes("80GB"), read_bytes("1.5 GiB"), read_bytes(4096)
     (80000000000, 1610612736, 4096)
     """
-    expected = f"{name}: expected bytes, such as 8_000_000_000, '80GB' (powers of 1000) or '80GiB' (of 1024)"
+    expected = f"{name}: expected bytes, such as 8_000_000_000, '80GB' (powers of 1000) or '80GiB' (powers of 1024)"
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise TypeError(f"{expected}; got {size!r}")
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -76,14 +76,14 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
 
 
 def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None]:
-    """The limit of each device: as given, or all memory of an accelerator; None for a CPU."""
+    """Return the limit of each device: as given, or by default the memory of a GPU, and None for other devices."""
     if memory is None:
         return [_all_of(device) for device in devices]
     if isinstance(memory, (str, int, float)):
         return [read_bytes(memory)] * len(devices)
-    given = listed("memory", memory, "a size, or a list of one for each device", f"memory={['80GB'] * len(devices)!r}")
+    given = listed("memory", memory, "a size, or a list with one per device", f"memory={['80GB'] * len(devices)!r}")
     if len(given) != len(devices):
-        raise ValueError(f"memory: expected one size, or one for each of {len(devices)} devices, got {len(given)}")
+        raise ValueError(f"memory: expected one size, or one per device ({len(devices)}), got {len(given)}")
     return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
 
 
@@ -92,21 +92,26 @@ def _all_of(device: torch.device) -> int | None:
 
 
 def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
-    """The numbers of micro-batches to search: those given, or some that divide ``rows``; ``least`` rows at least."""
+    """Return the numbers of micro-batches to search.
+
+    Without ``chunks``, these are numbers that split ``rows`` into micro-batches of at least ``least`` rows.
+    """
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
         candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
         even = (m for m in candidates if m <= rows and _made(rows, m) == m)
-        return sorted(m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least)  # the last has the fewest
+        return sorted(
+            m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least
+        )  # the last micro-batch is the smallest
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
     numbers = sorted({checked_chunks(number) for number in given})
     if not numbers or numbers[-1] > rows:
-        raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
+        raise ValueError(f"chunks: expected numbers from 1 to {rows}, the number of rows of the sample, got {chunks!r}")
     return sorted({_made(rows, number) for number in numbers})
 
 
 def _made(rows: int, chunks: int) -> int:
-    """How many micro-batches a pipe with so many ``chunks`` makes of ``rows``."""
+    """Return the number of micro-batches into which a pipe with ``chunks`` splits ``rows``."""
     return -(-rows // -(-rows // chunks))
 
 
@@ -120,7 +125,7 @@ def read_schedules(schedule: str | None) -> Sequence[str]:
 
 
 def placed(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
-    """The placements of stages that are searched, and the schedules that go with each; one stage a device comes last.
+    """Return the placements of stages to search, with the schedules for each. One stage per device comes last.
 
     >>> placed(["1f1b", "zbv"], devices=2, layers=4)
     {(0, 1, 1, 0): ['zbv'], (0, 1): ['1f1b']}
@@ -142,7 +147,7 @@ def read_modes(checkpoint: str | None) -> Sequence[str]:
 
 
 def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:
-    """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer."""
+    """Return the bytes of the optimizer's state per layer. A shared parameter counts for its first layer."""
     state = _state_of(optimizer)
     seen, found = set[nn.Parameter](), list[int]()
     for layer in layers:
@@ -161,9 +166,9 @@ def _state_of(optimizer: str | float) -> Callable[[nn.Parameter], float]:
         return lambda parameter: times * parameter.nbytes
     if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise TypeError(
-            "optimizer: expected a name such as 'adam', or the bytes that its state takes for each parameter, such as "
-            f"8; got {optimizer!r}"
+            "optimizer: expected a name such as 'adam', or the bytes of its state per parameter, such as 8; "
+            f"got {optimizer!r}"
         )
     if not 0 <= optimizer < float("inf"):
-        raise ValueError(f"optimizer: expected bytes for each parameter, not negative, got {optimizer!r}")
+        raise ValueError(f"optimizer: expected a finite, non-negative number of bytes per parameter, got {optimizer!r}")
     return lambda parameter: optimizer * parameter.numel()

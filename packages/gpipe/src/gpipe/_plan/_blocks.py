@@ -1,7 +1,7 @@
-"""Measure the blocks of a model, by steps of a pipe in which each block is a stage.
+"""Measure the blocks of a model with steps of a pipe in which each block is a stage.
 
-So a block costs what the engine takes for it, with what the model computes after it. A step also shows whether the loss
-is computed once, for all rows.
+The cost of a block thus includes the code that the model runs after it. A step also shows whether the loss is computed
+once, on the full mini-batch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ._planned import Planned, as_input, planned
 from ._rehearse import first
 
 ROUNDS = 3
-"""The fewest steps that are timed for each size of micro-batch."""
+"""The minimum number of timed steps per micro-batch size."""
 
 Times = Mapping[tuple[int, str], float]
-"""The seconds of actions, by stage and kind."""
+"""The seconds of actions by stage and kind."""
 
 
 class Training(NamedTuple):
-    """A model, a mini-batch, and its loss."""
+    """A model, a mini-batch and its loss."""
 
     model: Planned
     x: Any
@@ -54,14 +54,14 @@ class Training(NamedTuple):
     loss: StepLoss
 
     def faked(self, mode: Any) -> Training:
-        """The same without data; the module stays."""
+        """Return a copy with fake tensors in ``x`` and ``y``. The model is the same."""
         return self._replace(
             x=self.model.blank(self.x, mode), y=None if self.y is None else self.model.blank(self.y, mode)
         )
 
 
 def with_own_loss(given: Training) -> StepLoss:
-    """Return the loss, with the name of the model if that computes it."""
+    """Return the loss, with the name of the model if the model computes it."""
     if given.loss.loss_fn is not None:
         return given.loss
 
@@ -74,20 +74,20 @@ def with_own_loss(given: Training) -> StepLoss:
 
 
 def is_whole(given: Training) -> bool:
-    """Return whether a step computes the loss once, for all rows. Two small steps show it."""
+    """Take two small steps, and return whether they compute the loss once, on the full mini-batch."""
 
     def shows(module: nn.Module, given: Training) -> bool:
         with closing(_Steps(given, module, ["cpu"] * len(given.model.layers))) as steps:
             return steps.begin(rows_of(given.x))
 
-    # How a model computes its own loss is tried out with values.
+    # A loss that the model computes is tried with real values.
     if given.loss.own is not None and has_data(given.model.module):
         return _with_data(given, shows)
     return _tried(given, shows)
 
 
 def _tried(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
-    """Return what ``use`` finds out without data, or, where that fails, with data."""
+    """Return the result of ``use`` with fake tensors, or with real ones if that fails."""
     mode, model = fake_mode(), given.model
     try:
         return use(model.faked(mode), given.faked(mode))
@@ -108,7 +108,12 @@ def profile_of(
     """Return the costs of the layers of an ``nn.Sequential``, or of the blocks of another model, on one device.
 
     Args:
-        x: a mini-batch, of which one of ``chunks`` micro-batches is measured for so many ``seconds``.
+        model: the model.
+        x: a mini-batch. One of ``chunks`` micro-batches is measured.
+        device: the device of all layers.
+        chunks: the number of micro-batches.
+        seconds: the time to spend on measuring.
+        progress: whether to show the progress, for an ``nn.Sequential`` only.
     """
     if isinstance(model, nn.Sequential):
         return profile(model, x, device=device, chunks=chunks, timeout=seconds, progress=progress)
@@ -122,13 +127,14 @@ def profile_of(
 def profile_blocks(
     given: Training, devices: Sequence[torch.device], sizes: Iterable[int], seconds: float, action: float = 0.0
 ) -> tuple[Profile, bool]:
-    """Return the costs of the blocks, and whether a step computes the loss once, for all rows.
+    """Return the costs of the blocks, and whether a step computes the loss once, on the full mini-batch.
 
     Args:
-        devices: one for each block. On ``meta`` nothing is computed, and there are no seconds.
-        sizes: the numbers of rows of the micro-batches, of which the nearest that the mini-batch gives are measured.
-        seconds: the time to measure each size.
-        action: the seconds that the engine adds to each action, which are no costs of blocks.
+        given: the model, the mini-batch and the loss.
+        devices: one per block. On ``meta``, nothing is computed, and the profile has no seconds.
+        sizes: the micro-batch sizes in rows. The closest sizes into which the mini-batch can be split are measured.
+        seconds: the time to spend on each size.
+        action: the seconds that the engine adds per action, which are subtracted from the costs.
     """
     rows, model = rows_of(given.x), given.model
     chunks = sorted({-(-rows // size) for size in sizes})
@@ -142,11 +148,14 @@ def profile_blocks(
             found = steps.profiled(chunks, seconds, action)
     except Exception as error:
         name = type(model.module).__name__
-        add_note(error, f"{name} ran without data, since the devices are not there; it may not look at values then")
+        add_note(
+            error,
+            f"{name} ran on fake tensors, since the devices are hypothetical; it must not read the values of tensors",
+        )
         raise
     if not steps.is_unsized:
         return found
-    # Kernels of oneDNN need memory of which only real tensors tell the size.
+    # Some oneDNN kernels allocate memory whose size only real tensors show.
     zeros = nullcontext()
     with torch.random.fork_rng([]), closing(_Steps(given.faked(zeros), model.faked(zeros), devices)) as steps:
         return steps.profiled(chunks, seconds, action)
@@ -156,7 +165,7 @@ class _Steps:
     """Steps of ``module``, a copy of the model, on a single micro-batch.
 
     Attributes:
-        is_unsized: whether something was allocated whose size is not known without data.
+        is_unsized: whether an allocation had a size that fake tensors do not show.
     """
 
     def __init__(self, given: Training, module: nn.Module, devices: Sequence[Any]) -> None:
@@ -174,11 +183,11 @@ class _Steps:
         self._pipe.close()
 
     def begin(self, chunks: int) -> bool:
-        """Take two steps on the first of ``chunks`` micro-batches. Return whether the loss is computed for all rows."""
+        """Take two steps on the first of ``chunks`` micro-batches. Return whether the loss is computed once."""
         x, y = self._given.x, self._given.y
         self._part = first(x, chunks, 1), None if y is None else first(y, chunks, 1)
         self._chunks, self._rows = chunks, scatter(x, chunks)[0].rows[0]
-        self._step(None)  # shows which blocks are called, and what the loss function returns
+        self._step(None)  # detects which blocks are called, and the type of the loss
         self._is_whole = any(kind == Kind.LOSS for _, kind in self._timed(None))
         return self._is_whole
 
@@ -223,11 +232,11 @@ class _Steps:
         )
 
     def _rounds(self, seconds: float) -> list[Times]:
-        """Time steps, each with whole backwards and with split ones."""
+        """Time steps with full backwards, and with split ones."""
         found, began = list[Times](), perf_counter()
         plain, split = self._program("B0@{}"), self._program("I0@{} W0@{}")
         while len(found) < ROUNDS or perf_counter() - began < seconds:
-            # A schedule that waits for the loss of all rows splits no backward.
+            # A schedule that waits for the loss of the full mini-batch does not split backwards.
             found.append({**self._timed(plain), **({} if self._is_whole else self._timed(split))})
         return found
 
@@ -248,19 +257,19 @@ class _Steps:
         return {(event.stage, event.kind): event.seconds for event in timeline.events}
 
     def _counted(self) -> tuple[list[dict[str, int]], dict[str, int]]:
-        """Return the bytes and operations of each block, and of the loss for all rows."""
+        """Return the bytes and operations of each block, and of the loss of the full mini-batch."""
         counter, sizes = _Counter(len(self._stages)), _Sizes()
         with with_settings(observer=counter), sizes.watching(list(self._pipe)):
             self._step(self._program("B0@{}"))
         self.is_unsized |= any(tracker.unsized for tracker in counter.trackers)
-        # What a stage sends is what the next block is called with.
+        # A stage sends the arguments of the next block.
         sent = [*(sizes.given.get(k, 0) for k in self._stages[1:]), sizes.returned.get(self._stages[-1], 0)]
         each = zip(counter.trackers, counter.saved, sent, strict=True)
         return list(starmap(_figures, each)), _figures(counter.loss, 0, 0)
 
 
 class _Sizes:
-    """The bytes of the arguments and outputs of blocks, in their first calls."""
+    """The bytes of the arguments and outputs of blocks in their first calls."""
 
     def __init__(self) -> None:
         self.given = dict[int, int]()
@@ -280,17 +289,17 @@ class _Sizes:
 
 
 def _figures(tracker: AllocationTracker, saved: int, output: int) -> dict[str, int]:
-    # The gradient of the output belongs to the stage that computes it, and takes memory during this one's backward.
+    # The gradient of the output comes from the next stage, and takes memory during this stage's backward.
     return {"saved_bytes": saved, "output_bytes": output, "peak_bytes": tracker.peak + output, "flops": tracker.flops}
 
 
 class _Counter:
-    """Counts what each stage allocates and computes in a step.
+    """Count the allocations and operations of each stage in a step.
 
     Attributes:
-        trackers: for each stage.
-        loss: for the loss of all rows.
-        saved: the bytes that each stage keeps after the last forward.
+        trackers: one per stage.
+        loss: the tracker for the loss of the full mini-batch.
+        saved: the bytes that each stage holds after the last forward.
     """
 
     def __init__(self, stages: int) -> None:
@@ -318,7 +327,7 @@ class _Counter:
 
 
 def _owned(parts: Iterable[nn.Module]) -> list[dict[str, int]]:
-    """The bytes of the parameters and buffers of each part. What several share belongs to the first."""
+    """Return the bytes of the parameters and buffers of each part. Shared tensors count for the first part."""
     seen, found = set[int](), list[dict[str, int]]()
     for part in parts:
         parameters, buffers = _fresh(part.parameters(), seen), _fresh(part.buffers(), seen)

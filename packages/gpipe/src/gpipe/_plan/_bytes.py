@@ -1,7 +1,7 @@
-"""The account of bytes: how many micro-batches a stage holds at once, times the bytes of its layers.
+"""Memory estimate: the micro-batches that a stage holds at once, times the bytes of its layers.
 
-It compares ways to train. It leaves out what only the engine knows: which memory is shared, when a gradient is dropped.
-:mod:`gpipe._plan._rehearse` runs the chosen plan.
+It is used to compare candidates. It ignores details of the engine, such as shared memory and the time at which a
+gradient is released. :mod:`gpipe._plan._rehearse` runs the chosen plan to count these.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from ..timeline._costs import freed
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """The bytes of a device at its peak, by kind.
+    """The peak bytes of a device, by kind.
 
     Attributes:
         parameters: parameters and buffers.
         gradients: gradients of the trainable parameters.
         optimizer: the state of the optimizer.
-        activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed.
-        transient: the micro-batch in its backward, saved and temporary; and the mini-batch where it was moved there.
+        activations: tensors saved by the other micro-batches in flight, or their inputs if they are checkpointed.
+        transient: saved and temporary tensors of the micro-batch in its backward, and the device's copy of the
+            mini-batch, if any.
     """
 
     parameters: int
@@ -43,7 +44,7 @@ class DeviceBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
 
     def __add__(self, other: DeviceBytes) -> DeviceBytes:
-        """An upper bound for two stages on a device, whose peaks may come at different times."""
+        """Return an upper bound for two stages on a device, whose peaks may occur at different times."""
         return DeviceBytes(*map(add, astuple(self), astuple(other)))
 
     @property
@@ -53,12 +54,12 @@ class DeviceBytes:
 
 
 class Held(NamedTuple):
-    """The micro-batches that a stage holds at once, with the one that it computes.
+    """The numbers of micro-batches that a stage holds at once, including the one that it computes.
 
     Attributes:
-        whole: those that hold all that they saved.
-        late: of these, those that wait for the part of their backward for the weights.
-        bare: those that hold their inputs only.
+        whole: micro-batches that hold all their saved tensors.
+        late: the part of ``whole`` that waits for the backward of the weights.
+        bare: micro-batches that hold only their inputs.
     """
 
     whole: int
@@ -66,7 +67,7 @@ class Held(NamedTuple):
     bare: int
 
     def covers(self, other: Held) -> bool:
-        """Whether this is at least as much; what is held as a whole holds its input too."""
+        """Return whether this holds at least as much as ``other``. A ``whole`` micro-batch includes its input."""
         return (
             self.whole >= other.whole and self.late >= other.late and self.whole + self.bare >= other.whole + other.bare
         )
@@ -76,14 +77,14 @@ class Held(NamedTuple):
 def held(
     schedule: str, mode: str, microbatches: int, placement: tuple[int, ...], stage: int, splits: bool
 ) -> list[Held]:
-    """What a stage holds at its fullest moments: every other moment has at most as much of everything.
+    """Return the peak states of a stage: at any other time, it holds no more of any kind than in one of these.
 
     >>> held("1f1b", "never", 8, (0, 1, 2, 3), 1, False)
     [Held(whole=3, late=0, bare=0)]
     >>> held("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
     [Held(whole=2, late=0, bare=1)]
     """
-    # In longer runs only fill-drain holds more.
+    # With more micro-batches, only fill-drain holds more.
     m = microbatches if schedule == "fill_drain" else min(microbatches, 3 * len(placement))
     stop = checkpoint_stops(mode, m, 1)[0]
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
@@ -104,11 +105,11 @@ class StageBytes(NamedTuple):
     """The bytes of a stage.
 
     Attributes:
-        parameters, gradients, optimizer: those of its layers.
-        kept: what a micro-batch keeps for its backward.
-        waiting: what it keeps beside that between two parts of a backward.
-        bare: what it keeps if it is checkpointed.
-        transient: what the micro-batch of an action takes, with what it kept.
+        parameters, gradients, optimizer: the bytes of its layers by kind.
+        kept: the bytes that a micro-batch saves for its backward.
+        waiting: additional bytes that it holds between the two parts of a split backward.
+        bare: the bytes that it holds if it is checkpointed.
+        transient: the peak bytes of a micro-batch in an action, including its saved tensors.
     """
 
     parameters: int
@@ -120,13 +121,13 @@ class StageBytes(NamedTuple):
     transient: int
 
     def at_peak(self, moments: Iterable[Held]) -> DeviceBytes:
-        """The bytes at the fullest of some moments."""
+        """Return the bytes in the largest of these states."""
         most = max((n.whole - 1) * self.kept + n.late * self.waiting + n.bare * self.bare for n in moments)
         return DeviceBytes(self.parameters, self.gradients, self.optimizer, most, self.transient)
 
 
 def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> tuple[int, int]:
-    """What a micro-batch keeps after its forward, and the most that it takes."""
+    """Return the bytes that a micro-batch saves in its forward, and its peak bytes."""
     kept = most = 0
     for layer, lost in zip(layers, freed(layers), strict=True):
         most = max(most, kept + _peak(layer))
@@ -135,6 +136,9 @@ def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> 
 
 
 def _peak(layer: LayerProfile) -> int:
-    """Without the gradients of parameters, except one that is added to that of an earlier micro-batch."""
+    """Return the peak bytes of a layer without gradients of parameters.
+
+    The largest of these gradients is included, since it exists twice while it is accumulated.
+    """
     computed = max(layer.saved_bytes + layer.output_bytes, layer.peak_bytes - layer.trainable_bytes)
     return computed + layer.largest_parameter_bytes

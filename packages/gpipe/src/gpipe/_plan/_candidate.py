@@ -1,4 +1,4 @@
-"""Candidates: ways to train, with their predicted time and memory. What may be searched is a :class:`Space`."""
+"""Candidate configurations with predicted time and memory, and the :class:`Space` that is searched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ._costs import Costs, Measured, bounds
 
 @dataclass(frozen=True)
 class Space:
-    """The space of configurations that is searched.
+    """The configurations to search for one placement of stages.
 
     Attributes:
         measured: the costs, and the device of each stage.
-        chunks: numbers of micro-batches.
-        schedules: names of those that go with these devices of stages.
-        modes: the modes of checkpointing that a stage may have.
+        chunks: the numbers of micro-batches.
+        schedules: the names of the schedules with this placement.
+        modes: the checkpoint modes that a stage may have.
         memory: the limit of each device, shared equally by its stages; None for no limit.
-        scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
+        scale: the bytes of a dry run divided by the estimated bytes, per device; empty before a dry run.
     """
 
     measured: Measured
@@ -36,25 +36,25 @@ class Space:
 
     @cached_property
     def limits(self) -> list[float | None]:
-        """The limit of each device by the account of bytes."""
+        """The limit of each device for estimated bytes."""
         scale = self.scale or (1.0,) * len(self.memory)
         return [None if size is None else size / more for size, more in zip(self.memory, scale, strict=True)]
 
     @cached_property
     def rooms(self) -> list[float | None]:
-        """The equal part of these limits that each stage has."""
+        """The limit of each stage: an equal part of its device's limit."""
         placement = self.measured.placement
         return [
             None if (whole := self.limits[place]) is None else whole / placement.count(place) for place in placement
         ]
 
     def share(self, j: int, size: int) -> float:
-        """The bytes of stage j as a share of its limit."""
+        """Return ``size`` as a share of the limit of stage ``j``."""
         room = self.rooms[j]
         return 0.0 if room is None else size / max(room, 1)
 
     def share_of(self, way: Candidate) -> float:
-        """The same of the stage for which it is the most; above 1 if it does not fit."""
+        """Return the largest share of any stage; above 1 if the candidate does not fit."""
         stages = enumerate(zip(bounds(way.sizes), way.modes, strict=True))
         needs = (way.costs.stage_bytes(j, *own, mode, way.schedule, j in way.split) for j, (own, mode) in stages)
         return max(self.share(j, need.total) for j, need in enumerate(needs))
@@ -62,16 +62,17 @@ class Space:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train.
+    """A configuration with its predicted time and memory.
 
     Attributes:
-        costs: of its micro-batches.
-        sizes: layers of each stage.
-        modes: of checkpointing, for each stage.
-        seconds: of a step.
-        split: stages whose backward is split.
-        rehearsed: what each device held in a rehearsal; empty before there was one.
-        note: how the bytes were found, for the reader of a plan.
+        costs: the costs of layers on its micro-batches.
+        schedule: the name of the schedule.
+        sizes: the number of layers of each stage.
+        modes: the checkpoint mode of each stage.
+        seconds: the seconds of a step.
+        split: the indices of the stages whose backward is split.
+        rehearsed: the bytes of each device in a dry run; empty before a dry run.
+        note: how the bytes were obtained, as a note of the plan.
     """
 
     costs: Costs
@@ -96,7 +97,7 @@ class Candidate:
         return self.rehearsed or self.account
 
     def fits(self, memory: Sequence[float | None]) -> bool:
-        """Whether its bytes, by the account or by its rehearsal, are within these limits of devices."""
+        """Return whether the bytes of each device, from a dry run or else estimated, are within its limit."""
         limits = zip(self.bytes, memory, strict=True)
         return all(room is None or need.total <= room for need, room in limits)
 
@@ -106,12 +107,12 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies a way to train."""
+        """The fields that identify the configuration."""
         return self.chunks, self.schedule, self.split, self.sizes, self.modes
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
-        """Less is simpler: stages, then chunks, then the schedule."""
+        """A sort key, lower for simpler ones: the number of stages, then chunks, then the rank of the schedule."""
         return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
@@ -121,7 +122,7 @@ class Candidate:
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[str]) -> Candidate:
-    """The candidate with this balance and these modes, with the seconds of a replay of its schedule."""
+    """Return the candidate with this balance and these modes, timed by a replay of its schedule."""
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
     each = enumerate(zip(bounds(sizes), stages, strict=True))
     split = tuple(j for j, (own, stage) in each if costs.splits(schedule, *own, stage))
@@ -134,7 +135,7 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
 
 
 def _with_loss(lane: Lane, last: int, microbatches: int) -> Iterator[tuple[int, tuple[Kind, int]]]:
-    """The steps of a worker, with the loss of the whole mini-batch behind the forwards of the ``last`` stage."""
+    """Yield the steps of a worker, with the loss of the full mini-batch after the forwards of the ``last`` stage."""
     left = microbatches
     for step in lane:
         yield step
@@ -149,5 +150,5 @@ def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def stops_of(modes: Sequence[str], microbatches: int) -> tuple[int, ...]:
-    """For each stage, the number below which micro-batches are checkpointed."""
+    """Return for each stage the index below which micro-batches are checkpointed."""
     return checkpoint_stops(modes, microbatches, len(modes))

@@ -1,4 +1,4 @@
-"""What stages cost, given what was measured of layers."""
+"""Stage costs, computed from measured layer costs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..timeline._hops import Link
 from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
 
 SPLIT_PYTHON = 130e-6
-"""What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
+"""The seconds of Python overhead to split one backward (``docs/benchmarks/pipeline.md``)."""
 
 
 def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The first layer of each stage, and the end of its layers.
+    """Return the first layer of each stage, and the end of its layers.
 
     >>> bounds([2, 3])
     [(0, 2), (2, 5)]
@@ -29,7 +29,7 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several layers have. A profile counts it for the first of them."""
+    """A parameter that several layers share. A profile counts it for the first of them."""
 
     layers: tuple[int, ...]
     bytes: int
@@ -38,18 +38,20 @@ class SharedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a model and the devices.
+    """The measured properties of a model and the devices.
 
     Attributes:
-        profile: of the layers, on such a device.
-        optimizer: bytes of its state, for each layer.
+        profile: the profile of the layers on one of the devices.
+        optimizer: the bytes of the optimizer's state per layer.
+        rows: the number of rows of the mini-batch.
+        input_bytes: the bytes of the mini-batch.
         needs_gradient: whether the mini-batch requires a gradient.
-        apart: whether each device has memory of its own, so that it gets a copy of its input.
-        placement, links: the device of each stage, and the link to it from the stage before.
-        action, step: seconds that the engine adds to each action and each step.
-        crowding: by how much stages slow each other down, because there are fewer cores than stages.
-        ties: parameters that several layers have.
-        whole_loss: whether the loss is computed once, on the outputs of all rows.
+        apart: whether each device has its own memory, so that stages copy their inputs.
+        placement, links: the device of each stage, and the link to it from the previous stage.
+        action, step: the seconds that the engine adds per action and per step.
+        crowding: the factor by which devices slow each other down if there are fewer CPU cores than devices.
+        ties: the parameters that several layers share.
+        whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
     """
 
     profile: Profile
@@ -84,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Costs:
-    """What layers cost in micro-batches of one size. A stage is given by its first layer and the end of its layers."""
+    """The costs of layers on micro-batches of one size. A stage is given by its range of layers."""
 
     measured: Measured
     chunks: int
@@ -101,7 +103,7 @@ class Costs:
         ]
 
     def work(self) -> list[float]:
-        """Seconds that each layer takes for a micro-batch."""
+        """Return the seconds of each layer per micro-batch."""
         seconds = [self._forward([layer]) + self._backward([layer]) for layer in self.profile]
         seconds[-1] += self._loss(len(seconds))
         return seconds
@@ -117,7 +119,7 @@ class Costs:
         return self.measured.crowding * sum(known) if len(known) == len(layers) else None
 
     def _loss(self, end: int) -> float:
-        """Seconds of the loss of a micro-batch in the stage with this end."""
+        """Return the seconds of a micro-batch's loss in the stage that ends at layer ``end``."""
         return 0.0 if self.measured.whole_loss else self._loss_alone(end)
 
     def _loss_alone(self, end: int) -> float:
@@ -125,13 +127,16 @@ class Costs:
         return self._forward([loss]) + self._backward([loss]) if loss else 0.0
 
     def _whole_loss(self, end: int) -> float:
-        """Seconds of the loss of all rows in the stage with this end; it does not overlap with other actions."""
+        """Return the seconds of the full mini-batch's loss in the stage that ends at layer ``end``.
+
+        It does not overlap with other actions.
+        """
         if not self.measured.whole_loss or end < self.measured.layers:
             return 0.0
         return self.chunks * self._loss_alone(end) + self.measured.action
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[str]) -> list[StageCost]:
-        """The cost of each stage, for a replay."""
+        """Return the cost of each stage for a replay."""
         return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
 
     def stage_cost(self, first: int, end: int, mode: str) -> StageCost:
@@ -150,7 +155,7 @@ class Costs:
         part = self._backward_input(layers)
         part = None if part is None else min(backward, part)
         return StageCost(
-            # The loss follows the output: that of the recomputation where there is one.
+            # The loss follows the output; if the stage recomputes, the recomputed one.
             forward=forward + (loss if mode == "never" else 0.0) + action,
             backward=backward + action,
             recompute=forward + loss + action,
@@ -163,7 +168,7 @@ class Costs:
         )
 
     def splits(self, schedule: str, first: int, end: int, stage: StageCost) -> bool:
-        """Whether the backward of a stage, which costs ``stage``, is split: where autograd can, and it pays."""
+        """Return whether the backward of a stage with this cost is split: if autograd can split it, and it pays."""
         return (
             schedule in SPLITTING
             and stage.backward_input is not None
@@ -173,21 +178,21 @@ class Costs:
         )
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
-        """For each stage, the seconds that its input takes from the stage before."""
+        """Return for each stage the seconds in which its input arrives from the previous stage."""
         links = zip(bounds(sizes), self.measured.links, strict=True)
         return [link(self.incoming[first]) if first else 0.0 for (first, _), link in links]
 
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
-        """What each device holds at its fullest moment; with several stages, at most."""
+        """Return the peak bytes of each device; an upper bound for several stages per device."""
         found = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices
         for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, self.measured.placement, strict=True)):
             found[place] += self.stage_bytes(j, *own, mode, schedule, j in split)
         return tuple(found)
 
     def stage_bytes(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
-        """The same for stage j alone, however the others are checkpointed."""
+        """Return the peak bytes of stage ``j``, which do not depend on the modes of other stages."""
         moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
         return self._stage(first, end, mode)[1].at_peak(moments)
 
@@ -199,7 +204,7 @@ class Costs:
         output = layers[-1].output_bytes if whole else 0
         if whole:
             peak = self._peak_of_all(peak, kept, output, loss)
-        # In one memory the input is the output that the stage before keeps, or belongs to the caller.
+        # In shared memory, the input belongs to the previous stage, as its output, or to the caller.
         copied = self.incoming[first] if measured.apart and first else 0
         moved = measured.input_bytes if measured.apart and not first else 0
         ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
@@ -208,14 +213,14 @@ class Costs:
             gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
             optimizer=sum(measured.optimizer[first:end]),
             kept=kept + copied,
-            # Gradients from which the part for the weights starts; inside of a layer as large as what it saves.
+            # Gradients needed by the backward of the weights; inside a layer, as large as its saved tensors.
             waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
             bare=copied + output,
             transient=peak + copied + moved,
         )
 
     def _peak_of_all(self, peak: int, kept: int, output: int, loss: LayerProfile | None) -> int:
-        """What a micro-batch takes, beside the others, on the last stage of a loss of all rows."""
-        # Outputs are joined for the loss, which also takes their gradient. That stays until all backwards are done.
+        """Return the peak bytes of a micro-batch on the last stage, if the loss is computed on the full mini-batch."""
+        # The loss joins the outputs and adds their gradient, which stays until all backwards have finished.
         at_loss = kept + self.chunks * (output + max(output, loss.peak_bytes if loss else 0))
         return max(at_loss, peak + self.chunks * output)

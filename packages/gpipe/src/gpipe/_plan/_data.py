@@ -1,4 +1,4 @@
-"""What a :class:`gpipe.Plan` is made of."""
+"""The data types that make up a :class:`gpipe.Plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._loss import StepLoss
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What identifies a layer, to check that a model is the planned one."""
+    """The identity of a layer, used to check that a model is the planned one."""
 
     name: str
     kind: str
@@ -34,11 +34,11 @@ def layer_keys(layers: Iterable[tuple[str, nn.Module]]) -> tuple[LayerKey, ...]:
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds of a step of training, without the optimizer's.
+    """The expected seconds of a training step, without the optimizer step.
 
     Attributes:
-        low, mid, high: ``mid`` is the prediction; a step on an idle machine is expected between ``low`` and ``high``.
-            After a calibration these are the fastest and the slowest measured step, with 5 % added on each side.
+        low, mid, high: ``mid`` is the prediction. A step on an idle machine should take between ``low`` and ``high``.
+            After calibration, these two are the fastest and the slowest measured step, widened by 5 % on each side.
     """
 
     low: float
@@ -52,9 +52,9 @@ class Prediction:
 
     Attributes:
         seconds: the seconds of a step.
-        bytes: for each device the bytes at its peak, by kind.
+        bytes: the peak bytes of each device, by kind.
         throughput: rows per second.
-        bubble: the share of the devices' time in which they are idle.
+        bubble: the share of time in which the devices are idle.
     """
 
     seconds: Expected
@@ -70,7 +70,7 @@ class Alternative:
     Attributes:
         chunks, schedule, balance, checkpoint: the configuration, as in :class:`gpipe.Plan`.
         seconds: the predicted seconds of a step.
-        bytes: the bytes of the device that would hold the most.
+        bytes: the predicted bytes of the device with the highest peak.
         reason: why it was not chosen, as text.
     """
 
@@ -85,7 +85,7 @@ class Alternative:
 
 @dataclass
 class Remembered:
-    """What a plan knows in this process only: the last pipe that it built, its loss and its sample."""
+    """Data that a plan has only in this process: the last pipe that it built, its loss and its sample."""
 
     pipe: Callable[[], GPipe | None] = lambda: None
     loss: StepLoss = field(default_factory=StepLoss)

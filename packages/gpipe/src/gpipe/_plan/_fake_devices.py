@@ -1,4 +1,4 @@
-"""Devices that are not there: bytes are counted on fake tensors, and seconds estimated by a roofline."""
+"""Hypothetical devices: bytes are counted on fake tensors, and times come from a roofline model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..timeline._hops import Link
 from ._arguments import read_bytes
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
-"""The approximate shares of a data sheet's figures that training reaches."""
+"""The approximate shares of the data sheet figures that training reaches."""
 
 LINK = Link(latency=10e-6, bandwidth=25e9)
-"""Between two devices, unless the caller knows better: about PCI Express 4."""
+"""The default link between two devices, about PCI Express 4."""
 
 FAKE = "fake "
-"""The beginning of the names of devices that this machine does not have."""
+"""The prefix of the names of hypothetical devices."""
 
 _KINDS = {
     "V100": (32 * 10**9, 125e12, 0.9e12),
@@ -32,13 +32,14 @@ _SPEC = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
 
 @dataclass(frozen=True)
 class FakeDevices:
-    """Some equal devices that are not there.
+    """A number of equal, hypothetical devices.
 
     Attributes:
-        count: how many.
-        memory: bytes of each.
-        flops, bandwidth: operations and bytes a second, by the data sheet.
-        link: between two of them.
+        count: the number of devices.
+        name: the name or the memory of a device, as text.
+        memory: the bytes of each device.
+        flops, bandwidth: operations and bytes per second, according to the data sheet.
+        link: the link between two devices.
     """
 
     count: int
@@ -50,7 +51,7 @@ class FakeDevices:
 
 
 def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeDevices | None:
-    """The devices that text such as ``"8x80GB"`` or ``"8xH100"`` describes; None for other values.
+    """Return the devices described by text such as ``"8x80GB"`` or ``"8xH100"``; None for other values.
 
     >>> read_fake("8x80GB").memory
     80000000000
@@ -59,7 +60,7 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
     if match is None:
         for name, given in (("bandwidth", bandwidth), ("latency", latency)):
             if given is not None:
-                raise ValueError(f"{name}: goes with devices that are not there, such as '8x80GB'; got {devices!r}")
+                raise ValueError(f"{name}: requires hypothetical devices, such as '8x80GB'; got devices={devices!r}")
         return None
     if not int(match[1]):
         raise ValueError(f"devices: expected at least one, got {devices!r}")
@@ -67,7 +68,7 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
 
 
 def _described(name: str, devices: str) -> tuple[str, int, float, float]:
-    """Name, memory, operations and bytes a second of devices with this name or memory."""
+    """Return name, memory, operations and bytes per second of a device with this name or memory."""
     if name.upper() in _KINDS:
         return name.upper(), *_KINDS[name.upper()]
     _, flops, bandwidth = _KINDS[_GENERIC]
@@ -76,8 +77,8 @@ def _described(name: str, devices: str) -> tuple[str, int, float, float]:
     except ValueError:
         known = ", ".join(_KINDS)
         raise ValueError(
-            f"devices: expected a number and what they have, such as '8x80GB', or one of {known}, as in '8xH100'; got "
-            f"{devices!r}"
+            f"devices: expected a count with a memory size, such as '8x80GB', or with one of {known}, as in '8xH100'; "
+            f"got {devices!r}"
         ) from None
 
 
@@ -91,7 +92,7 @@ def _link(bandwidth: Any, latency: Any) -> Link:
 
 
 def estimated(profile: Profile, fake: FakeDevices) -> Profile:
-    """A profile that was not run, with the seconds that a device needs at least for its operations and bytes."""
+    """Return ``profile`` with estimated seconds: those that a device needs for the operations and bytes of a layer."""
     return replace(
         profile,
         layers=tuple(_layer(layer, fake) for layer in profile.layers),
@@ -102,6 +103,6 @@ def estimated(profile: Profile, fake: FakeDevices) -> Profile:
 
 def _layer(layer: LayerProfile, fake: FakeDevices) -> LayerProfile:
     moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
-    # A backward does twice the operations of a forward: for the inputs, and for the weights.
+    # A backward does twice the operations of a forward: one part for the inputs, one for the weights.
     forward = max(layer.flops / 3 / (fake.flops * _FLOPS_REACHED), moved / (fake.bandwidth * _BANDWIDTH_REACHED))
     return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=forward)

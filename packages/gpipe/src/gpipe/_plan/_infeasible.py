@@ -1,4 +1,4 @@
-"""The error if no plan fits into memory: which device lacks how many bytes, and what would fit."""
+"""The error raised if no plan fits: which device is short of memory, by how much, and what would fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._loss import waiting
 from ._search import nearest
 
 
-class Infeasible(ValueError):  # noqa: N818 — a finding about the model and the devices rather than a mistake in the call
+class Infeasible(ValueError):  # noqa: N818 — a result of the search rather than a mistake in the call
     """No plan fits into the memory of the devices.
 
     Attributes:
-        device: the number of the device that lacks the most memory, in the plan that comes closest.
-        short: the number of bytes that it lacks.
-        changes: changes of the arguments with which a plan would fit, each as text.
+        device: the index of the device that lacks the most memory, in the plan that comes closest to fitting.
+        short: the number of bytes that this device lacks.
+        changes: changes to the arguments with which a plan would fit, each as text.
     """
 
     def __init__(self, message: str, device: int, short: int, changes: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
 
 
 def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
-    """The error for a search of which the ``best`` does not fit."""
+    """Return the error for a search whose ``best`` candidate does not fit."""
     share = space.share_of(best)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     scale = space.scale or (1.0,) * len(space.memory)
@@ -45,7 +45,7 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     changes = [*fitting, memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
-        f"the plan that comes nearest (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
+        f"the closest plan (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
         f"checkpoint={[*best.modes]}); what would fit: {'; or '.join(changes)}",
         j,
         short[j],
@@ -54,11 +54,11 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
 
 
 def relaxations(space: Space) -> dict[str, Space]:
-    """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
+    """Return the search spaces for other arguments, by a text that describes the change; small changes first."""
     measured, stages = space.measured, space.measured.stages
     early = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else []
     plain = waiting(early) if measured.whole_loss else early
-    # A profile of one number of rows tells of no other micro-batch.
+    # A profile with a single number of rows does not predict other micro-batch sizes.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
     found: dict[str, Space] = {}
     if space.modes != MODES:
@@ -74,7 +74,7 @@ def relaxations(space: Space) -> dict[str, Space]:
         )
     if any(measured.optimizer):
         stateless = replace(measured, optimizer=(0,) * measured.layers)
-        found["optimizer='sgd', which keeps no state"] = replace(space, measured=stateless)
+        found["optimizer='sgd', which has no state"] = replace(space, measured=stateless)
     for larger in (2 * stages, 4 * stages):
         if plain and larger <= measured.layers:
             found[f"{larger} devices instead of {stages}"] = _on_more(space, larger)
@@ -82,7 +82,7 @@ def relaxations(space: Space) -> dict[str, Space]:
 
 
 def _on_more(space: Space, stages: int) -> Space:
-    """The same for more devices, which are like the last one. Links of a single device are taken as free."""
+    """Return the space with more devices, equal to the last one. Links are free if there is only one device so far."""
 
     def longer(each: Sequence[Any]) -> Any:
         return (*each, *[each[-1]] * (stages - len(each))) if each else ()

@@ -1,4 +1,4 @@
-"""The loss of the planned steps: computed for each micro-batch, or once, on the outputs of all rows."""
+"""The loss of the planned steps: computed per micro-batch, or once, on the outputs of the full mini-batch."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from ..module._rule import SeenSums, of_model_under, rule_of, unlike
 from ..module._training import takes_output_alone
 
 WAITING = ("fill_drain",)
-"""Of the schedules that are searched, those under which no backward begins before the last forward has ended."""
+"""The searched schedules under which no backward starts before the last forward has finished."""
 
 
 def waiting(schedules: Sequence[str]) -> list[str]:
-    """Those of the ``schedules`` under which the loss can be computed once, on the outputs of all rows."""
+    """Return the ``schedules`` under which the loss can be computed once, on the outputs of the full mini-batch."""
     return [name for name in schedules if name in WAITING]
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of the planned steps, as the caller describes it.
+    """The loss of the planned steps, as specified by the caller.
 
     Attributes:
-        loss_fn: of an output, and of the target if there is one; None if the model computes the loss, or none is known.
-        reduction: how the losses of micro-batches are combined; None if the caller does not say it.
-        target: of the mini-batch.
-        own: the name of the model if it computes the loss itself.
+        loss_fn: a function of an output, and of the target if there is one; None if the model computes the loss, or no
+            loss is known.
+        reduction: how to combine the losses of micro-batches; None if not specified.
+        target: the target of the mini-batch.
+        own: the class name of the model if it computes the loss itself.
     """
 
     loss_fn: LossFunction | None = None
@@ -43,25 +44,25 @@ class StepLoss:
     own: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a step. Without a loss, all outputs are added up.
+        """Return the arguments of a step. Without a loss, the sum of all outputs is used.
 
-        Of a module it is a copy, which may have a state and parameters of its own.
+        If ``loss_fn`` is a module, it is copied, since it may have state and parameters.
         """
         if self.loss_fn is None and self.own is None:
             return {"loss_fn": total, "reduction": "sum"}
         return {"loss_fn": fresh(self.loss_fn), "reduction": self.reduction}
 
     def without_data(self, *, whole: bool) -> dict[str, Any]:
-        """The arguments of a step on tensors without data, where it cannot be tried out whether losses add up."""
+        """Return the arguments of a step on fake tensors, which cannot show whether losses add up."""
         found = self.arguments()
         return {**found, "reduction": found["reduction"] or "sum"} if self.own and not whole else found
 
     def is_whole(self, batches: Sequence[Batch], *, returns_sums: bool) -> bool:
-        """Whether a step of layers computes the loss once: it is not known how the losses of micro-batches add up.
+        """Return whether a step computes the loss once, because it is not known how micro-batch losses add up.
 
         Args:
-            batches: the parts of the mini-batch.
-            returns_sums: whether ``loss_fn`` was seen to return a :class:`gpipe.LossSum`.
+            batches: the micro-batches.
+            returns_sums: whether ``loss_fn`` has returned a :class:`gpipe.LossSum`.
         """
         if self.loss_fn is None:
             return False
@@ -69,27 +70,27 @@ class StepLoss:
         return rule_of(self._call, batches, None, returns_sums=sums, adds=False) is None
 
     def watched(self, tell: Callable[[LossValue], None]) -> nn.Module | None:
-        """The loss function as a profile calls it; None if there is none. ``tell`` is called with what it returns."""
+        """Return the loss function to profile, or None. It passes each loss value to ``tell``."""
         if self.loss_fn is None:
             return None
         return _Watched(fresh(self.loss_fn), takes_output_alone(self.loss_fn, self.target), tell)
 
     def refused(self, schedule: str) -> ValueError:
-        """The error for a loss of all rows under a schedule that cannot wait for it."""
+        """Return the error for a loss of the full mini-batch under a schedule that cannot wait for it."""
         if self.own is not None:
             return of_model_under(self.own, schedule)
         return unlike(self._call, schedule)(LossValue(torch.zeros(()), None, None))
 
     def note(self, *, whole: bool) -> str:
-        """For the reader of a plan: which kind of loss it is made for."""
+        """Return a note for the plan that says how the loss is computed."""
         if whole:
             return (
-                "the loss is computed once, on the outputs of all rows, since it is not known how the losses of "
-                f"micro-batches add up: only {', '.join(WAITING)} can wait for it"
+                "the loss is computed once, on the outputs of the full mini-batch, since it is not known how the "
+                f"losses of micro-batches add up; only {', '.join(WAITING)} can wait for it"
             )
         if self.loss_fn is None and self.own is None:
-            return "no loss_fn was given: the loss counts as free, and as computed for each micro-batch"
-        return "the loss is computed for each micro-batch, as it is known how they add up"
+            return "no loss_fn was given: the loss counts as free, and as computed per micro-batch"
+        return "the loss is computed per micro-batch, since it is known how the losses add up"
 
     @property
     def _call(self) -> Call:
@@ -97,7 +98,7 @@ class StepLoss:
 
 
 def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any) -> StepLoss:
-    """The loss of a plan; TypeError or ValueError, as of a step, if its arguments do not fit."""
+    """Return the loss of a plan. Raise the same errors as a step if its arguments are invalid."""
     takes_output_alone(loss_fn, target)
     found = StepLoss(loss_fn, reduction, target)
     found._call.divisor  # noqa: B018 — checks the reduction
@@ -105,7 +106,7 @@ def read_loss(loss_fn: LossFunction | None, reduction: str | None, target: Any) 
 
 
 class _Watched(nn.Module):
-    """A loss function that is called with a target even if it takes the output alone, and returns a scalar."""
+    """A loss function of output and target that returns a scalar, even if ``loss_fn`` takes only the output."""
 
     def __init__(self, loss_fn: LossFunction, alone: bool, tell: Callable[[LossValue], None]) -> None:
         super().__init__()
@@ -119,16 +120,15 @@ class _Watched(nn.Module):
 
 
 def fresh(loss_fn: LossFunction | None) -> Any:
-    """``loss_fn`` for some steps; of a module a copy."""
+    """Return ``loss_fn``; a copy if it is a module."""
     return copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
 
 
 def total(output: Any, _: Any) -> Tensor:
-    """A loss for a model whose own is not known; ValueError if no output requires a gradient."""
+    """Return the sum of all outputs, the loss if none is known; ValueError if no output requires a gradient."""
     parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
     if not parts:
         raise ValueError(
-            "no tensor of the output requires grad, so that there is nothing to train; plan(..., calibrate=False) "
-            "plans for what is there"
+            "no tensor of the output requires grad, so there is nothing to train; to plan anyway, pass calibrate=False"
         )
     return torch.stack(parts).sum()

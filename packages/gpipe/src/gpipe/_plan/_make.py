@@ -1,4 +1,4 @@
-""":func:`gpipe.plan`: from a model, a mini-batch and devices to a plan."""
+""":func:`gpipe.plan`: plan a pipe for a model, a mini-batch and devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ._request import Request, chunks_to_search, read_placements, read_places, r
 from ._search import NEAR, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
-"""The range of step times around an estimate that was made without running anything."""
+"""The range of step times around an estimate for which nothing was run, as factors."""
 
 
 @torch.enable_grad()
@@ -58,49 +58,52 @@ def plan(
     bandwidth: float | str | None = None,
     latency: float | None = None,
 ) -> Plan:
-    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, to fit.
+    """Find the fastest way to train ``model`` that fits: balance, chunks, schedule, and which stages recompute.
 
-    Layers are profiled at a few sizes of micro-batches. For each number of chunks and each schedule, balance and modes
-    that fit are chosen together. One step of the best is run by the engine on tensors without data, which tells its
-    bytes. Then up to five candidates are trained in turns for a few steps, with a copy of the model, and the plan is
-    the simplest of those within 2 % of the fastest.
+    Layers are profiled at a few micro-batch sizes. For each number of chunks and each schedule, the search chooses
+    balance and checkpoint modes together, within the memory limits. On CPUs and hypothetical devices, the engine runs
+    one step of the best candidate on fake tensors to count its bytes. Then a copy of the model is trained for a few
+    steps with each of up to four candidates, interleaved. The plan is the simplest one within 2 % of the fastest.
 
-    Two stages on each device (interleaved, V-shaped) are searched too, except on a plain ``"cpu"``, which is a worker
-    for each stage; ``"cpu:0"`` and ``"cpu:1"`` can have several. Not searched: more of them, and devices in another
-    order.
+    The search includes schedules with two stages per device (interleaved, V-shaped), except on a plain ``"cpu"``, where
+    each stage has its own worker; ``"cpu:0"`` and ``"cpu:1"`` can have several stages. More than two stages per device
+    and different orders of the devices are not searched.
 
     Args:
-        model: an ``nn.Sequential``, or a model with a forward of its own, whose layers are the blocks at which it is
-            cut. It is not changed. One in evaluation mode is planned, and tried, in training mode.
-        sample: a mini-batch, with as many rows as in training. For a model with a forward of its own, a mapping or a
-            tuple has its arguments.
-        devices: one for each stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are
-            not there. Then nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
-        target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how the losses of micro-batches
-            add up, the plan computes the loss once, on the outputs of all rows, under ``"fill_drain"``. Without
-            ``loss_fn`` it is the loss that the model computes, if it has a forward of its own and computes one; else it
-            counts as free. Of a module, a copy is called; another object with a state, such as a metric, may hold
-            tensors without data afterwards.
-        optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes for each parameter.
-        memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default the
-            memory of a GPU, and no limit on a CPU.
-        chunks, checkpoint, schedule: to search less: a number or several; the mode of all stages; a name.
-        profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
-            ``chunks`` is what it was made with. One without seconds gets estimated ones.
-        calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer, and
-            the memory of training. Without, ``plan.predicted.seconds`` is computed from the times of single layers.
-        bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
-            such as ``"50GB"``; by default 25 GB/s.
-        latency: of the same links, in seconds; by default 10 µs.
+        model: an ``nn.Sequential``, or a model with its own forward, which is split between its blocks. It is not
+            changed. A model in evaluation mode is planned and tried in training mode.
+        sample: a mini-batch with as many rows as in training. For a model with its own forward, a mapping or a tuple
+            contains the arguments.
+        devices: one per stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for hypothetical devices.
+            With text, nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
+        target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
+            micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
+            ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
+            the loss counts as free. If ``loss_fn`` is a module, a copy is called. Any other object with state, such as
+            a metric, may contain fake tensors afterwards.
+        optimizer: determines the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes per parameter.
+        memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
+            default is the memory of a GPU or a hypothetical device, and no limit for a CPU.
+        chunks, checkpoint, schedule: restrict the search to one or several numbers of chunks, one checkpoint mode for
+            all stages, or one schedule.
+        profile: a profile of the layers on a micro-batch, used instead of measuring. It needs ``rows=`` of at least two
+            sizes, unless ``chunks`` is the number that it was made with. For hypothetical devices it may lack seconds,
+            which are then estimated.
+        calibrate: whether to train a copy for some steps. This takes a few seconds, or about twenty steps if those take
+            longer, and the memory of training. If False, ``plan.predicted.seconds`` is computed from the times of
+            single layers.
+        bandwidth: bytes per second between two hypothetical devices, as a number or text such as ``"50GB"``; by default
+            25 GB/s.
+        latency: seconds per transfer between two hypothetical devices; by default 10 µs.
 
     Returns:
-        The plan; ``print`` shows it, ``.build(model)`` makes the pipe.
+        The plan. ``print`` shows it, and ``.build(model)`` builds the pipe.
 
     Raises:
-        Infeasible: a ValueError; nothing fits. It says which device is short of how much, and what would fit.
-        TypeError, ValueError: an argument is not what it may be, by its name; or ``schedule`` cannot wait for a loss of
-            all rows.
-        Exception: any error of a layer, with a note that names the layer.
+        Infeasible: a ValueError; no plan fits. The message says which device lacks how much memory, and what would fit.
+        TypeError, ValueError: an argument is invalid (the message names it), or ``schedule`` cannot wait for a loss of
+            the full mini-batch.
+        Exception: any error in a layer, with a note that names the layer.
 
     >>> import torch
     >>> from torch import nn
@@ -110,7 +113,7 @@ def plan(
     (4, 4, ['never', 'never'])
     """
     if isinstance(model, GPipe):
-        raise TypeError("model: expected the model, got a pipe of it; pipe[:] has its layers in a row")
+        raise TypeError("model: expected a model, got a pipe; pass its layers, pipe[:]")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential or another nn.Module, got {type(model).__name__}")
     sample = replicated(as_input(model, sample), "sample")
@@ -155,17 +158,17 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
             try_out = partial(train, request.model, copied(request.model.module), *given)
             found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
-            note = "not calibrated: there was no memory for a copy of the model"
+            note = "not calibrated: not enough memory to train a copy of the model"
         notes.append(note)
     return remembering(_plan_of(found, request, spread, notes), request.loss, request.sample)
 
 
 REHEARSALS = 6
-"""How often a plan is searched anew because its rehearsal took more than the account of bytes says."""
+"""The most searches: another one follows if the dry run of a plan takes more bytes than the limits allow."""
 
 
 def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
-    """The candidates found, of which the first fits by a rehearsal; Infeasible if there is none."""
+    """Return the candidates; the first fits according to its dry run. Raise Infeasible if none does."""
     for _ in range(REHEARSALS):
         found = search(spaces)
         k = next(k for k, space in enumerate(spaces) if space.measured is found[0].costs.measured)
@@ -173,7 +176,7 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
         if best.fits(spaces[k].memory):
             return [best, *found[1:]]
         fitted = found[0].fits(spaces[k].limits)
-        # Also before nothing fits: what is told as enough is multiplied by it.
+        # Set the scale even if nothing fits: the error multiplies the estimated bytes by it.
         scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
         if not fitted:
@@ -182,33 +185,36 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
 
 
 def _rehearsed(request: Request, way: Candidate) -> Candidate:
-    """The candidate with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
+    """Return the candidate with the bytes of a dry run.
+
+    With a given profile, or on accelerators, there is no dry run, and the bytes are estimates.
+    """
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
         return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
     return rehearsed(request.model, request.sample, request.target, request.loss, way)
 
 
 def _source(request: Request, measured: Measured) -> str:
-    fake, profile, link = request.fake, measured.profile, f"links are taken to send {LINK.bandwidth / 1e9:.4g} GB/s"
+    fake, profile, link = request.fake, measured.profile, f"links are assumed to send {LINK.bandwidth / 1e9:.4g} GB/s"
     if fake:
         return (
-            f"an estimate: nothing ran. Bytes are counted; seconds are those of {fake.flops / 1e12:.0f} TFLOP/s and "
-            f"{fake.bandwidth / 1e12:.2f} TB/s, of which training reaches a part; links of "
+            "an estimate: nothing ran. Bytes are counted; seconds assume that training reaches a part of "
+            f"{fake.flops / 1e12:.0f} TFLOP/s and {fake.bandwidth / 1e12:.2f} TB/s, and that links send "
             f"{fake.link.bandwidth / 1e9:.4g} GB/s"
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
-    engine = f"the engine adds {measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+    engine = f"the engine adds {measured.action * 1e6:.0f} µs per action and {measured.step * 1e6:.0f} µs per step"
     return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {link if measured.apart else engine}"
 
 
 SHOWN = 8
-"""The number of alternatives that a plan keeps."""
+"""The most alternatives that a plan keeps."""
 
 
 def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
-    """The first of those ``found`` as a plan, and the others as alternatives.
+    """Return a plan of the first candidate, with the next ones as alternatives.
 
-    ``spread`` are factors on the replayed seconds of a step, and ``notes`` say how the figures came about.
+    ``spread`` has factors on the predicted seconds of a step, and ``notes`` explain how the figures were obtained.
     """
     best, others = found[0], found[1:]
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
@@ -246,5 +252,5 @@ def _reason(best: Candidate, other: Candidate) -> str:
     if slower > NEAR:
         return f"{slower:.0%} slower"
     if len(other.sizes) != len(best.sizes):
-        return "as fast, another number of stages"
-    return f"as fast, {'less simple' if other.simplicity > best.simplicity else 'another balance'}"
+        return "as fast, with a different number of stages"
+    return f"as fast, {'less simple' if other.simplicity > best.simplicity else 'with a different balance'}"

@@ -1,4 +1,4 @@
-"""Measure what a plan is made of: layers at a few sizes of micro-batches, the engine, the links."""
+"""Collect the costs for a plan: layers at a few micro-batch sizes, engine overhead, and links."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ._rehearse import returns_sums
 from ._request import Request
 
 SECONDS = 0.6
-"""For each size of micro-batch that layers are profiled at."""
+"""The seconds to profile layers per micro-batch size."""
 
 ACTION, STEP = 60e-6, 5e-4
-"""Seconds that the engine adds to each action and each step on a CPU (``docs/benchmarks/engine.md``)."""
+"""The seconds that the engine adds per action and per step on a CPU (``docs/benchmarks/engine.md``)."""
 
 
 def measure(request: Request) -> list[Space]:
-    """What to search for each placement of stages.
+    """Return the space to search for each placement of stages.
 
-    For devices that are not there, bytes are counted and seconds estimated.
-    ValueError if a schedule was asked for that cannot wait for a loss of all rows.
+    For hypothetical devices, bytes are counted and seconds estimated.
+    Raise ValueError if the requested schedule cannot wait for a loss of the full mini-batch.
     """
     found, whole = _profile(request)
     ties = ties_of(request.model.layers.values())
     tensors, place, devices = list(Batch(request.sample)), request.places[0], len(request.places)
-    # On accelerators, work is queued ahead of them, so that what the engine does takes no time of theirs.
+    # On accelerators, work is queued ahead, so the overhead of the engine does not delay them.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
 
     between = Link() if is_cpu else request.fake.link if request.fake else LINK
@@ -87,9 +87,9 @@ def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
 
 
 def _profile(request: Request) -> tuple[Profile, bool]:
-    """The profile that was given, or else one measured with the share of the threads that a stage will have.
+    """Return the caller's profile, or one measured with a stage's share of the threads.
 
-    Also whether the loss is computed once.
+    Also return whether the loss is computed once.
     """
     place, devices, threads = request.places[0], len(request.places), torch.get_num_threads()
     with intra_op_threads(max(1, threads // devices) if place.type == "cpu" else threads):
@@ -103,14 +103,14 @@ def _blocks(request: Request) -> tuple[Profile, bool]:
     if request.profile is not None:
         return request.profile, is_whole(given)
     blocks, places = len(request.model.layers), request.places
-    # On accelerators blocks are where the memory of all devices is used, since the whole model is there at once.
+    # On accelerators, blocks are spread over all devices, since the full model must fit into their memory at once.
     of = [torch.device("cpu")] * blocks if places[0].type == "cpu" else spread(request.model, places)
     sizes = _sizes(rows_of(request.sample), request.chunks, len(places))
     return profile_blocks(given, of, sizes, SECONDS, ACTION if places[0].type == "cpu" else 0.0)
 
 
 def spread(model: Planned, places: Sequence[torch.device]) -> list[torch.device]:
-    """A device for each block, so that all devices have parameters of about as many bytes."""
+    """Return the device of each block, such that all devices have about the same bytes of parameters."""
     sizes = [1 + held_bytes(layer.parameters()) for layer in model.layers.values()]
     parts = partition(sizes, min(len(places), len(sizes))).sizes
     return [place for place, size in zip(places, parts, strict=False) for _ in range(size)]
@@ -135,10 +135,14 @@ def _layers(request: Request) -> tuple[Profile, bool]:
 
 
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
-    """Rows of micro-batches to measure at: the smallest, the largest that is not idle for long, and one between."""
+    """Return the micro-batch sizes to measure, in rows.
+
+    These are the smallest size, the largest with at least one micro-batch per stage, and one in between if those two
+    are far apart.
+    """
     few = [m for m in chunks if m >= stages] or [chunks[-1]]
     least, most = -(-rows // chunks[-1]), -(-rows // few[0])
-    if most == least:  # a line needs two points
+    if most == least:  # two points determine a line
         return sorted({least, 2 * least if 2 * least <= rows else max(1, least // 2)})
     middle = round((least * most) ** 0.5)
     return sorted({least, middle, most} if most >= 8 * least else {least, most})

@@ -1,4 +1,4 @@
-"""The options of a stage: how it may be checkpointed so that it fits, and what it then costs."""
+"""Checkpointing options of a stage: which ones fit into memory, and what each costs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ._costs import Costs
 
 
 class StageOption(NamedTuple):
-    """How a stage may be trained.
+    """One way to train a stage.
 
     Attributes:
-        mode: how it is checkpointed.
-        splits: whether its backward is split.
-        busy: seconds in a step.
-        share: its bytes, as a share of its limit.
+        mode: the checkpoint mode.
+        splits: whether the backward is split.
+        cost: the cost of the stage on one micro-batch.
+        busy: the seconds of work per step.
+        share: the stage's peak bytes as a share of its limit.
     """
 
     mode: str
@@ -31,7 +32,7 @@ class StageOption(NamedTuple):
 class Options:
     """The options of all stages, for one number of chunks and one schedule.
 
-    A stage's memory and seconds depend on its own layers and mode alone, so each range of layers is looked at once.
+    A stage's memory and seconds depend only on its own layers and mode, so each range of layers is evaluated once.
     """
 
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
@@ -39,7 +40,7 @@ class Options:
         self._found: dict[tuple[int, int, int], list[StageOption]] = {}
 
     def fitting(self, j: int, first: int, end: int) -> list[StageOption]:
-        """Those with which stage j fits with these layers; those with the least work first."""
+        """Return the options with which stage j fits with these layers, sorted by work."""
         key = j, first, end
         if key not in self._found:
             fitting = (each for each in self._every(j, first, end) if each.share <= 1)
@@ -47,11 +48,11 @@ class Options:
         return self._found[key]
 
     def least(self, j: int, first: int, end: int) -> StageOption:
-        """The one that takes the least memory, whether it fits or not."""
+        """Return the option that takes the least memory, even if it does not fit."""
         return min(self._every(j, first, end), key=lambda each: each.share)
 
     def _every(self, j: int, first: int, end: int) -> Iterator[StageOption]:
-        """All of them; only the mode without recomputation if that fits."""
+        """Yield the options, and stop after the mode without recomputation if it fits."""
         for mode in self.space.modes:
             option = self._option(j, first, end, mode)
             yield option

@@ -33,34 +33,34 @@ _SCHEMA = "gpipe-plan/1"
 
 
 def remembering(plan: Plan, loss: StepLoss, sample: Any) -> Plan:
-    """``plan``, which knows in this process what it was made with."""
+    """Return ``plan``, with the loss and the sample attached. They are not saved."""
     plan._here.loss, plan._here.sample = loss, sample
     return plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train a model on some devices, with predicted time and memory. Made by :func:`gpipe.plan`.
+    """A way to train a model on given devices, with predicted time and memory; see :func:`gpipe.plan`.
 
-    ``str()`` is a report; ``plan.build(model)`` makes the pipe.
+    ``str(plan)`` is a report. ``plan.build(model)`` builds the pipe.
 
     Attributes:
         chunks: the number of micro-batches.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
-        predicted: predicted seconds, bytes of each device by kind, throughput and bubble.
-        alternatives: other configurations, and the reasons why they were not chosen.
+        predicted: the predicted seconds, bytes per device by kind, throughput and bubble.
+        alternatives: other configurations, and why each was not chosen.
         devices: the devices, as text.
         memory: the limit of each device in bytes; None for no limit.
         rows: the number of rows of the mini-batch.
-        notes: how the figures were found, as text.
-        layers: what identifies each layer of the model.
-        placement: the number of the device of each stage.
-        sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
-            split.
+        notes: how the figures were obtained, as text.
+        layers: the name, class and number of parameters of each layer.
+        placement: the index of the device of each stage.
+        sizes, modes: the number of layers and the checkpoint mode of each stage.
+        split: the indices of the stages whose backward is split.
         stages: the cost of each stage.
-        hops: for each stage the seconds of a transfer from the stage before.
-        whole_loss: whether the loss is computed once, on the outputs of all rows.
-        own_forward: whether the model has a forward of its own, so that its layers are blocks.
+        hops: for each stage, the seconds of a transfer from the previous stage.
+        whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
+        own_forward: whether the model has its own forward, so that its layers are blocks.
     """
 
     layers: tuple[LayerKey, ...]
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def is_estimate(self) -> bool:
-        """Whether this machine does not have the devices, so that nothing was measured."""
+        """True if the devices are hypothetical, so that nothing was measured."""
         return self.devices[0].startswith(FAKE)
 
     @property
@@ -107,27 +107,27 @@ class Plan:
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
     ) -> GPipe:
-        """Make the pipe: ``model`` with this balance, chunks and modes. Its steps take :attr:`step_arguments`.
+        """Build the planned pipe from ``model``. Pass :attr:`step_arguments` to its :meth:`gpipe.GPipe.step`.
 
         Args:
             model: the planned model, or one with the same layers. They are moved to the devices, not copied.
-            devices: as many other devices instead of the planned ones.
-            sample: an input of a model with a forward of its own, which shows in which order it uses its modules; by
-                default that of the plan, if it was made in this process.
+            devices: the same number of devices, to use instead of the planned ones.
+            sample: an input that shows the order in which a model with its own forward uses its modules. The default
+                is the sample of :func:`gpipe.plan`, if the plan was made in this process.
             options: further arguments of :class:`gpipe.GPipe`.
 
         Returns:
             The pipe.
 
         Raises:
-            ValueError: ``model`` is not the planned one (the message names the first layer that differs); this machine
-                does not have the planned devices; the number of ``devices`` differs.
-            TypeError: ``model`` cannot be divided, as for :class:`gpipe.GPipe`.
+            ValueError: ``model`` is not the planned one (the message names the first layer that differs), the planned
+                devices are hypothetical or not available, or the number of ``devices`` differs.
+            TypeError: ``model`` cannot be split, as for :class:`gpipe.GPipe`.
         """
         if devices is None and self.is_estimate:
             raise ValueError(
-                f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
-                "real ones, as in plan.build(model, devices=[...])"
+                f"devices: the plan is for {len(self.devices)} hypothetical devices ({self.devices[0]}); pass real "
+                "ones, as in plan.build(model, devices=[...])"
             )
         places = checked_devices(self.devices if devices is None else devices, len(self.devices))
         if len(places) < len(self.devices):
@@ -148,10 +148,10 @@ class Plan:
         return pipe
 
     def _layers_of(self, model: nn.Module) -> tuple[LayerKey, ...]:
-        """The layers of a model, or those of its modules that are the planned blocks."""
+        """Return the layers of a model, or its modules with the names of the planned blocks."""
         if self.own_forward == isinstance(model, nn.Sequential):
-            planned = "with a forward of its own" if self.own_forward else "an nn.Sequential"
-            raise ValueError(f"model: the plan is for another model, {planned}; this one is a {type(model).__name__}")
+            planned = "a model with its own forward" if self.own_forward else "an nn.Sequential"
+            raise ValueError(f"model: expected the planned model, {planned}; got a {type(model).__name__}")
         if not self.own_forward:
             expect_sequential(model)
             return layer_keys(model.named_children())
@@ -165,19 +165,17 @@ class Plan:
     def _expect(self, found: Sequence[LayerKey], name: str = "model") -> None:
         if len(found) != len(self.layers):
             raise ValueError(
-                f"{name}: the plan is for another model, of {len(self.layers)} layers; this one has {len(found)}"
+                f"{name}: expected the planned model, with {len(self.layers)} layers; got one with {len(found)}"
             )
         for k, (planned, here) in enumerate(zip(self.layers, found, strict=True)):
             if planned != here:
-                raise ValueError(
-                    f"{name}: the plan is for another model; its layer {k} is {planned}, here it is {here}"
-                )
+                raise ValueError(f"{name}: expected the planned model, whose layer {k} is {planned}; got {here} there")
 
     @property
     def step_arguments(self) -> dict[str, Any]:
-        """The arguments of :meth:`gpipe.GPipe.step` besides the mini-batch and the loss: ``**plan.step_arguments``.
+        """The arguments for :meth:`gpipe.GPipe.step` in addition to the mini-batch and the loss.
 
-        The ``reduction`` belongs to the loss.
+        Pass them as ``**plan.step_arguments``. They do not include ``reduction``, which belongs to the loss.
         """
         return {"schedule": self.schedule}
 
@@ -190,38 +188,38 @@ class Plan:
         reduction: str | None = None,
         pipe: GPipe | None = None,
     ) -> Verification:
-        """Train some steps, and compare measured with predicted time and memory.
+        """Train for some steps, and compare measured with predicted time and memory.
 
-        Gradients and buffers are restored afterwards; random generators have advanced.
+        Gradients and buffers are restored afterwards. The states of random number generators are not.
 
         Args:
             x: a mini-batch with the planned number of rows.
             y: the target.
-            loss_fn, reduction: as for :meth:`gpipe.GPipe.step`; by default those of the plan. Of a module a copy is
-                called.
-            pipe: the pipe; by default the last one that :meth:`build` made, if it is still there.
+            loss_fn, reduction: as for :meth:`gpipe.GPipe.step`; by default as passed to :func:`gpipe.plan`. If
+                ``loss_fn`` is a module, a copy is called.
+            pipe: the pipe; by default the last one that :meth:`build` returned, if it still exists.
 
         Returns:
             Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table.
 
         Raises:
-            ValueError: no pipe has been built, or it is gone; ``pipe`` has another balance, other chunks or layers, or
-                ``x`` other rows, than planned; the planned schedule cannot wait for this loss.
-            TypeError: there is no ``loss_fn``, and the model computes no loss.
+            ValueError: no pipe was built, or it no longer exists; the balance, chunks or layers of ``pipe``, or the
+                rows of ``x``, differ from the plan; or the planned schedule cannot wait for this loss.
+            TypeError: ``loss_fn`` is missing, and the model computes no loss.
         """
         pipe = self._here.pipe() if pipe is None else pipe
         if pipe is None:
             raise ValueError(
-                "pipe: expected a built one, but none was built, or it is gone; keep the pipe that plan.build(model) "
-                "returns, or give pipe="
+                "pipe: expected a pipe, but none was built, or it no longer exists; keep the pipe that "
+                "plan.build(model) returns, or pass pipe="
             )
         for name, planned in (("balance", self.balance), ("chunks", self.chunks)):
             if getattr(pipe, name) != planned:
                 raise ValueError(f"pipe: expected the planned {name} {planned}, got one with {getattr(pipe, name)}")
         x = as_input(pipe[:], x)
         if rows_of(x) != self.rows:
-            raise ValueError(f"x: expected the planned {self.rows} rows, got {rows_of(x)}; plan anew")
-        kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm by a deferred one
+            raise ValueError(f"x: expected the planned {self.rows} rows, got {rows_of(x)}; for these, make a new plan")
+        kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm with a deferred one
         self._expect(
             [replace(key, kind=kind) for key, kind in zip(self._layers_of(pipe[:]), kinds, strict=True)], "pipe"
         )
@@ -233,35 +231,35 @@ class Plan:
 
     @property
     def rank_arguments(self) -> dict[str, Any]:
-        """The arguments of :class:`gpipe.distributed.Rank` besides the model and the groups: ``**plan.rank_arguments``.
+        """The arguments for :class:`gpipe.distributed.Rank` in addition to the model and the process groups.
 
-        Each rank has the stages of a device.
+        Pass them as ``**plan.rank_arguments``. Each rank runs the stages of one device.
         """
         ranks = list(self.placement)
         found = {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
         return {**found, "blocks": self._names} if self.own_forward else found
 
     def to_json(self) -> str:
-        """Text that :meth:`from_json` turns into an equal plan.
+        """Return the plan as JSON, for :meth:`from_json`.
 
         Returns:
-            JSON.
+            The JSON text. It does not contain the loss and the sample.
         """
         return documents.dump(self, _SCHEMA)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan whose :meth:`to_json` returned ``text``.
+        """Load a plan from the JSON that :meth:`to_json` returned.
 
         Args:
-            text: JSON.
+            text: the JSON text.
 
         Returns:
             An equal plan.
 
         Raises:
             TypeError: ``text`` is not a str.
-            ValueError: it is not the JSON of a plan; the message names the place.
+            ValueError: ``text`` is not the JSON of a plan. The message names the invalid part.
         """
         plan = documents.load(Plan, text, "plan", _SCHEMA)
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
@@ -271,23 +269,23 @@ class Plan:
         fits &= plan.schedule in WAITING or not plan.whole_loss
         if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(
-                f"plan: expected sizes that sum up to {len(plan.layers)} layers, as many of everything else as stages, "
+                f"plan: expected sizes that sum to {len(plan.layers)} layers, lists with one element per stage, "
                 f"and {len(plan.devices)} devices; got sizes={list(plan.sizes)}, placement={list(plan.placement)}, "
-                f"numbers {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
+                f"lengths {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
                 f"rows={plan.rows} and chunks={plan.chunks}"
             )
         checked_modes(plan.modes)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a file, in the format that the ending of ``path`` selects.
+        """Write the plan to a file, in the format given by the extension of ``path``.
 
         Args:
-            path: ``.html`` is a page with the report and the timeline; ``.json`` is the text of
-                :meth:`to_json`; ``.txt`` is the report.
+            path: ``.html`` writes a page with the report and the timeline, ``.json`` the text of :meth:`to_json`, and
+                ``.txt`` the report.
 
         Raises:
-            ValueError: ``path`` has another ending.
+            ValueError: ``path`` has a different extension.
         """
         save(
             path,
@@ -305,4 +303,4 @@ class Plan:
         return fragment(str(self), self._picture())
 
     def _picture(self) -> str:
-        return svg([("actions alone, as predicted", self.timeline)])
+        return svg([("predicted, actions only", self.timeline)])

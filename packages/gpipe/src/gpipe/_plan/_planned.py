@@ -1,4 +1,4 @@
-"""What a plan divides: the layers of an ``nn.Sequential``, or the blocks of a model with a forward of its own."""
+"""The layers that a plan divides: of an ``nn.Sequential``, or the blocks of a model with its own forward."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Planned:
 
     Attributes:
         module: the model.
-        layers: by name, the modules of each layer. Those of a block include what the model uses after it, outside of
-            blocks.
+        layers: the modules of each layer, by name. A block includes the modules outside blocks that the model uses
+            after it.
         named: the layers or blocks themselves, by name.
         division: the blocks; None for an ``nn.Sequential``.
-        example: an input that shows in which order the model uses its modules; None if nothing depends on it.
+        example: an input that shows the order in which the model uses its modules; None if nothing depends on it.
     """
 
     module: nn.Module
@@ -52,16 +52,17 @@ class Planned:
         return GPipe(module, sizes, blocks=self.names, sample=self.example, **options)
 
     def faked(self, mode: Any) -> nn.Module:
-        """Return a copy without data, which shares what the model shares."""
+        """Return a copy with fake tensors. Tensors that the model shares are also shared in the copy."""
         copied = blank_layer(self.module, mode)
         for module in copied.children() if self.division is None else islice(copied.modules(), 1, None):
             stay_in_place(module)
         return copied
 
     def blank(self, value: Any, mode: Any) -> Any:
-        """Return ``value`` without data.
+        """Return ``value`` with fake tensors.
 
-        A model with a forward of its own keeps integers and masks, because it may look at them between its blocks.
+        For a model with its own forward, integer and boolean tensors keep their values, since the code between its
+        blocks may read them.
         """
         return map_tensors(lambda x: x if self._is_kept(x) else blank(x, mode), value)
 
@@ -74,12 +75,13 @@ def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Pla
     """Return the layers of a model.
 
     Args:
-        sample: an input of it.
-        stages: returns the number of stages to plan for, given the greatest number that there can be.
+        module: the model.
+        sample: an input of the model.
+        stages: returns the number of stages to plan for, given the largest possible number.
     """
     if isinstance(module, nn.Sequential):
         expect_sequential(module)
-        refuse_duplicate_layers(module._modules.items())  # before they are measured: no pipe has them
+        refuse_duplicate_layers(module._modules.items())  # check before measuring: a pipe would reject them
         layers = dict(module.named_children())
         return Planned(module, layers, layers)
     expect_own_forward(module)
@@ -91,7 +93,7 @@ def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Pla
 
 
 def as_input(module: nn.Module, value: Any) -> Any:
-    """Return ``value`` as a step takes it: a mapping has the arguments of a model with a forward of its own."""
+    """Return ``value`` as the input of a step: for a model with its own forward, an ``Arguments`` object."""
     if isinstance(module, nn.Sequential) or isinstance(value, Arguments):
         return value
     return Arguments(*Inputs.of(value))

@@ -1,4 +1,4 @@
-"""The arguments of a plan, checked and parsed."""
+"""The validated and parsed arguments of ``plan``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Request:
     """The parsed arguments of :func:`gpipe.plan`.
 
     Attributes:
-        fake: the devices, if they are not there.
-        places: the devices; ``meta`` for those that are not there.
-        placements: the devices of stages that are searched, and the schedules that go with each.
-        chunks: the numbers of micro-batches that are searched.
-        memory: the limit of each device; None for no limit.
-        modes: of checkpointing.
-        optimizer: bytes of its state, for each layer.
-        profile: of the layers, if one was given.
+        fake: the hypothetical devices; None for real ones.
+        places: the devices; ``meta`` for hypothetical ones.
+        placements: the placements of stages to search, with the schedules for each.
+        chunks: the numbers of micro-batches to search.
+        memory: the limit of each device in bytes; None for no limit.
+        modes: the checkpoint modes to search.
+        optimizer: the bytes of the optimizer's state per layer.
+        profile: the caller's profile of the layers, if any.
     """
 
     model: Planned
@@ -52,7 +52,7 @@ class Request:
 
 
 def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[torch.device]:
-    """As many of the devices as there are ``layers`` at most."""
+    """Return the devices, at most one per layer."""
     if fake:
         return [torch.device("meta")] * min(fake.count, layers)
     places = checked_devices(devices, layers)
@@ -60,42 +60,46 @@ def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[tor
     if not places:
         raise ValueError("devices: expected at least one, got none")
     if "meta" in types:
-        raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
+        raise ValueError(
+            "devices: 'meta' cannot run a model; to plan for hypothetical devices, pass text such as '8x80GB'"
+        )
     if len(types) > 1:
-        raise ValueError(f"devices: expected devices of one type, got {', '.join(sorted(types))}; plan for one of them")
+        raise ValueError(f"devices: expected devices of one type, got {', '.join(sorted(types))}")
     if len(set(places)) < len(places) and torch.device("cpu") not in places:
-        raise ValueError(f"devices: expected each one once, got {', '.join(map(str, places))}")
+        raise ValueError(f"devices: expected each device once, got {', '.join(map(str, places))}")
     return places
 
 
 def read_placements(
     devices: Any, places: Sequence[torch.device], layers: int, schedules: Sequence[str]
 ) -> dict[tuple[int, ...], list[str]]:
-    """The placements of stages to search, and the schedules that go with each; ValueError if there is none."""
-    # Plain CPUs are a worker for each stage: nothing says which stages would share one.
+    """Return the placements of stages to search, with the schedules for each; ValueError if there are none."""
+    # On a plain "cpu" each stage has its own worker, so no two stages share a device.
     several = 0 if torch.device("cpu") in places else layers
     found = placed(schedules, len(places), several)
     if not found:
         raise ValueError(
-            f"schedule: {schedules[0]!r} has {LOOPS} stages on each of several devices; it needs as many layers, here "
-            f"{layers}, and devices that can be told apart, such as ['cpu:0', 'cpu:1']; got devices={devices!r}"
+            f"schedule: {schedules[0]!r} runs {LOOPS} stages per device; it needs several distinct devices, such as "
+            f"['cpu:0', 'cpu:1'], and a layer per stage; got {layers} layers and devices={devices!r}"
         )
     return found
 
 
 def chunks_to_search(chunks: Any, sample: Any, module: nn.Module) -> list[int]:
-    """The numbers of micro-batches to search: those given, or some that divide the rows of ``sample``."""
-    # In training, batch norm may refuse a micro-batch of a single row.
+    """Return the numbers of micro-batches to search: ``chunks``, or some that suit the rows of ``sample``."""
+    # In training, batch norm may raise on a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()) else 1
     return read_chunks(chunks, rows_of(sample), least)
 
 
 def read_profile(profile: Any, names: Sequence[str], *, timed: bool) -> Profile | None:
-    """``profile``, if it is one of these layers, or None; it must have seconds where ``timed``."""
+    """Return ``profile``; raise unless it is None or a profile of these layers, with seconds if ``timed``."""
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
     if profile is not None and profile.names != [*names]:
-        raise ValueError(f"profile: expected one of these {len(names)} layers, got one of {', '.join(profile.names)}")
+        raise ValueError(
+            f"profile: expected a profile of these {len(names)} layers, got one of {', '.join(profile.names)}"
+        )
     if profile is not None and timed and not profile.rounds:
-        raise ValueError(f"profile: expected one with seconds, got one made on device {profile.device!r}")
+        raise ValueError(f"profile: expected a profile with seconds, got one made on device {profile.device!r}")
     return profile

@@ -1,12 +1,11 @@
-"""Find the fastest way to train that fits: chunks, schedule, balance, and the mode of each stage.
+"""Search for the fastest configuration that fits: chunks, schedule, balance, and the mode of each stage.
 
-For each number of chunks and each schedule this begins with the balance of the least slowest stage, which dynamic
-programming finds. From there a layer goes to another stage nearby, or a stage takes another option, as long as a replay
-is faster.
+For each number of chunks and each schedule, dynamic programming finds the balance whose slowest stage is fastest. A
+local search then moves single layers to nearby stages, or changes the option of a stage, while a replay gets faster.
 
-Not searched: more than two stages on a device, looped_bfs and dualpipev, stages of a device that take unequal parts of
-its memory (unless that alone is searched, and nothing fits), more than one device for a stage, and devices in another
-order.
+The search does not cover more than two stages per device, looped_bfs and dualpipev, stages that take unequal parts of
+their device's memory (unless that alone is searched, and nothing fits), several devices per stage, or different orders
+of the devices.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ from ._costs import bounds
 from ._options import Options, StageOption
 
 NEAR = 0.01
-"""Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
+"""Candidates slower than the fastest by at most this share count as equal, and the simplest is chosen."""
 
 REPLAYED = 300_000
-"""The most actions that are replayed to improve the balance under one schedule and number of chunks."""
+"""The most actions to replay in a local search, for one schedule and number of chunks."""
 
 ENOUGH = 100
-"""Beyond so many micro-batches for each stage, more of them save a hundredth at most, and are not looked at."""
+"""The most micro-batches per stage to search. More of them save 1 % at most."""
 
 _MARGIN = 0.9
-"""How much faster the best balance may be than the one with the least slowest stage."""
+"""The least time of the best balance, relative to the balance whose slowest stage is fastest."""
 
 _WIDER = (1.05, 1.25, 2.0, 1e9)
-"""How much longer than an even share of the work the slowest stage may take, until a balance is found."""
+"""Limits for the slowest stage, relative to an even share of the work, tried until a balance is found."""
 
 _NEARBY = 2
-"""A layer goes to a stage so many stages away, at most."""
+"""The most stages by which a layer moves at once."""
 
 Sizes = tuple[int, ...]
 
 
 def search(spaces: Sequence[Space]) -> list[Candidate]:
-    """The best candidate of all, then the best for each number of chunks and each schedule, by their time.
+    """Return the best candidate, then the best per number of chunks and schedule, sorted by time.
 
-    The best has the fewest stages, then the fewest chunks, then the simplest schedule, within :data:`NEAR` of the
-    fastest. If none is found, only the one of the last space that comes nearest, whether it fits or not.
+    The best is the simplest within :data:`NEAR` of the fastest: with the fewest stages, then the fewest chunks, then
+    the simplest schedule. If none fits, return only the closest one of the last space.
     """
     found = by_seconds(candidates(spaces))
     if not found:
-        # What fits into no equal parts of the memory of devices may fit into unequal ones.
+        # It may still fit if the stages of a device take unequal parts of its memory.
         return [nearest(spaces[-1])]
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
     best = min(near, key=lambda each: (*each.simplicity, each.seconds))
@@ -60,7 +59,7 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
 
 
 def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
-    """The best that fits for each number of chunks and each schedule, unless it cannot be the fastest."""
+    """Yield the best candidate that fits per number of chunks and schedule; skip those that cannot be fastest."""
     ways = [options for space in spaces for m in space.chunks for options in _options(space, m)]
     fastest = math.inf
     for least, options in sorted(((_least(each), each) for each in ways), key=lambda pair: pair[0]):
@@ -70,7 +69,7 @@ def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
         if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.memory):
             continue
         found = best_of(options)
-        # One that splits nothing is another one, which is searched too unless this one alone was asked for.
+        # Without split backwards it equals another schedule, which is searched too unless only this is requested.
         if found is not None and (found.split or found.schedule not in SPLITTING or len(space.schedules) == 1):
             fastest = min(fastest, found.seconds)
             yield found
@@ -82,8 +81,8 @@ def _options(space: Space, chunks: int) -> Iterator[Options]:
 
 
 def _least(options: Options) -> float:
-    """A lower bound of the seconds of a step, nearly."""
-    # As if there were no limit of memory.
+    """Return an approximate lower bound of the seconds of a step."""
+    # The bound ignores memory limits.
     costs, stages = options.costs, options.costs.measured.stages
     sizes, modes = partition(costs.work(), stages).sizes, [options.space.modes[0]] * stages
     return _MARGIN * candidate_of(costs, options.schedule, sizes, modes).seconds
@@ -95,7 +94,7 @@ def best_of(options: Options) -> Candidate | None:
 
 
 class _Way:
-    """A balance with an option for each stage, which is replayed when its seconds are asked for."""
+    """A balance with an option per stage. Its seconds are computed lazily, by a replay."""
 
     def __init__(self, options: Options, sizes: Sizes, chosen: Sequence[StageOption]) -> None:
         self._options, self._sizes, self._chosen = options, sizes, chosen
@@ -103,7 +102,7 @@ class _Way:
 
     @classmethod
     def of(cls, options: Options, sizes: Sizes) -> _Way:
-        """With the option of each stage that has the least work; a stage that fits with none is left out."""
+        """Choose the fitting option with the least work for each stage. A stage without one is omitted."""
         return cls(
             options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.fitting(j, *each)[:1]]
         )
@@ -118,7 +117,7 @@ class _Way:
         return self.candidate.seconds
 
     def improved(self) -> _Way:
-        """The fastest that is reached from here by single changes."""
+        """Return the fastest one that a local search reaches by single changes."""
         best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
         while left > 0:
             near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
@@ -130,7 +129,7 @@ class _Way:
         return best
 
     def near(self) -> Iterator[_Way]:
-        """Those with a layer on another stage, or another option of a stage."""
+        """Yield the neighbors: one layer on a different stage, or a different option of one stage."""
         for sizes in shifted(self._sizes):
             yield _Way.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
@@ -140,7 +139,7 @@ class _Way:
 
 
 def _bound(chosen: Sequence[StageOption], hops: Sequence[float]) -> float:
-    """A lower bound under any schedule: all work of a stage, between what comes before it and what follows."""
+    """Return a lower bound for any schedule: a stage's work, with the path to it and back from it."""
     ahead, behind, least = 0.0, 0.0, 0.0
     for option, hop in zip(chosen, hops, strict=True):
         ahead += hop
@@ -152,7 +151,7 @@ def _bound(chosen: Sequence[StageOption], hops: Sequence[float]) -> float:
 
 
 def shifted(sizes: Sizes) -> Iterator[Sizes]:
-    """All sizes with one layer on another stage nearby; the layers between them move up.
+    """Yield all sizes with one layer moved to a nearby stage. The layers in between shift by one stage.
 
     >>> list(shifted((2, 1, 2)))
     [(3, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 3)]
@@ -163,7 +162,7 @@ def shifted(sizes: Sizes) -> Iterator[Sizes]:
 
 
 def _placed(options: Options) -> Sizes | None:
-    """The balance with the least slowest stage that fits; None if none does."""
+    """Return the feasible balance whose slowest stage is fastest; None if nothing fits."""
 
     def busy(j: int, first: int, end: int) -> float:
         found = options.fitting(j, first, end)
@@ -173,7 +172,7 @@ def _placed(options: Options) -> Sizes | None:
     free = partition(work, stages)
     if options.space.rooms == [None] * stages:
         return free.sizes
-    # The work of later layers, below which no balance of these comes.
+    # The work of all later layers, a lower bound for any balance of them.
     behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
     even = m * (free.bottleneck + 2 * options.costs.measured.action)
     found = (divided(behind, stages, busy, even * wider) for wider in _WIDER)
@@ -181,15 +180,17 @@ def _placed(options: Options) -> Sizes | None:
 
 
 Weight = Callable[[int, int, int], float]
-"""Of stage j with the layers from one to another; infinite if it cannot have them, nor more of them."""
+"""The weight of stage j with a range of layers; infinite if these layers, or more of them, do not fit."""
 
 
 def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -> Sizes | None:
-    """The sizes of stages with the least heaviest one, which weighs at most ``most``; None if there are none.
+    """Return the sizes whose heaviest stage is lightest and weighs at most ``most``; None if there are none.
 
     Args:
-        behind: for each layer, and the end, what stages of it and all later ones weigh at least, together.
-        weight: of a stage, which grows with its layers.
+        behind: for each layer, and the end, a lower bound of the total weight of stages with it and all later layers.
+        stages: the number of stages.
+        weight: the weight of a stage, which grows with its layers.
+        most: the limit for each stage.
     """
     layers = len(behind) - 1
     best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
@@ -209,14 +210,14 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
 
 
 def nearest(space: Space) -> Candidate:
-    """The candidate of which the stages need the least share of their memory."""
-    # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
+    """Return the candidate whose largest share of a stage's memory is smallest."""
+    # The smallest micro-batches take the least memory, or the largest if most of it does not depend on rows.
     chunks = sorted({space.chunks[0], space.chunks[-1]})
     return min((least_memory(options) for m in chunks for options in _options(space, m)), key=space.share_of)
 
 
 def least_memory(options: Options) -> Candidate:
-    """The same for one number of chunks and one schedule."""
+    """Return this candidate for one number of chunks and one schedule."""
     layers, stages = options.costs.measured.layers, options.costs.measured.stages
 
     def share(j: int, first: int, end: int) -> float:

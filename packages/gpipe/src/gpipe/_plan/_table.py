@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Format a plan as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MANY = 8
 
 def report(plan: Plan) -> str:
     parts = [_heading(plan), align([*_stages(plan)], left=4)]
-    rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
+    rows = [["alternative", "chunks", "checkpoint", "balance", "step", "peak memory", "why not"]]
     rows += map(_alternative, plan.alternatives)
     parts += [align(rows, left=7)] if plan.alternatives else []
     parts += ["\n".join(f"- {note}" for note in plan.notes)]
@@ -29,7 +29,7 @@ def report(plan: Plan) -> str:
 def _heading(plan: Plan) -> str:
     found, seconds = plan.predicted, plan.predicted.seconds
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
-    marked = ", an estimate that was not measured" if plan.is_estimate else ""
+    marked = ", estimated, not measured" if plan.is_estimate else ""
     return (
         f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, "
         f"schedule={plan.schedule!r}\n"
@@ -70,7 +70,7 @@ def _alternative(other: Alternative) -> list[str]:
 
 
 def _listed(values: Sequence[object]) -> str:
-    """One by one; where they are many, each with how often it comes in a row."""
+    """Return the values as text. Repeated values in a long list are written once, with a count."""
     if len(values) <= _MANY:
         return ", ".join(map(str, values))
     runs = [(value, len(list(same))) for value, same in groupby(values)]

@@ -1,4 +1,4 @@
-"""Measure a planned pipe, and compare with the prediction."""
+"""Measure a planned pipe and compare it with the prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Loss = Mapping[str, Any]
 """The arguments of a step that describe its loss: ``loss_fn`` and ``reduction``."""
 
 STEPS = 3
-"""The steps that are timed."""
+"""The number of timed steps."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Verification:
     """Predicted and measured time and memory of a step.
 
     Attributes:
-        predicted_seconds, seconds: the seconds of a step, without the optimizer's; ``seconds`` is the median of some
-            steps.
-        predicted_bytes, bytes: the peak of each device, without the state of the optimizer.
+        predicted_seconds, seconds: the seconds of a step, without the optimizer step; ``seconds`` is the median of
+            several steps.
+        predicted_bytes, bytes: the peak bytes of each device, without the state of the optimizer.
         timeline: the timeline of one step.
     """
 
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def byte_ratios(self) -> list[float]:
-        """For each device, predicted bytes divided by measured bytes."""
+        """Predicted bytes divided by measured bytes, per device."""
         return [found / true for found, true in zip(self.predicted_bytes, self.bytes, strict=True)]
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ class Verification:
 
 
 def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
-    """Train some steps, and compare measured with predicted time and memory.
+    """Train for some steps, and compare measured with predicted time and memory.
 
     Args:
         plan: the plan.
-        pipe: the pipe that it has built. Gradients and buffers are restored.
+        pipe: the planned pipe. Its gradients and buffers are restored.
         x, y: as for :meth:`gpipe.Plan.verify`.
         loss: the arguments of a step that describe its loss.
 
@@ -93,7 +93,7 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
 
 
 def timed(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> list[float]:
-    """The seconds of each of :data:`STEPS` steps of training, after others to warm up."""
+    """Return the seconds of each of :data:`STEPS` training steps, after warm-up steps."""
 
     def step() -> float:
         pipe.zero_grad()
@@ -102,12 +102,12 @@ def timed(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> 
         _synchronize(pipe.devices)
         return time.perf_counter() - begin
 
-    warm = 1 + RUNS if schedule in SPLITTING else 1  # in which a pipe finds out what is worth splitting
+    warm = 1 + RUNS if schedule in SPLITTING else 1  # the pipe measures which backwards are worth splitting
     return [step() for _ in range(warm + STEPS)][warm:]
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until these devices have done what is queued on them."""
+    """Wait for all work queued on these devices."""
     for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -116,12 +116,12 @@ def _synchronize(devices: Iterable[torch.device]) -> None:
 def peak_bytes(
     pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule, placement: Sequence[int]
 ) -> list[int]:
-    """The peak of each device in a step, in bytes, without the state of an optimizer.
+    """Return the peak bytes of each device in a step, without the state of an optimizer.
 
-    Counted are the parameters and buffers of its stages, and all storages that their actions make.
+    They include the parameters and buffers of its stages, and all storages that their actions allocate.
     """
     trackers = [AllocationTracker() for _ in range(max(placement) + 1)]
-    of_stages = {j: trackers[place] for j, place in enumerate(placement)}  # those of a device count together
+    of_stages = {j: trackers[place] for j, place in enumerate(placement)}  # stages of a device share a tracker
     pipe.zero_grad()
     with with_settings(observer=Recorder(lambda _: of_stages)):
         pipe.step(x, y, **loss, schedule=schedule)
@@ -133,7 +133,7 @@ def peak_bytes(
 
 @contextmanager
 def as_before(pipe: GPipe) -> Iterator[None]:
-    """A context that restores gradients and buffers at its end. Steps inside set gradients to None."""
+    """Restore gradients and buffers at the end of a ``with`` block. Steps inside set gradients to None."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
     owners = [module._buffers for module in pipe.modules()]
     buffers = [
