@@ -141,7 +141,7 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     assert run([*given, "--bandwidth", "100GB", "--html", "plan.html"]) == 0
     told = capsys.readouterr().out
     assert "estimated, not measured" in told
-    assert "links of 100 GB/s" in told
+    assert "links send 100 GB/s" in told
     assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
     assert run([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

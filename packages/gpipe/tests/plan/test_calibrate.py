@@ -48,4 +48,4 @@ def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_a
     assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
     assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])
     assert len({each.key for each in found}) == len(found)
-    assert "trained in turns" in note
+    assert "trained in interleaved steps" in note
