@@ -91,7 +91,7 @@ def model_of(kind: str, reads: bool = False) -> Model:
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_blocks_see_what_earlier_ones_write(kind: str, stages: int, how: str, checkpoint: str) -> None:
     if how == "call" and "list" in kind:  # of which the model might ask the length
-        with pytest.raises(RuntimeError, match=r"block 'layers\.0' changes a list or dict"):
+        with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list or dict"):
             losses_and_gradients(model_of(kind), how, stages, checkpoint)
         return
     expected = losses_and_gradients(model_of(kind), "call", 0, "never")
@@ -156,7 +156,7 @@ def test_what_the_model_reads_is_as_in_the_model_or_refused(name: str, stages: i
         plain = plain_of(pipe)
         if how in ("call", "whole"):
             with pytest.raises(
-                RuntimeError, match=r"block 'layers\.0' changes a list or dict|has put into a list or dict"
+                RuntimeError, match=r"block 'layers\.0' modifies a list or dict|has put into a list or dict"
             ):
                 done(pipe, x, how)
             return
@@ -175,7 +175,7 @@ def test_numbers_that_a_block_writes_are_refused_where_blocks_are_not_called_aga
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=3)) as pipe:
         plain = plain_of(pipe)
         if how == "call":
-            with pytest.raises(RuntimeError, match=r"block 'layers\.0' changes a list or dict"):
+            with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list or dict"):
                 done(pipe, x, how)
             return
         done(pipe, x, how)
