@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint._state import is_small
+from ..values._by_tensor import ByTensor
 
 
 class Kept(NamedTuple):
@@ -88,7 +88,7 @@ class AfterBlocks:
     def begin(self) -> None:
         """Start over, because a block has been called, and it may be the last one."""
         self._kept: dict[int, list[Kept]] = {}
-        self._made: dict[int, ref[Tensor]] = {}
+        self._made = ByTensor[bool]()
         self._before = copies_of(self._held)
 
     def keep(self, buffer: Tensor) -> None:
@@ -98,7 +98,7 @@ class AfterBlocks:
 
     def made(self, tensor: Tensor) -> Tensor:
         """Note that an operation has returned ``tensor``, because the model may assign it to a buffer."""
-        self._made[id(tensor)] = ref(tensor)
+        self._made[tensor] = True
         return tensor
 
     def restore(self) -> None:
@@ -106,6 +106,5 @@ class AfterBlocks:
             restore(buffers)
         for held, before in self._before:
             for name, buffer in before.items():
-                found = self._made.get(id(held.get(name)))
-                if found is not None and found() is held[name]:
+                if name in held and held[name] in self._made:
                     held[name] = buffer

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from .._current import current, doing
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import PROCESS
+from ..values._by_tensor import ByTensor
 from ._generators import changed_generators, generator_states
 
 
@@ -28,7 +28,7 @@ class Draws:
     def __init__(self) -> None:
         self.count = 0
         self._around: Any = current.work.rng
-        self._tensors: dict[int, ref[Tensor]] = {}
+        self._tensors = ByTensor[bool]()
         self._before: Any = None
 
     @contextmanager
@@ -62,11 +62,11 @@ class Draws:
     # Tensors that depend on draws.
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors.update((id(tensor), ref(tensor)) for tensor in tensors)
+        for tensor in tensors:
+            self._tensors[tensor] = True
 
     def __contains__(self, tensor: Tensor) -> bool:
-        found = self._tensors.get(id(tensor))
-        return found is not None and found() is tensor
+        return tensor in self._tensors
 
     def elsewhere(self) -> str:
         """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""

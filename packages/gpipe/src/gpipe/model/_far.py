@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
-from weakref import ref
 
 from torch import Tensor, nn
 
 from .._current import current
 from ..transport._transport import AnyChannel
+from ..values._by_tensor import ByTensor
 from ..values._leaves import Activation, storage_id, version
 from ._elsewhere import bare, computed_on_meta, first_line
 from ._tensors import Leaf, Moves, Tensors
@@ -54,7 +54,7 @@ class FarTensors(Tensors):
     def __init__(self, moves: FarMoves, stages: int, microbatch: int) -> None:
         super().__init__(moves, stages)
         self._far, self._microbatch, self._model = moves, microbatch, type(moves.model).__name__
-        self._homes: dict[int, tuple[ref[Tensor], int]] = {}
+        self._homes = ByTensor[int]()
         self._changed: dict[int, tuple[Tensor, int]] = {}  # by storage
         self._arrived: dict[int, Iterator[Tensor]] = {}  # for this turn, by stage
 
@@ -128,9 +128,9 @@ class FarTensors(Tensors):
 
     def _home_of(self, tensor: Tensor) -> int | None:
         """Return the stage of ``tensor``, or None if every process has it."""
-        found = self._homes.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        found = self._homes.get(tensor)
+        if found is not None:
+            return found
         home = self._far.home_of(tensor)
         if home is None and self._changed and storage_id(tensor) in self._changed:
             return self._changed[storage_id(tensor)][1]
@@ -142,7 +142,7 @@ class FarTensors(Tensors):
         return home
 
     def _belongs(self, tensor: Tensor, stage: int) -> Tensor:
-        self._homes[id(tensor)] = ref(tensor), stage
+        self._homes[tensor] = stage
         return tensor
 
     def _leaf(self, tensor: Tensor, home: int) -> Leaf:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 from torch import Tensor
 
 from .._current import current
+from ..values._by_tensor import ByTensor
 from ..values._leaves import version
 from ._tree import changed
 
@@ -29,7 +29,6 @@ class _Owner(NamedTuple):
         stage: the stage that computed the tensor.
     """
 
-    tensor: ref[Tensor]
     run: int
     microbatch: int | None
     stage: int
@@ -40,24 +39,23 @@ class Owners:
 
     def __init__(self) -> None:
         self.run = 0
-        self._found: dict[int, _Owner] = {}
+        self._found = ByTensor[_Owner]()
 
     def begin_run(self) -> None:
         """Begin a run. Live tensors keep their owners from earlier runs."""
         self.run += 1
-        self._found = {key: owner for key, owner in self._found.items() if owner.tensor() is not None}
+        self._found.remove_freed()
 
     def of(self, tensor: Tensor) -> _Owner | None:
-        owner = self._found.get(id(tensor))
-        return owner if owner is not None and owner.tensor() is tensor else None
+        return self._found.get(tensor)
 
     def add(self, tensor: Tensor, microbatch: int, stage: int, *, replaces: bool = False) -> None:
         """Record the owner of ``tensor``. With ``replaces``, its values are new and an earlier owner is dropped."""
         before = None if replaces else self.of(tensor)
         if before is None:
-            self._found[id(tensor)] = _Owner(ref(tensor), self.run, microbatch, stage)
+            self._found[tensor] = _Owner(self.run, microbatch, stage)
         elif (before.run, before.microbatch) != (self.run, microbatch):
-            self._found[id(tensor)] = before._replace(microbatch=None)
+            self._found[tensor] = before._replace(microbatch=None)
 
 
 class Owned:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from microbatch import flatten
 
+from ..values._by_tensor import ByTensor
 from ..values._leaves import version
 from ._facts import Answer, Facts, Place, Shape
 from ._row_order import Entries, dims_of, numbers_of
@@ -22,7 +22,6 @@ from ._tensors import Tensors
 
 
 class _Returned(NamedTuple):
-    tensor: ref[Tensor]
     place: Place
     version: int
 
@@ -31,16 +30,6 @@ class _Use(NamedTuple):
     tensor: Tensor
     version: int
     before: Tensor | None
-
-
-_Marks = dict[int, tuple[ref[Tensor], str]]
-"""By the id of a tensor, the tensor and the name of a block."""
-
-
-def _marked(marks: _Marks, tensor: Tensor) -> str | None:
-    """Return the name of the block with which ``tensor`` is marked, if it is."""
-    found = marks.get(id(tensor))
-    return found[1] if found is not None and found[0]() is tensor else None
 
 
 class Uses:
@@ -65,10 +54,10 @@ class Uses:
         self.orders: dict[Entries, Tensor] = {}
         self._sizes: set[tuple[torch.Size, ...]] = set()
         self._model, self._known, self._tensors = model, known, tensors
-        self._returned: dict[int, _Returned] = {}
+        self._returned = ByTensor[_Returned]()
         self._uses: dict[Place, _Use] = {}
-        self._altered: _Marks = {}
-        self._written: _Marks = {}
+        # The tensors that blocks have modified, or put into lists and dicts, with the name of the block.
+        self._altered, self._written = ByTensor[str](), ByTensor[str]()
         self._inputs: list[tuple[Tensor, int]] = []
 
     def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -110,32 +99,32 @@ class Uses:
         return self._known is not None and len(self._known.answers) == len(self.answers)
 
     def _kind(self, tensor: Tensor, place: Place) -> Shape | Place:
-        found, now = self._returned.get(id(tensor)), version(tensor)
-        if found is not None and found.tensor() is tensor and found.version == now:
+        found, now = self._returned.get(tensor), version(tensor)
+        if found is not None and found.version == now:
             return found.place
         if found is None or found.place not in self._uses:
-            self._altered.pop(id(tensor), None)
-        self._returned[id(tensor)] = _Returned(ref(tensor), place, now)
+            self._altered.remove(tensor)
+        self._returned[tensor] = _Returned(place, now)
         if self._known is not None and place in self._known.used:
             self._use(tensor, place, keeps=place in self._known.changed)
         return Shape(tensor.shape, tensor.dtype)
 
     def note(self, tensor: Tensor) -> None:
         """Record that the model itself now uses ``tensor``, which a block may have returned."""
-        if (block := _marked(self._altered, tensor)) is not None:
+        if (block := self._altered.get(tensor)) is not None:
             raise RuntimeError(
                 f"{self._model} uses a tensor that block {block!r} has changed in place; the output of the full "
                 "mini-batch, computed without calling blocks again, would miss the change; let the block work on a "
                 "clone, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
-        if (block := _marked(self._written, tensor)) is not None:
+        if (block := self._written.get(tensor)) is not None:
             raise RuntimeError(
                 f"{self._model} uses a tensor that block {block!r} has put into a list or dict that it was called "
                 "with; the output of the full mini-batch, computed without calling blocks again, would miss it; let "
                 "the block return it, or give out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
             )
-        found = self._returned.get(id(tensor))
-        if found is not None and found.tensor() is tensor and found.place not in self._uses:
+        found = self._returned.get(tensor)
+        if found is not None and found.place not in self._uses:
             self._use(tensor, found.place, keeps=self._known is None)
 
     def _use(self, tensor: Tensor, place: Place, *, keeps: bool) -> None:
@@ -148,7 +137,7 @@ class Uses:
 
     def alters(self, block: str, tensor: Tensor) -> None:
         """Record that ``block`` has modified ``tensor``, one of its arguments, in place."""
-        self._altered[id(tensor)] = ref(tensor), block
+        self._altered[tensor] = block
 
     def writes(self, block: str, tensor: Tensor) -> Tensor:
         """Record that ``block`` has put ``tensor`` into one of its arguments. Return what is put there instead.
@@ -157,7 +146,7 @@ class Uses:
         """
         with torch.set_grad_enabled(tensor.requires_grad):  # the model may be in no_grad() now
             alias = tensor.view_as(tensor)
-        self._written[id(alias)] = ref(alias), block
+        self._written[alias] = block
         return alias
 
     def collected(self) -> dict[Place, Tensor]:
