@@ -13,6 +13,7 @@ from gpipe import Arguments, GPipe, inline, plan
 from gpipe._plan._verify import peak_bytes
 
 from .families import transformers
+from .in_bits import in_4_bits, saved_llama
 from .pipelined import pipelined
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -27,25 +28,13 @@ ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
-    config = transformers.LlamaConfig(num_hidden_layers=4, num_attention_heads=4, **sizes)
-    saved = tmp_path_factory.mktemp("model")
-    transformers.LlamaForCausalLM(config).save_pretrained(saved)
-    return saved
-
-
-def loaded(folder: Path) -> Any:
-    bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
-    )
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits)
+    return saved_llama(tmp_path_factory.mktemp("model"), vocab_size=64, num_hidden_layers=4)
 
 
 def made(kind: str, folder: Path) -> tuple[Any, nn.Module]:
     """A model with adapters, and its pipe, which is around the adapters or inside of them."""
     torch.manual_seed(1)
-    base = peft.prepare_model_for_kbit_training(loaded(folder), use_gradient_checkpointing=False)
+    base = peft.prepare_model_for_kbit_training(in_4_bits(folder), use_gradient_checkpointing=False)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     if kind == "inside":
         pipe = GPipe(base, devices=["cpu"] * 2, chunks=3)
@@ -84,7 +73,7 @@ def test_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=str(checkpoint))
     assert losses(resumed) == pytest.approx(losses(found[kind]), rel=1e-4)
     resumed.save_model(str(tmp_path / "adapters"))
-    again = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapters").eval()
+    again = peft.PeftModel.from_pretrained(in_4_bits(folder), tmp_path / "adapters").eval()
     with torch.no_grad():
         loss = float(again(input_ids=TOKENS[:6], labels=TOKENS[:6]).loss)
     assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
@@ -98,7 +87,7 @@ def in_8_bits(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("load", [loaded, in_8_bits])
+@pytest.mark.parametrize("load", [in_4_bits, in_8_bits])
 def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, folder: Path) -> None:
     """Packed bytes are counted as they are; what a step holds is what it holds on the CPU, up to a fifth."""
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -116,7 +105,7 @@ def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, fold
 @pytest.mark.parametrize("bits", [4, 8])
 def test_stages_read_quantized_weights(bits: int, saved: str, folder: Path, tmp_path: Path) -> None:
     """Layer by layer: packed ones, or such as are quantized when they arrive. Packed 8 bits are refused."""
-    expected = (loaded if bits == 4 else in_8_bits)(folder)
+    expected = (in_4_bits if bits == 4 else in_8_bits)(folder)
     source = folder if saved == "plain" else tmp_path
     expected.save_pretrained(tmp_path)
     with torch.device("meta"):

@@ -10,6 +10,7 @@ import torch
 from gpipe import GPipe
 
 from .families import transformers
+from .in_bits import in_4_bits, saved_llama
 from .pipelined import pipelined
 from .test_trl import SIZES, texts, tokenizer, trl
 
@@ -22,21 +23,11 @@ COLUMNS = {"SFT": ("text",), "DPO": ("prompt", "chosen", "rejected")}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, **SIZES
-    )
-    saved = tmp_path_factory.mktemp("model")
-    transformers.LlamaForCausalLM(config).save_pretrained(saved)
-    return saved
+    return saved_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=3, **SIZES)
 
 
 def loaded(folder: Path) -> Any:
-    bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
-    )
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits)
-    return peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    return peft.prepare_model_for_kbit_training(in_4_bits(folder), use_gradient_checkpointing=False)
 
 
 def trainer(kind: str, where: str, folder: Path, out: Path, *, in_pipe: bool) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import cached
 
 from gpipe import GPipe
 
-from ..layers import DOUBLE, rows, running
+from ..layers import DOUBLE, Row, rows, running
 
 each_mode = pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 each_schedule = pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
@@ -174,25 +174,12 @@ def test_two_stages_are_inside_at_the_same_time(mode: str, own_forward: bool):
         block.seen.clear()
         block.calls.clear()
     options: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2, "checkpoint": mode}
-    model = Plain(*blocks) if own_forward else plain
-    names: Any = {"blocks": ["blocks.0", "blocks.1"]} if own_forward else {}
+    model = Row(*blocks) if own_forward else plain
+    names: Any = {"blocks": ["layers.0", "layers.1"]} if own_forward else {}
     with closing(GPipe(model, [1, 1], **options, **names)) as pipe:
         torch.testing.assert_close(of_step(pipe, x, plain, "fill_drain"), expected)
     again = {"never": 0, "except_last": 1, "always": 2}[mode]
     assert [len(block.calls) for block in blocks] == [2 + again, 2 + again]
-
-
-class Plain(nn.Module):
-    """A forward of its own around blocks."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 @each_mode
@@ -207,8 +194,8 @@ def test_around_a_run_each_micro_batch_has_a_cache_of_its_own(
     plain, x = nn.Sequential(*blocks), rows(5)
     expected = of_model(plain, x)
     options: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 3, "checkpoint": mode}
-    names: Any = {"blocks": [f"blocks.{k}" for k in range(3)]} if own_forward else {}
-    with closing(GPipe(Plain(*blocks) if own_forward else plain, [1, 2], **options, **names)) as pipe, running(inline):
+    names: Any = {"blocks": [f"layers.{k}" for k in range(3)]} if own_forward else {}
+    with closing(GPipe(Row(*blocks) if own_forward else plain, [1, 2], **options, **names)) as pipe, running(inline):
         with cached():
             for schedule in ("fill_drain", "1f1b"):
                 torch.testing.assert_close(of_step(pipe, x, plain, schedule), expected)

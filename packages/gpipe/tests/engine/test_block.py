@@ -14,22 +14,9 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe, record
 
-from ..layers import DOUBLE, Call, Layer, assert_same, linears, piped, rows, running
+from ..layers import DOUBLE, Call, Layer, Row, assert_same, linears, piped, rows, running
 
 each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-
-
-class Row(nn.Module):
-    """Calls its blocks one after the other."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def pipe_of(*layers: nn.Module, balance: list[int] | None = None, checkpoint: str = "always", chunks: int = 2) -> GPipe:

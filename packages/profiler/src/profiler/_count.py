@@ -19,11 +19,11 @@ from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._ends import SEED, copied, enter_batch, ones_backward_root
 from ._forms import form_of
-from ._layers import owned
 from ._skips import routes_of
 from ._storages import storages, tensor_bytes
 from ._walk import Visit, walk
 from .fake import blank_batch, blank_layer, fake_mode, faking
+from .memory import owned_bytes
 from .sandbox import copy_on
 
 
@@ -61,7 +61,7 @@ def count_layers(
         walk(chain, copy, first(batch), step)
     return [
         LayerProfile(name, type(layer).__name__, None, None, **own, **counted.figures)
-        for name, layer, own, counted in zip(chain._modules, chain, owned(chain), found, strict=True)
+        for name, layer, own, counted in zip(chain._modules, chain, owned_bytes(chain), found, strict=True)
     ]
 
 

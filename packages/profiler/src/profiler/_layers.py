@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from microbatch import flatten, map_tensors, unflatten
 
-from .memory import attached, held_bytes
-
 LossFunction = Callable[[Any, Any], Any]
 """A function of an output and a target that returns a scalar loss, or a tuple that starts with one."""
 
@@ -38,31 +36,6 @@ def _is_chain(module: nn.Module) -> bool:
     if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         return False
     return isinstance(module, Iterable) and list(module) == [child for child in module._modules.values() if child]
-
-
-def owned(layers: Iterable[nn.Module]) -> list[dict[str, int]]:
-    """Return the bytes of each layer's parameters and buffers. Shared tensors count for the first layer."""
-    seen: set[int] = set()
-
-    def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:
-        new = [x for x in tensors if id(x) not in seen]
-        seen.update(map(id, new))
-        return new
-
-    found = []
-    for layer in layers:
-        parameters, buffers = first_seen(layer.parameters()), first_seen(layer.buffers())
-        buffers += first_seen(x for child in layer.modules() for x in attached(child))
-        trainable = [held_bytes([p]) for p in parameters if p.requires_grad]
-        found.append(
-            {
-                "trainable_bytes": sum(trainable),
-                "frozen_bytes": held_bytes(parameters) - sum(trainable),
-                "buffer_bytes": held_bytes(buffers),
-                "largest_parameter_bytes": max(trainable, default=0),
-            }
-        )
-    return found
 
 
 class LossLayer(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["attached", "has_memory", "held_bytes", "is_plain"]
+__all__ = ["attached", "has_memory", "held_bytes", "is_plain", "owned_bytes"]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -52,6 +52,40 @@ def attached(module: nn.Module) -> Iterator[Tensor]:
         return iter(())
     registered = ("_parameters", "_buffers", "_modules")
     return _reached([value for name, value in vars(module).items() if name not in registered], set(), objects=False)
+
+
+def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
+    """Return the bytes of the parameters and buffers of each module.
+
+    Args:
+        modules: the modules, such as the layers of a model. Tensors that several of them share count for the first.
+
+    Returns:
+        For each module, the fields of a :class:`profiler.LayerProfile` that describe its tensors: ``trainable_bytes``,
+        ``frozen_bytes``, ``buffer_bytes``, which include tensors attached to packed weights, and
+        ``largest_parameter_bytes``, among trainable ones.
+    """
+    seen: set[int] = set()
+
+    def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:
+        new = [x for x in tensors if id(x) not in seen]
+        seen.update(map(id, new))
+        return new
+
+    found = []
+    for module in modules:
+        parameters, buffers = first_seen(module.parameters()), first_seen(module.buffers())
+        buffers += first_seen(x for child in module.modules() for x in attached(child))
+        trainable = [held_bytes([p]) for p in parameters if p.requires_grad]
+        found.append(
+            {
+                "trainable_bytes": sum(trainable),
+                "frozen_bytes": held_bytes(parameters) - sum(trainable),
+                "buffer_bytes": held_bytes(buffers),
+                "largest_parameter_bytes": max(trainable, default=0),
+            }
+        )
+    return found
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

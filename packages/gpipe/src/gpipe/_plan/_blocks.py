@@ -16,12 +16,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from microbatch import scatter, unwrap
 from profiler import AllocationTracker, LayerProfile, Profile, profile
 from profiler.fake import FusedAttention, fake_mode
-from profiler.memory import attached, held_bytes
+from profiler.memory import owned_bytes
 from profiler.sandbox import copied
 from streams import add_note
 
@@ -204,7 +204,7 @@ class _Steps:
         rounds = [] if self._is_fake else self._rounds(seconds)
         times = {key: max(0.0, median(each[key] for each in rounds) - action) for key in (rounds[0] if rounds else ())}
         figures, of_loss = self._counted()
-        owned = _owned(self._given.model.layers.values())
+        owned = owned_bytes(self._given.model.layers.values())
         blocks = [
             LayerProfile(
                 name,
@@ -324,30 +324,6 @@ class _Counter:
         return []
 
     def import_events(self, events: list[list[Any]], since: float) -> None: ...
-
-
-def _owned(parts: Iterable[nn.Module]) -> list[dict[str, int]]:
-    """Return the bytes of the parameters and buffers of each part. Shared tensors count for the first part."""
-    seen, found = set[int](), list[dict[str, int]]()
-    for part in parts:
-        parameters, buffers = _fresh(part.parameters(), seen), _fresh(part.buffers(), seen)
-        buffers += _fresh((tensor for module in part.modules() for tensor in attached(module)), seen)
-        trainable = [held_bytes([each]) for each in parameters if each.requires_grad]
-        found.append(
-            {
-                "trainable_bytes": sum(trainable),
-                "frozen_bytes": held_bytes(parameters) - sum(trainable),
-                "buffer_bytes": held_bytes(buffers),
-                "largest_parameter_bytes": max(trainable, default=0),
-            }
-        )
-    return found
-
-
-def _fresh(tensors: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
-    found = [tensor for tensor in tensors if id(tensor) not in seen]
-    seen.update(map(id, found))
-    return found
 
 
 def _bytes_of(value: Any) -> int:

@@ -197,7 +197,7 @@ class ModelStepping(Stepping):
         pick = own_loss if picks else returned_itself
         arguments = whole_arguments(call, self._devices[-1])
         if asked.kind in self._shown().conventions:
-            self._tell_of_whole(asked)
+            self._warn_of_whole(asked)
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
@@ -236,7 +236,7 @@ class ModelStepping(Stepping):
         if asked.kind not in pipeline.conventions:
             pipeline.conventions.learn(asked.kind, pipeline.shown(), asked.batches[0])
             if pipeline.conventions[asked.kind] is None:
-                self._tell_of_whole(asked)
+                self._warn_of_whole(asked)
         return pipeline.conventions[asked.kind]
 
 

@@ -320,7 +320,7 @@ class Stepping(Divided):
         if not whole:
             rule = self._rule(asked) or Rule(call.loss_fn or own_loss, None)
             return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
-        self._tell_of_whole(asked)
+        self._warn_of_whole(asked)
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
 
     @property
@@ -339,7 +339,7 @@ class Stepping(Divided):
             if microbatches == 1 and len(self._balance) > 1:
                 warn_of_one(chunks=self._chunks, stages=len(self._balance))
 
-    def _tell_of_whole(self, asked: Asked) -> None:
+    def _warn_of_whole(self, asked: Asked) -> None:
         """Warn once that the outputs of all micro-batches are kept, unless the caller has chosen the schedule."""
         overlaps = min(len(asked.batches), len(self._balance)) > 1
         if asked.call.trains and asked.schedule is None and overlaps and not self._has_warned_of_whole:
