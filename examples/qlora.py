@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__, "gpipe-qlora.svg", chunks=4)
-    options.add_argument("--steps", type=int, default=5, help="that are measured, after one that is not")
+    options.add_argument("--steps", type=int, default=3, help="that are measured, after one that is not")
     options.add_argument("--checkpoint", choices=["always", "except_last", "never"], default="never")
-    options.add_argument("--batch", type=int, default=16, help="rows of a mini-batch")
-    options.add_argument("--length", type=int, default=64, help="tokens of a row")
+    options.add_argument("--batch", type=int, default=32, help="rows of a mini-batch")
+    options.add_argument("--length", type=int, default=128, help="tokens of a row")
     options.add_argument("--vocabulary", type=int, default=512, help="tokens there are")
     options.add_argument("--width", type=int, default=256, help="of the hidden state")
     options.add_argument("--layers", type=int, default=4)
