@@ -60,7 +60,7 @@ def train(chooser: Chooser, schedule: str, x: Tensor, stages: int, seconds: Call
     choice, recorder = chooser.plan(schedule, batches, size)
     assert isinstance(choice, Choice)
     if recorder is not None:
-        for j, program in enumerate(named(choice.name, *size, choice.split)):
+        for j, program in enumerate(named(choice.name, *size.order, choice.split)):
             for kind, i in program:
                 recorder.timeline.add(Event(j, i, kind, "cpu", 0.0, seconds(j, kind) * (1 if i else 9)))
     chooser.learn()

@@ -87,7 +87,7 @@ class Chooser:
             # The fastest run counts, because other load on the machine only adds time.
             seconds = {cell: min(medians) for cell, medians in measured.items() if len(medians) >= RUNS}
             split = worth_splitting(seconds, may_split)
-            self._choices[key] = choose(*size, seconds, may_split) if name == "auto" else Choice(name, split)
+            self._choices[key] = choose(*size.order, seconds, may_split) if name == "auto" else Choice(name, split)
         choice = self._choices[key]
         done = choice.name, choice.split, size.checkpoint_stops, situation
         # Under torch's profiler, runs label their actions, which a recorder would replace.

@@ -37,6 +37,7 @@ from .module._partition import BalanceError, checked_balance, divide, expect_seq
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
 from .module._step import Prepared, Stepping
+from .module._tied import pin_parameters
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
@@ -82,6 +83,10 @@ class GPipe(Stepping):
         blocks: the names of modules, or of lists of modules, that a model with a custom forward is split at.
         pick: the part of a custom forward's output that the pipe returns and ``loss_fn`` receives: the name of a
             field, or a function of the output. By default the full output.
+        offload: whether parameters stay on the host, in pinned memory. A stage is loaded onto its device before it
+            computes, while another one computes, and unloaded afterwards; a device holds two stages at a time. The
+            gradients arrive in ``.grad`` on the host, where any optimizer updates the parameters. A device may have any
+            number of stages, as in ``devices=[0] * 8``. Buffers stay on the devices.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -128,6 +133,7 @@ class GPipe(Stepping):
         init: Any = None,
         blocks: str | Sequence[str] | None = None,
         pick: str | Callable[[Any], Any] | None = None,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         # Arguments that can be checked alone come first, because measuring takes a second.
@@ -137,6 +143,7 @@ class GPipe(Stepping):
         self.chunks = chunks
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+        self.__dict__["_offload"] = checked_flag("offload", offload)
         if blocks is not None or pick is not None:
             raise TypeError("blocks= and pick= are for a model with a custom forward; omit them")
         with untouched_on_failure(module) if isinstance(module, nn.Module) else nullcontext():
@@ -151,7 +158,8 @@ class GPipe(Stepping):
             expect_sums(module, self.chunks)
             # Bypasses nn.Module.__setattr__, here and below, because a layer of the model may have any of these names.
             self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
-            partitions = divide(module, sizes, places, initializer or kept, self.chunks if deferred else 0)
+            norm_chunks = self.chunks if deferred else 0
+            partitions = divide(module, sizes, places, initializer or kept, norm_chunks, offload=self._offload)
         self.training = module.training
         has_deferred = deferred or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__["_least_rows"] = 2 if has_deferred else 1
@@ -289,6 +297,8 @@ class GPipe(Stepping):
         held = self._partitions if self._model is None else self._model
         with identities_kept(held):
             held._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._offload:
+            pin_parameters(self._partitions, self._devices)
         return self
 
     def extra_repr(self) -> str:
@@ -358,7 +368,7 @@ class GPipe(Stepping):
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         batches, size, losses, _ = prepared
         if not isinstance(schedule, Schedule):
-            schedule = named_for(schedule, whole=losses.is_whole)
+            schedule = named_for(schedule, whole=losses.is_whole, offloads=self._offload)
         chosen, recorder = self._chooser.plan(schedule, batches, size)
         train(self._pipeline, self._pipeline.spec(size, chosen, losses, observer=recorder), batches)
         self._chooser.learn()
@@ -367,7 +377,7 @@ class GPipe(Stepping):
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self.__dict__["_sums"] = SeenSums()
-        stages, layout = laid_out(self._partitions, self._devices)
+        stages, layout = laid_out(self._partitions, self._devices, offload=self._offload)
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
         self.__dict__["_chooser"] = Chooser(stages)
         self.__dict__["_laid_out"] = self._held()

@@ -54,6 +54,7 @@ class Case(NamedTuple):
     inline: bool
     watched: str | None = None
     """What is told of the gradient of the first weight, as often as in the plain model: by hooks, or by its node."""
+    offload: bool = False
 
 
 @st.composite
@@ -74,6 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
         chunks=draw(st.integers(1, 4)),
         inline=draw(st.booleans()),
         watched=draw(st.sampled_from([None, "by hooks", "by its node"])),
+        offload=draw(st.booleans()),
     )
 
 
@@ -116,7 +118,8 @@ def two_steps(module: nn.Module, how: str | None, watched: str | None) -> list[A
 def piped(case: Case) -> GPipe:
     places = [f"cpu:{j % case.workers}" for j in range(len(case.balance))]
     layers = model(case.ties, frozen=case.frozen)
-    return GPipe(layers, case.balance, devices=places, chunks=case.chunks, checkpoint=case.mode)
+    options = {"chunks": case.chunks, "checkpoint": case.mode, "offload": case.offload}
+    return GPipe(layers, case.balance, devices=places, **options)
 
 
 def run(case: Case) -> list[Any]:

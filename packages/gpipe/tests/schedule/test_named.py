@@ -27,7 +27,7 @@ def test_other_names_are_refused_with_a_list(name: str) -> None:
     ("name", "placement", "told"),
     [
         *product(
-            LOOPED,
+            [name for name in LOOPED if name != "looped_bfs"],  # see test_loads.py
             ([0, 0, 1, 1], [1, 0, 1, 0]),
             ["needs its stages on the workers in turn, as in devices=[0, 1, 0, 1]"],
         ),

@@ -238,7 +238,9 @@ def _pointers(values: Iterable[Any]) -> list[int]:
 
 
 def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and not hasattr(value, "fake_mode")  # torch warns of the pointer of a fake tensor
+    if not isinstance(value, Tensor) or hasattr(value, "fake_mode"):  # torch warns of the pointer of a fake tensor
+        return False
+    return not hasattr(value, "_gpipe_is_guest")  # the memory of a guest is freed and allocated again
 
 
 def _pointer(value: Any) -> int:

@@ -19,6 +19,7 @@ from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
 from ._exclusive import Section
 from ._losses import Losses
+from ._offloaded import HostLink
 from ._processes import ALONE, Processes
 from ._settings import Observer, settings
 from ._spec import RunSpec, split_in, walks_of
@@ -39,6 +40,8 @@ class Pipeline:
         devices: the devices of the stages in this process.
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
+        offloaded: the stages whose parameters are on the host.
+        host_links: the streams of their devices that load parameters.
         trainers: the threads that have run the pipe with gradients.
         has_warned_of_one: whether the first mini-batch that trains was checked for being a single micro-batch.
     """
@@ -61,6 +64,9 @@ class Pipeline:
         self.count = len(stages if processes.ranks is None else processes.ranks)
         self.begins = all(stage.index == 0 for stage in stages[:1])
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
+        self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
+        places = {stage.device for stage in stages if stage.guests is not None}
+        self.host_links = {device: HostLink.of(device) for device in places}
         self.trainers = WeakSet[Thread]()
         self.has_warned_of_one = False
         interception.prepare()
@@ -84,7 +90,7 @@ class Pipeline:
             checkpoint_stops: per stage, the index below which micro-batches are recomputed before their backward.
         """
         alone = settings().inline and self.processes.ranks is None
-        return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops)
+        return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops, self.offloaded)
 
     @property
     def takes_inputs(self) -> bool:

@@ -30,9 +30,10 @@ from ._exclusive import Sections, sections_of_thread, serving
 from ._explained import explained
 from ._failures import Failures
 from ._left_behind import expect_no_variables, watch_attributes
+from ._offloaded import Offloaded
 from ._pipeline import Pipeline
 from ._processes import RunState
-from ._scale import Scale
+from ._scale import Scale, scaled
 from ._spec import RunSpec
 from ._stage import Stage
 from ._stage_run import StageRun, Trained
@@ -66,13 +67,14 @@ class Run:
         # Stages and loss share this object, so that a leaf used by both is held and restored once.
         self.deferred = DeferredGradients()
         self.sums: list[GradientSums] = []
-        self._tied = Tied(pipeline.stages, found)
+        self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
+        self._offloaded = [*map(self._offloaded_of, pipeline.stages, self._streams)]
+        self._tied = Tied(pipeline.stages, found, self._offloaded)
         if spec.loss is not None:
             self.sums.append(GradientSums())
             # The loss draws random numbers like a layer after the last one.
             random = partial(CellRNG, self.state.rng, first=pipeline.stages[-1].numbers.stop)
             spec.loss.begin(random, self._tied, self.deferred, self.sums[0], trains=spec.trains)
-        self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
         at = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
         places = {stage.index: place for stage, place in zip(pipeline.stages, at, strict=True)}
         self._transport = self._new_transport(places)
@@ -99,11 +101,16 @@ class Run:
             sums = GradientSums()
             self.sums.append(sums)
         tied = [*self._tied.leaves[at], *self._pipeline.processes.shared(stage.module)]
-        trained = Trained(parameters, tied, self.deferred, sums)
+        trained = Trained(parameters, tied, self.deferred, sums, self._offloaded[at])
         random = CellRNG(self.state.rng, 0, stage.numbers.start, module=stage.module)
         is_last = j == self._pipeline.count - 1
         departure = self._spec.loss if self._spec.loss is not None and is_last else self._transport.departures[j]
         return self._stage_runs.of(self._spec, stage, random, self._transport.arrivals[j], departure, trained)
+
+    def _offloaded_of(self, stage: Stage, stream: AbstractStream) -> Offloaded | None:
+        if stage.guests is None:
+            return None
+        return Offloaded(stage.guests, stage.device, self._pipeline.host_links[stage.device], stream)
 
     def _current_streams(self) -> list[AbstractStream]:
         return [current_stream(device) for device in self._pipeline.devices]
@@ -168,7 +175,10 @@ class Run:
         """
         scale: Scale = 1.0 if self._spec.loss is None else self._spec.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
-        gradients = [*self.deferred.give_back(scale), *outside]
+        arrived = [
+            (leaf, scaled(found, scale)) for each in self._offloaded if each is not None for leaf, found in each.take()
+        ]
+        gradients = [*self.deferred.give_back(scale), *arrived, *outside]
         return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)
 
     @property
@@ -204,6 +214,8 @@ class Run:
                 if failures.earliest is not None:
                     failures.raise_earliest()
         finally:
+            for offloaded in filter(None, self._offloaded):
+                offloaded.leave()
             self.state.rng.settle()
 
     def _have_workers_take(

@@ -17,6 +17,7 @@ from ..skip.layout import skippables
 from ..skip.namespace import Key
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments
+from ._offloaded import Guests
 from ._recomputation import Recomputation
 
 _log = logging.getLogger("gpipe")
@@ -46,6 +47,7 @@ class Stage:
         hooked: whether layers have put hooks on tensors or nodes of their graph. A split backward would call some
             twice.
         runs_whole: whether a split of the backward was scheduled, but not possible.
+        guests: the copies of its parameters, if these are on the host; None if they are on its device.
     """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout, first: int) -> None:
@@ -64,6 +66,7 @@ class Stage:
         self.recomputation = Recomputation(module)
         self.hooked = False
         self.runs_whole = False
+        self.guests: Guests | None = None
 
     def call(self, value: Any) -> Any:
         """Return the output of the layers for ``value``; incoming and outgoing skips follow the value in a tuple."""
@@ -110,6 +113,8 @@ class Stage:
         """Describe a parameter or buffer that is not on the device of its stage; empty if there is none."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             there = tensor.device
+            if self.guests is not None and isinstance(tensor, nn.Parameter):
+                continue
             # Torch ignores the index of a CPU device.
             if there.type != self.device.type or (there.type != "cpu" and there.index != self.device.index):
                 return f"{name!r} of partition {self.index} is on {there}, expected {self.device}"

@@ -18,6 +18,7 @@ from .._current import Work, current, doing
 from ..checkpoint._parametrized import is_caching, own_cache
 from ..checkpoint._random import CellRNG
 from ..schedule import Kind, Step
+from ..schedule._loads import MOVES
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
@@ -25,6 +26,7 @@ from ._accumulate import DeferredGradients, GradientSums, below, counts_of_hooks
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._left_behind import guard
 from ._losses import Losses
+from ._offloaded import Offloaded
 from ._processes import may_be_data_parallel
 from ._spec import RunSpec
 from ._stage import Stage
@@ -40,12 +42,14 @@ class Trained(NamedTuple):
         deferred: holds ``.grad`` and hooks of the leaves of all stages.
         sums: holds gradients outside ``.grad`` if a parameter's ``AccumulateGrad`` node has hooks, or may have; else
             None.
+        offloaded: the copies of the parameters, if these are on the host.
     """
 
     parameters: Sequence[nn.Parameter]
     tied: Sequence[Tensor]
     deferred: DeferredGradients
     sums: GradientSums | None
+    offloaded: Offloaded | None = None
 
 
 class StageRuns:
@@ -91,7 +95,8 @@ class StageRun:
         self._spec, self._random, self._arrival = spec, random, arrival
         self._departure = None if isinstance(departure, Losses) else departure
         self._loss = departure if isinstance(departure, Losses) else None
-        self._left = spec.size.microbatches
+        self._left = self._left_backwards = spec.size.microbatches
+        self._offloaded = trained.offloaded
         self._checkpoint_stop = stop = spec.size.checkpoint_stops[stage.index]
         # A loss in the forward would hold its gradient until the backward. So it is computed after the recomputation.
         self._late_losses = stop if self._loss is not None and not self._loss.is_whole else 0
@@ -112,6 +117,8 @@ class StageRun:
         """Return the record for ``step``: ``base`` with the random numbers and statistics of the cell."""
         skips, _, graph_task, *_ = base
         kind, i = step.action
+        if self._offloaded is not None and kind not in MOVES:
+            self._offloaded.arrive()
         if kind == Kind.FORWARD:
             self._random.microbatch = i
             random, statistics = self._random, self._statistics
@@ -169,6 +176,7 @@ class StageRun:
             self._hold(i)
         gradients = backward(self._cells[i], seeds, self._sums)
         del self._cells[i]
+        self._left_backwards -= 1
         self._arrival.put_gradients(i, gradients)
 
     def backward_input(self, i: int) -> None:
@@ -178,11 +186,22 @@ class StageRun:
 
     def backward_weight(self, i: int) -> None:
         backward_weight(self._cells.pop(i), self._sums)
+        self._left_backwards -= 1
 
     def loss(self, i: int) -> None:
         """Compute the loss of the full mini-batch."""
         assert self._loss is not None
         self._loss.compute_whole()
+
+    def load(self, number: int) -> None:
+        """Begin to copy the parameters from the host."""
+        assert self._offloaded is not None
+        self._offloaded.load()
+
+    def unload(self, number: int) -> None:
+        """Free the copies of the parameters; after the last backward, send their gradients to the host."""
+        assert self._offloaded is not None
+        self._offloaded.unload(ends=self._left_backwards == 0)
 
     def inputs_of(self, microbatch: int) -> Activation | None:
         """Return the inputs of a cell for messages; None before its forward and after its backward."""
@@ -265,7 +284,7 @@ class StageRun:
 
     def _hold(self, i: int) -> None:
         """Remove the hooks of the cell's leaves before its backward, and ``.grad`` if gradients have to be scaled."""
-        parameters, tied, deferred, _ = self._trained
+        parameters, tied, deferred, *_ = self._trained
         every = self._spec.loss is not None and self._spec.loss.scales
         if not self._has_held:
             self._has_held = True

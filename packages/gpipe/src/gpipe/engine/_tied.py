@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from streams import current_stream, record_stream
 
 from ..values._leaves import storage_id, version
+from ._offloaded import Offloaded
 from ._stage import Stage
 
 
@@ -84,10 +85,14 @@ class Tied:
         leaves: per stage, the owners and copies whose gradients have to be summed.
     """
 
-    def __init__(self, stages: Sequence[Stage], parts: Sequence[Contents]) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], parts: Sequence[Contents], offloaded: Sequence[Offloaded | None] = ()
+    ) -> None:
         self._stages = stages
+        self._offloaded = offloaded or [None] * len(parts)
+        self._guests = {stage.index: each for stage, each in zip(stages, self._offloaded, strict=True) if each}
         shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
-        self.shares = bool(shared)
+        self.shares = bool(shared) or bool(self._guests)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         # Entries in the dicts of modules that refer to copies during a run, with these copies.
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
@@ -98,8 +103,8 @@ class Tied:
         for number, (modules, _, _) in enumerate(parts):
             # A module without tensors is not copied, but a layer may change its attributes.
             self._modules |= {each: each for each in modules.keys() & earlier if not holds_tensors(each)}
-            if shared:
-                copies = _Copies(number, stages[number].device, shared, frozenset(earlier))
+            if shared or self._offloaded[number] is not None:
+                copies = _Copies(number, stages[number].device, shared, frozenset(earlier), self._offloaded[number])
                 self._swaps += copies.swaps(modules.keys() - earlier)
                 self._owners |= {copy: (number, tensor) for tensor, copy in copies.tensors.items()}
                 self._modules |= {copy: module for module, copy in copies.modules.items()}
@@ -107,7 +112,7 @@ class Tied:
             earlier.update(modules)
         self._looked = False
         # Layers may only read shared state, so it is compared with this record after the forwards.
-        self._then = self._seen() if shared or self._modules else {}
+        self._then = self._seen() if self.shares or self._modules else {}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -141,6 +146,14 @@ class Tied:
             for each in (own, copy):  # from now on, since the stage of its own may have changed it before
                 self._then.setdefault((each, ""), _state(each))
         return copy
+
+    def guest_of(self, tensor: Tensor, stage: int) -> Tensor | None:
+        """Return the copy of a parameter on the host with which a stage computes while it is loaded."""
+        return self._guests[stage].find(self.owner_of(tensor)) if stage in self._guests else None
+
+    def guests(self) -> dict[int, int]:
+        """Map the ids of all guests to the index of their stage."""
+        return {id(leaf): stage for stage, each in self._guests.items() for leaf in each.leaves}
 
     def owner_of(self, tensor: Tensor) -> Tensor:
         """Return what ``tensor`` is a copy of, or ``tensor`` itself."""
@@ -182,6 +195,11 @@ class Tied:
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
         now = self._then if self._looked else self._seen()
         changed = [key for key in {**self._then, **now} if now.get(key) != self._then.get(key)]
+        if changed and self._guests and isinstance(changed[0][0], Tensor):
+            raise RuntimeError(
+                f"a layer changed {self._name(*changed[0])}, which is on the host (offload=): the stage computes with "
+                "a copy, so the change would be lost; change parameters after the step, or do not offload"
+            ) from cause
         if changed:
             raise RuntimeError(
                 f"a layer changed {self._name(*changed[0])}, which partitions share; they work side by side, so that "
@@ -213,6 +231,7 @@ class _Copies:
 
     Args:
         number: the index of the partition in this process.
+        offloaded: holds its guests, if its parameters are on the host; they replace all of its parameters.
         shared: maps the id of a tensor to the index of the first partition that has it.
         earlier: the modules of the previous partitions.
 
@@ -222,20 +241,28 @@ class _Copies:
     """
 
     def __init__(
-        self, number: int, device: torch.device, shared: Mapping[int, int], earlier: frozenset[nn.Module]
+        self,
+        number: int,
+        device: torch.device,
+        shared: Mapping[int, int],
+        earlier: frozenset[nn.Module],
+        offloaded: Offloaded | None,
     ) -> None:
         self._number, self._device, self._shared, self._earlier = number, device, shared, earlier
+        self._offloaded = offloaded
         self.tensors: dict[Any, Tensor] = {}
         self.modules: dict[Any, nn.Module] = {}
 
     def swaps(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
         held = [(entries, *item) for module in modules for entries in _entries(module) for item in entries.items()]
+        for entries, name, value in held:
+            self._expect_guest(entries, name, value)
         return [(entries, name, own) for entries, name, value in held if (own := self._own(value)) is not value]
 
     def _own(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self._own_module(value) if value in self._earlier and holds_tensors(value) else value
-        if id(value) not in self._shared:
+        if id(value) not in self._shared or self._is_home(value):
             return value
         if value not in self.tensors:
             is_owner = self._shared[id(value)] == self._number
@@ -248,8 +275,20 @@ class _Copies:
             # Bypass __init__ and __setattr__ of the class, whose arguments and effects are unknown.
             vars(copy).update(vars(module), _compiled_call_impl=None)  # the compiled call is bound to ``module``
             for kind in _KINDS:
-                vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
+                vars(copy)[kind] = entries = {name: self._own(value) for name, value in vars(module)[kind].items()}
+                for name, value in entries.items():
+                    self._expect_guest(entries, name, value)
         return self.modules[module]
+
+    def _is_home(self, value: Any) -> bool:
+        """Return whether ``value`` is a parameter on the host, which a guest replaces while the stage is loaded."""
+        return self._offloaded is not None and isinstance(value, nn.Parameter)
+
+    def _expect_guest(self, entries: dict[str, Any], name: str, value: Any) -> None:
+        if self._is_home(value):
+            assert self._offloaded is not None
+            self.tensors[value] = self._offloaded.guest(value)
+            self._offloaded.swaps.append((entries, name, value))
 
 
 _KINDS = ("_parameters", "_buffers", "_modules")
@@ -269,7 +308,7 @@ def _state(value: Any) -> Any:
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a leaf like ``tensor`` on ``device``, in its memory if possible; an untrained one there is not copied."""
     # A separate leaf, so that its gradient is separate from the owner's gradient.
-    there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
+    there = (tensor.detach() if _is_trained(tensor) else tensor).to(device, non_blocking=_is_pinned(tensor))
     if there is tensor:
         return tensor
     if issubclass(type(tensor), nn.Parameter):
@@ -281,6 +320,10 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
     # Layers may read attributes. Existing ones are kept, since the attributes of a wrapper subclass may hold its data.
     vars(own).update({**vars(tensor), **vars(own)})
     return own.requires_grad_() if _is_trained(tensor) else own
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and type(tensor) is nn.Parameter and tensor.is_pinned()
 
 
 def _is_trained(tensor: Tensor) -> bool:

@@ -6,6 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
+from ..schedule._loads import expect_loaded, with_loads
+from ..schedule._named import BREADTH_FIRST
 
 
 class Size(NamedTuple):
@@ -14,11 +16,18 @@ class Size(NamedTuple):
     Attributes:
         placement: the worker of each stage.
         checkpoint_stops: per stage, the index below which micro-batches are checkpointed.
+        offloaded: the stages whose parameters are on the host.
     """
 
     microbatches: int
     placement: tuple[int, ...]
     checkpoint_stops: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """The number of micro-batches, the placement and the stops, from which schedules are made."""
+        return self.microbatches, self.placement, self.checkpoint_stops
 
 
 def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) -> Walk:
@@ -35,7 +44,7 @@ def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) 
 def waits(schedule: Schedule | str, size: Size) -> bool:
     """Return whether the last stage begins no backward before its last forward under ``schedule``."""
     try:
-        whole = named(schedule, *size) if isinstance(schedule, str) else schedule
+        whole = named(schedule, *size.order) if isinstance(schedule, str) else schedule
         whole.with_loss()
     except ValueError:
         return False
@@ -46,26 +55,35 @@ def waits(schedule: Schedule | str, size: Size) -> bool:
 def _own(schedule: Schedule, size: Size, has_loss: bool) -> Walk:
     validate(schedule, size.microbatches, size.placement)
     whole = schedule.with_loss() if has_loss else schedule
-    return whole.recomputing(size.checkpoint_stops).on(size.placement)
+    walk = _loading(whole.recomputing(size.checkpoint_stops).on(size.placement), size)
+    expect_loaded(walk, size.offloaded)
+    return walk
 
 
 @lru_cache(maxsize=64)
 def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> Walk:
-    whole = named(name, *size, split)
-    return (whole.with_loss() if has_loss else whole).on(size.placement)
+    whole = named(name, *size.order, split)
+    return _loading((whole.with_loss() if has_loss else whole).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
 def forwards(size: Size, *, has_loss: bool = False) -> Walk:
     """Return all forwards, followed by the loss of the full mini-batch if ``has_loss``."""
-    alone = halves(fill_drain(*_numbers(size)))[0]
-    return (alone.with_loss() if has_loss else alone).on(size.placement)
+    alone = halves(_fill_drain(size))[0]
+    return _loading((alone.with_loss() if has_loss else alone).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
 def backwards(size: Size) -> Walk:
-    return halves(fill_drain(*_numbers(size)))[1].on(size.placement)
+    return _loading(halves(_fill_drain(size))[1].on(size.placement), size)
 
 
-def _numbers(size: Size) -> tuple[int, int, tuple[int, ...]]:
-    return size.microbatches, len(size.placement), size.checkpoint_stops
+def _fill_drain(size: Size) -> Schedule:
+    """Return all forwards, then all backwards; breadth first if stages are loaded, so that each is loaded twice."""
+    if size.offloaded:
+        return named(BREADTH_FIRST, *size.order)
+    return fill_drain(size.microbatches, len(size.placement), size.checkpoint_stops)
+
+
+def _loading(walk: Walk, size: Size) -> Walk:
+    return with_loads(walk, size.offloaded) if size.offloaded else walk

@@ -58,6 +58,7 @@ class Replay:
         elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
+        on_host: whether parameters are on the host, and not on the devices of stages.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Replay:
         elsewhere: Elsewhere,
         devices: Sequence[torch.device],
         owner_of: Callable[[Tensor], Tensor] = returned_itself,
+        *,
+        on_host: bool = False,
     ) -> None:
-        self._owner_of = owner_of
+        self._owner_of, self._on_host = owner_of, on_host
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
@@ -84,7 +87,7 @@ class Replay:
         self._calls = self._stage = 0
         self._number = 0  # of the next node of the graph, after the last call
         self._leaves = Leaves()
-        self._moves = len({*devices}) > 1
+        self._moves = on_host or len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
@@ -288,7 +291,9 @@ class Replay:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         device = self._devices[self._stage]
-        if tensor.device == device or tensor.device not in self._devices:
+        if tensor.device == device:
+            return tensor
+        if tensor.device not in self._devices and not (self._on_host and tensor.device.type == "cpu"):
             return tensor
         return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
 

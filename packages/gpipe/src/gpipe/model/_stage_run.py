@@ -112,6 +112,7 @@ class ModelRun(StageRuns):
         # If stages share tensors, modules now hold the copies of this run.
         for index in reversed(range(self.count)):
             self._homes.update(dict.fromkeys(contents_of(self._divided.parts[index]).tensors, index))
+        self._homes.update(self._tied.guests())
         for module in self._divided.common:
             for tensor in contents_of(module).tensors:
                 self._homes.pop(tensor, None)
@@ -208,10 +209,13 @@ class ModelRun(StageRuns):
 
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
         """Return a parameter or buffer of the model for an operation of ``stage``; a copy if another stage owns it."""
+        guest = self._tied.guest_of(tensor, stage)
+        if guest is not None:
+            return guest
         home = self._homes.get(id(tensor), stage)
         if home == stage:
             return tensor
-        key = id(tensor), stage
+        key = id(self._tied.owner_of(tensor)), stage
         if key not in self._copied:
             with torch.set_grad_enabled(self.spec.trains):  # the model may be in no_grad() now
                 copy = self._tied.copy(tensor, stage, self.places[stage][0])
@@ -308,6 +312,7 @@ class ModelStageRun(StageRun):
         seeds = self._prepared(i)
         gradients = backward(self._cells[i], seeds, self._sums)
         del self._cells[i]
+        self._left_backwards -= 1
         self._deliver(i, gradients)
 
     def backward_input(self, i: int) -> None:

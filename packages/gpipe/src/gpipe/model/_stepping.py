@@ -125,7 +125,16 @@ class ModelStepping(Stepping):
             facts, counts = pipeline.shown(), counts_of(batches, inputs)
             model, others = pipeline.divided.model, pipeline.divided.stages_of_others
             replay = Replay(
-                model, self._blocks.values(), others, facts, used, counts, pipeline.elsewhere, self._places, owner_of
+                model,
+                self._blocks.values(),
+                others,
+                facts,
+                used,
+                counts,
+                pipeline.elsewhere,
+                self._places,
+                owner_of,
+                on_host=self._offload,
             )
             return replay.output(inputs, lambda output: pick(pipeline.divided.pick(output)))
         except BaseException:

@@ -28,6 +28,23 @@ def move(block: nn.Module, device: torch.device) -> None:
             give_data(tensor, tensor.detach().to(place))
 
 
+def move_to_host(block: nn.Module, device: torch.device) -> None:
+    """Move the parameters in ``block`` to the host, and everything else that its modules hold to ``device``."""
+    move(block, torch.device("cpu"))
+    place = torch.device("cpu") if device.type == "cpu" else device
+    for buffer in block.buffers():
+        if buffer.device != place:
+            give_data(buffer, buffer.detach().to(place))
+    if all(each.is_floating_point() or each.is_complex() for each in block.parameters()):
+        return
+    from profiler.memory import attached
+
+    kept = {id(parameter) for parameter in block.parameters()}
+    for tensor in (each for module in block.modules() for each in attached(module)):
+        if id(tensor) not in kept and tensor.device != place and not tensor.is_meta:
+            give_data(tensor, tensor.detach().to(place))
+
+
 @contextmanager
 def identities_kept(block: nn.Module) -> Iterator[None]:
     """Preserve the identity of parameters and buffers while ``block`` is moved or cast to a different dtype.

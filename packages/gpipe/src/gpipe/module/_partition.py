@@ -118,11 +118,14 @@ def divide(
     places: Sequence[torch.device],
     initializer: Initializer | None = None,
     norm_chunks: int = 0,
+    *,
+    offload: bool = False,
 ) -> nn.ModuleList:
     """Split ``module`` into partitions on their devices. Shared tensors are placed with the first partition."""
     partitions = partitions_of(module, balance)
     expect_shareable(list(partitions), places)
-    place_partitions(dict(module.named_children()), list(partitions), places, initializer, norm_chunks)
+    layers = dict(module.named_children())
+    place_partitions(layers, list(partitions), places, initializer, norm_chunks, offload=offload)
     return partitions
 
 
@@ -145,6 +148,8 @@ def place_partitions(
     places: Sequence[torch.device],
     initializer: Initializer | None,
     norm_chunks: int,
+    *,
+    offload: bool = False,
 ) -> None:
     """Check all ``partitions``, then move each to its device.
 
@@ -152,6 +157,7 @@ def place_partitions(
         layers: maps names to the layers of the model.
         initializer: initializes tensors on ``meta``; None if there are none.
         norm_chunks: the ``chunks`` of deferred batch norms, which replace all batch norms; 0 to keep these.
+        offload: whether parameters are moved to the host instead.
     """
     if initializer is not None:
         expect_materializable(layers, places, initializer)
@@ -162,8 +168,9 @@ def place_partitions(
     every = nn.ModuleList(partitions)
     with untouched_on_failure(every):
         if initializer is not None:
-            materialize(layers, partitions, places, initializer)
-        move_all(partitions, places)  # a shared tensor may be on the device of its last partition
+            first = [torch.device("cpu")] * len(places) if offload else places
+            materialize(layers, partitions, first, initializer)
+        move_all(partitions, places, offload=offload)  # a shared tensor may be on the device of its last partition
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(every, norm_chunks)
 

@@ -23,6 +23,7 @@ from microbatch import Mean, Sum
 
 from ..engine._loss_value import LossFunction, LossSum, LossValue, own_loss
 from ..schedule import Schedule
+from ..schedule._named import BREADTH_FIRST
 from ._keywords import Call
 from ._torch_losses import torch_loss
 
@@ -102,8 +103,13 @@ def is_left_open(schedule: Schedule | str | None) -> bool:
     return schedule is None or (isinstance(schedule, str) and schedule.lower() == "auto")
 
 
-def named_for(schedule: str | None, *, whole: bool) -> str:
-    """Return the name of the schedule: by default, the one with the lowest memory for this kind of loss."""
+def named_for(schedule: str | None, *, whole: bool, offloads: bool = False) -> str:
+    """Return the name of the schedule: by default, the one with the lowest memory for this kind of loss.
+
+    If parameters are on the host, it is the one that loads each stage twice.
+    """
+    if offloads and is_left_open(schedule):
+        return BREADTH_FIRST
     if whole and is_left_open(schedule):
         return "fill_drain"
     return "1f1b" if schedule is None else schedule

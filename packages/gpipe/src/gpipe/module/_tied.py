@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..engine._offloaded import pin
 from ..engine._tied import holds_tensors
+from ..transport._copy import can_pin
 from ..values._leaves import storage_id
-from ._devices import move
+from ._devices import move, move_to_host
 from ._divided import Divided
 
+_log = logging.getLogger("gpipe")
 
-def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Move each partition to its device. Shared tensors are moved to the device of their first partition."""
+
+def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device], *, offload: bool = False) -> None:
+    """Move each partition to its device. Shared tensors are moved to the device of their first partition.
+
+    With ``offload``, parameters are moved to the host instead.
+    """
     # The first partition is moved last, so that the tensors it shares stay on its device.
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
-        move(partition, place)
+        (move_to_host if offload else move)(partition, place)
+    if offload:
+        pin_parameters(partitions, places)
+
+
+def pin_parameters(partitions: Iterable[nn.Module], places: Iterable[torch.device]) -> None:
+    """Pin the parameters of partitions on accelerators; if the system refuses, log a warning and leave the rest."""
+    try:
+        for partition, place in zip(partitions, places, strict=True):
+            if can_pin(place.type):
+                pin([*partition.parameters()])
+    except RuntimeError as error:
+        _log.warning(
+            "the system pins no more memory (%s); parameters outside of pinned memory are loaded more slowly, and not "
+            "while stages compute",
+            str(error).partition("\n")[0],
+        )
 
 
 def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:

@@ -5,7 +5,8 @@ A **program** lists the actions of one stage in order; a **schedule** holds the 
 
     F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
 
-``C`` (the criterion) computes the loss of the full mini-batch from all micro-batches.
+``C`` (the criterion) computes the loss of the full mini-batch from all micro-batches. If the parameters of a stage are
+on the host, ``L`` loads them onto its device, and ``U`` unloads them; the number counts the loads of the stage.
 """
 
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, requirement

@@ -16,6 +16,8 @@ class Kind(str, Enum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     LOSS = "loss"
+    LOAD = "load"
+    UNLOAD = "unload"
 
     # Enum would hash the member's name, so a dict with members as keys would not find "forward".
     __hash__ = str.__hash__
@@ -32,11 +34,14 @@ class Kind(str, Enum):
         return self.replace("_", " ")
 
 
-_LETTERS = dict(zip(Kind, "FRBIWC", strict=True))
+_LETTERS = dict(zip(Kind, "FRBIWCLU", strict=True))
 
 
 class Action(NamedTuple):
-    """An action of a stage on one micro-batch, or on all of them if it is :data:`LOSS_OF_ALL`."""
+    """An action of a stage on one micro-batch, or on all of them if it is :data:`LOSS_OF_ALL`.
+
+    For a load or unload of the stage's parameters, ``microbatch`` counts the loads of the stage, from 0.
+    """
 
     kind: Kind
     microbatch: int

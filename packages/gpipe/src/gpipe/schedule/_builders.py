@@ -132,8 +132,9 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
 
     It is breadth first: a worker computes all micro-batches on one of its stages before it starts its next stage, and
     the backwards in reverse order. So replicas can gather the parameters of a stage once, and reduce its gradients
-    once. If m ≥ k, a worker is idle for (k − 1)(f + b), where f and b are the times of a forward and a backward of one
-    stage. It has v·m micro-batches in flight, counted once per stage.
+    once; and a stage whose parameters are on the host is loaded only twice. By name, ``"looped_bfs"``, stages may be on
+    any workers. If m ≥ k, a worker is idle for (k − 1)(f + b), where f and b are the times of a forward and a backward
+    of one stage. It has v·m micro-batches in flight, counted once per stage.
 
     Source: Breadth-First Pipeline Parallelism (Lamy-Poirier, arXiv 2211.05953)::
 
@@ -244,4 +245,9 @@ def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
     # Autograd runs the backward in a separate call, so each half becomes its own schedule.
     forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
     rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
-    return Schedule(forwards), Schedule(rests)
+    walk = getattr(schedule, "walk", None)
+    if walk is None:
+        return Schedule(forwards), Schedule(rests)
+    first = tuple(tuple(step for step in line if step.action.kind == Kind.FORWARD) for line in walk)
+    later = tuple(tuple(step for step in line if step.action.kind != Kind.FORWARD) for line in walk)
+    return Schedule(forwards, first), Schedule(rests, later)

@@ -7,7 +7,7 @@ are generated in groups of k, so the last group may exceed the mini-batch; :func
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 
 from ._actions import Kind
@@ -20,8 +20,13 @@ _F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_
 
 
 def fill_drain_steps(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
-    """Generate all forwards, stage by stage, then all backwards in reverse order."""
-    own, each = range(worker, stages, workers), range(microbatches)
+    """Generate :func:`breadth_first_steps` of the stages of worker r."""
+    return breadth_first_steps(microbatches, range(worker, stages, workers))
+
+
+def breadth_first_steps(microbatches: int, own: Sequence[int]) -> Steps:
+    """Generate all forwards of the stages ``own``, stage by stage, then all backwards in reverse order."""
+    each = range(microbatches)
     forwards, backwards = (_steps(j, _F, each) for j in own), (_steps(j, _B, each[::-1]) for j in reversed(own))
     return chain.from_iterable(chain(forwards, backwards))
 

@@ -6,7 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ._actions import Action, Step
-from ._lanes import Steps, adapted, fill_drain_steps, interleaved_steps, steps_1f1b, zero_bubble_steps
+from ._lanes import (
+    Steps,
+    adapted,
+    breadth_first_steps,
+    fill_drain_steps,
+    interleaved_steps,
+    steps_1f1b,
+    zero_bubble_steps,
+)
 from ._modes import Stops, stop_of_each
 from ._replay import Lane
 from ._schedule import Schedule, programs_of
@@ -16,7 +24,7 @@ _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
     "fill_drain": fill_drain_steps,
     "1f1b": steps_1f1b,
     "interleaved": interleaved_steps,
-    "looped_bfs": fill_drain_steps,
+    "looped_bfs": fill_drain_steps,  # for any placement: see _made
     "zero_bubble": zero_bubble_steps,
     "interleaved_zero_bubble": zero_bubble_steps,
     "zbv": partial(v_shaped, zbv_turns),
@@ -24,8 +32,11 @@ _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
 }
 """Functions that generate the steps of worker r, given m micro-batches, n stages, k workers and r."""
 
-_LOOPED = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
+_LOOPED = ("interleaved", "interleaved_zero_bubble")
 _V_SHAPED = ("zbv", "dualpipev")
+
+BREADTH_FIRST = "looped_bfs"
+"""The name of the schedule in which a worker finishes the forwards of a stage before it starts its next stage."""
 
 SPLITTING = ("zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev")
 """The names of the schedules that split backwards."""
@@ -84,7 +95,10 @@ def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[
     stages, workers, make = len(own), len(set(own)), _MAKERS[name.lower()]
     stops = stop_of_each(stop, stages)
     whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
-    steps = [make(m, stages, workers, r) for r in range(workers)]
+    if name.lower() == BREADTH_FIRST:
+        steps = [breadth_first_steps(m, [j for j, worker in enumerate(own) if worker == r]) for r in range(workers)]
+    else:
+        steps = [make(m, stages, workers, r) for r in range(workers)]
     # With nothing to adapt, skip one level of generators; there may be millions of steps.
     if not (any(stops) or whole or m % max(1, workers) or name.lower() in _V_SHAPED):
         return steps
@@ -124,6 +138,9 @@ def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
     """Return the placement that the schedule is built for, or raise ValueError if it cannot run on ``placement``."""
     expect_name(name, SCHEDULES)
     workers = len(set(placement))
+    if name.lower() == BREADTH_FIRST:
+        numbers = {worker: number for number, worker in enumerate(sorted(set(placement)))}
+        return [numbers[worker] for worker in placement]
     if name.lower() in _LOOPED and placement:
         own = looped_placement(len(placement), workers)
         needed = "needs its stages on the workers in turn, as in devices=[0, 1, 0, 1] or ['cpu:0', 'cpu:1'] * 2"

@@ -60,7 +60,7 @@ def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float]
     """
     steps = list(chain.from_iterable(walk))
     stages = 1 + max((step.stage for step in steps), default=-1)
-    microbatches = 1 + max((step.action.microbatch for step in steps), default=-1)
+    microbatches = 1 + max((step.action.microbatch for step in steps if step.action.kind not in (_L, _U)), default=-1)
     spans: dict[Step, Span] = {}
     seconds = [dict.fromkeys(Kind, 1.0)] * stages if seconds is None else seconds
     _run(walk, microbatches, seconds, [0.0] * stages if hops is None else hops, spans)
@@ -127,15 +127,51 @@ def _worker(
     lane: Lane, arrivals: list[dict[Kind, Arrivals]], spans: dict[Step, Span] | None, clocks: list[float], number: int
 ) -> Iterator[tuple[int, tuple[Kind, int]]]:
     """Run the steps of a worker. While the input of a step is missing, yield the step."""
-    clock = 0.0
+    clock, link = 0.0, _HostLink()
     for j, (kind, i) in lane:  # the hot loop of a replay, with up to millions of steps
+        if kind is _L or kind is _U:
+            start, end = link.moved(j, kind, clock, arrivals[j][kind][-1])
+            if spans is not None:
+                spans[Step(j, Action(kind, i))] = Span(start, end, 0.0)
+            continue
         inbox, outbox, hop, took = arrivals[j][kind]
         while (arrival := inbox[i]) < 0:
             yield j, (kind, i)
         start = arrival if arrival > clock else clock
+        if link.loaded:
+            start = max(start, link.loaded.get(j, 0.0))
+            link.last[j] = kind
         end = start + took
         outbox[i] = end + hop
         if spans is not None:
             spans[Step(j, Action(kind, i))] = Span(start, end, start - clock)
         clock = end
-    clocks[number] = clock
+    clocks[number] = max(clock, link.is_free[_U])
+
+
+_L, _U = Kind.LOAD, Kind.UNLOAD
+
+
+class _HostLink:
+    """The two directions of the link between a device and the host, over which the parameters of stages move.
+
+    Attributes:
+        is_free: when each direction is free.
+        loaded: when the parameters of each stage have arrived.
+        last: the last action of each stage. Only after a backward does an unload copy gradients.
+    """
+
+    def __init__(self) -> None:
+        self.is_free = {_L: 0.0, _U: 0.0}
+        self.loaded: dict[int, float] = {}
+        self.last: dict[int, Kind] = {}
+
+    def moved(self, stage: int, kind: Kind, clock: float, seconds: float) -> tuple[float, float]:
+        """Return the start and end of a transfer that is queued at the time ``clock``."""
+        if kind is _U and self.last.get(stage) not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            return clock, clock
+        start = max(clock, self.is_free[kind])
+        self.is_free[kind] = end = start + seconds
+        if kind is _L:
+            self.loaded[stage] = end
+        return start, end

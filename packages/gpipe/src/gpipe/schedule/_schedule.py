@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, deadlock, requirement
+from ._loads import ROOM, expect_loaded, with_loads
 from ._modes import Stops, stop_of_each
 
 
@@ -123,6 +124,29 @@ class Schedule(tuple[Program, ...]):
         )
         return Schedule(programs_of(lines, len(self)), None if self.walk is None else lines)
 
+    def loading(self, placement: Sequence[int], offloaded: Collection[int] | None = None, room: int = ROOM) -> Schedule:
+        """Add the loads and unloads of stages whose parameters are on the host.
+
+        Args:
+            placement: the worker of each stage, counted from 0.
+            offloaded: the indices of these stages, by default all.
+            room: the number of stages whose parameters a worker holds at once, at least 1.
+
+        Returns:
+            A new schedule. If this one contains loads or unloads, its steps remain as they are.
+
+        Raises:
+            ValueError: the programs wait for each other forever, or a stage computes while it is not loaded.
+
+        >>> from gpipe.schedule import named
+        >>> print(named("looped_bfs", 1, [0, 0, 0]).loading([0, 0, 0]))
+        L0@0 L0@1 F0@0 U0@0 L0@2 F0@1 F0@2 B0@2 U0@2 L1@0 B0@1 U0@1 B0@0 U1@0
+        """
+        stages = range(len(self)) if offloaded is None else offloaded
+        walk = with_loads(self.on(placement), stages, room)
+        expect_loaded(walk, stages)
+        return Schedule(programs_of(walk, len(self)), walk)
+
     @property
     def has_loss(self) -> bool:
         """True if the loss of the full mini-batch is one of the actions."""
@@ -168,7 +192,7 @@ class Schedule(tuple[Program, ...]):
         return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
 
 
-_WORD = re.compile(r"(?:([FRBIW])(\d+)|(C))(?:@(\d+))?")
+_WORD = re.compile(r"(?:([FRBIWLU])(\d+)|(C))(?:@(\d+))?")
 
 
 def _read(word: str, worker: int, line: int) -> Step:
@@ -176,7 +200,7 @@ def _read(word: str, worker: int, line: int) -> Step:
     if match is None:
         raise ValueError(
             f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters "
-            "F R B I W, a micro-batch, and perhaps @stage, as in F0 or B3@2, or C for the loss of the full mini-batch"
+            "F R B I W L U, a number, and perhaps @stage, as in F0 or B3@2, or C for the loss of the full mini-batch"
         )
     letter, microbatch, loss, stage = match.groups()
     kind = next(kind for kind in Kind if kind.letter == (letter or loss))

@@ -21,6 +21,8 @@ class StageCost:
         backward_input, backward_weight: the seconds of the two parts of a split backward. If one part is None, it is
             the remainder of the backward; if both are None, each is half of it.
         loss: the seconds of the loss of the full mini-batch, on the last stage, if the schedule has it; 0 by default.
+        load: the seconds in which the stage's parameters are copied from the host, if they are offloaded; 0 by default.
+        unload: the seconds in which their gradients are copied to the host; 0 by default.
         activation_bytes: bytes of activations that the stage saves for the backward.
         boundary_bytes: bytes of the stage's input, and of the input's gradient, which cross the link from the previous
             stage. A checkpointed micro-batch keeps only the input until its recomputation.
@@ -38,6 +40,8 @@ class StageCost:
     backward_input: float | None = None
     backward_weight: float | None = None
     loss: float | None = None
+    load: float | None = None
+    unload: float | None = None
     activation_bytes: int = 0
     boundary_bytes: int = 0
     layers: str = ""
@@ -62,7 +66,7 @@ class StageCost:
             return given
         if kind == Kind.RECOMPUTE:
             return self.forward
-        if kind == Kind.LOSS:
+        if kind in (Kind.LOSS, Kind.LOAD, Kind.UNLOAD):
             return 0.0
         other = self.backward_weight if kind == Kind.BACKWARD_INPUT else self.backward_input
         return self.backward / 2 if other is None else self.backward - other

@@ -28,6 +28,8 @@ COLOURS: dict[Kind, str] = {
     Kind.BACKWARD_INPUT: "#b394e6",
     Kind.BACKWARD_WEIGHT: "#f6b3cd",
     Kind.LOSS: "#f0976a",
+    Kind.LOAD: "#a7dbe0",
+    Kind.UNLOAD: "#c9cdd4",
 }
 
 _STYLE = """

@@ -1,0 +1,245 @@
+"""The parameters of a stage that are on the host, and the copies with which the stage computes.
+
+Between its load and its unload, a stage holds a **guest** of each parameter: a leaf on its device. A guest remains the
+same tensor throughout, because graphs refer to it, but its memory is allocated by a load and freed by an unload::
+
+    host       home --x                                 x--> gradient
+    inward            \\--copy--x           x--free
+    stage                       \\--computes/
+    outward                                 \\--copy--/
+
+Loads allocate on a single stream per device, so that a load reuses the memory of earlier unloads, and waits for the
+computations that read it. Source: FSDP resizes the storages of its flat parameters in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from streams import (
+    AbstractEvent,
+    AbstractStream,
+    CPUStream,
+    new_stream,
+    record_event,
+    record_stream,
+    use_stream,
+    wait_event,
+)
+
+from ..transport._copy import can_pin
+from ..values._leaves import version
+
+LeafGradient = tuple[Tensor, Tensor]
+"""A leaf and its gradient."""
+
+
+class HostLink(NamedTuple):
+    """The streams of a device that copy parameters from the host, and gradients to it."""
+
+    inward: AbstractStream
+    outward: AbstractStream
+
+    @classmethod
+    def of(cls, device: torch.device) -> HostLink:
+        return cls(new_stream(device), new_stream(device))
+
+
+class Guest(NamedTuple):
+    """A copy of a parameter on the device of a stage.
+
+    Attributes:
+        home: the parameter, on the host.
+        leaf: the copy.
+        parts: the tensors whose memory is loaded, each with its source. A subclass may consist of several.
+        state: identifies the data of ``home``, if the copy holds more than ``parts``.
+    """
+
+    home: Tensor
+    leaf: Tensor
+    parts: Sequence[tuple[Tensor, Tensor]]
+    state: Any
+
+
+class Guests:
+    """The guests of a stage, which are kept from run to run."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Guest] = {}
+
+    def of(self, home: Tensor, device: torch.device) -> Guest:
+        """Return the guest of ``home``, without memory."""
+        known, state = self._known.get(id(home)), _state(home)
+        if known is None or known.home is not home or known.state != state:
+            leaf = _leaf(home, device)
+            parts = [*zip(_parts(home), _parts(leaf), strict=True)]
+            known = self._known[id(home)] = Guest(home, leaf, parts, state)
+            known.leaf._gpipe_is_guest = True  # type: ignore[attr-defined]  # see gpipe.checkpoint._state
+            _free([known])
+        return known
+
+
+def _leaf(home: Tensor, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        if type(home) is nn.Parameter:
+            leaf: Tensor = nn.Parameter(torch.empty_like(home, device=device), home.requires_grad)
+        else:
+            # Its attributes, such as scales, are copied as well, and remain on the device.
+            source = home.detach() if home.requires_grad else home
+            there = source.to(device)
+            if there is source or device.type == home.device.type:
+                there = copy.deepcopy(source)
+            leaf = there if isinstance(there, nn.Parameter) else nn.Parameter(there, home.requires_grad)
+        vars(leaf).update({**vars(home), **vars(leaf)})
+    return leaf.requires_grad_(home.requires_grad)
+
+
+def _state(home: Tensor) -> Any:
+    kind = home.shape, home.dtype, home.stride(), home.requires_grad
+    if type(home) is nn.Parameter:
+        return kind
+    own = [id(value) for value in vars(home).values()]
+    inner = [id(each) for value in vars(home).values() for each in getattr(value, "__dict__", {}).values()]
+    return kind, version(home), [part.data_ptr() for part in _parts(home)], own, inner
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold the data of ``tensor``, with version counters of their own."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            yield tensor.data.as_subclass(Tensor)
+
+
+def _free(guests: Sequence[Guest]) -> None:
+    for guest in guests:
+        for _, part in guest.parts:
+            part.untyped_storage().resize_(0)
+
+
+class Offloaded:
+    """The guests of one stage in one run.
+
+    Args:
+        guests: the guests of the stage.
+        link: the streams of its device.
+        compute: the stream of its computations.
+
+    Attributes:
+        swaps: the entries in the dicts of modules that refer to a guest while the stage is loaded.
+    """
+
+    def __init__(self, guests: Guests, device: torch.device, link: HostLink, compute: AbstractStream) -> None:
+        self._known, self._device, self._link, self._compute = guests, device, link, compute
+        self._guests: dict[Tensor, Guest] = {}
+        self.swaps: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._versions: list[int] = []
+        self._is_loaded = False
+        self._ready: AbstractEvent = None
+        self._is_awaited = True
+        self._gradients: list[LeafGradient] = []
+        self._sent: AbstractEvent = None
+
+    def guest(self, home: Tensor) -> Tensor:
+        """Return the leaf with which the stage computes in place of ``home``."""
+        if home not in self._guests:
+            self._guests[home] = self._known.of(home, self._device)
+        return self._guests[home].leaf
+
+    def find(self, home: Tensor) -> Tensor | None:
+        """Return the guest of ``home``; None if the stage has none."""
+        return self._guests[home].leaf if home in self._guests else None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [guest.leaf for guest in self._guests.values()]
+
+    def load(self) -> None:
+        """Queue the copies from the host, and let the modules hold the guests.
+
+        Raises:
+            RuntimeError: a parameter has changed since the first load of this run.
+        """
+        versions = [*map(version, self._guests)]
+        if versions != (self._versions or versions):
+            raise RuntimeError(
+                "a parameter was changed in place between the forward and the backward of a pipe; change it after "
+                "backward() (optimizer.step() comes last)"
+            )
+        self._versions = versions
+        with use_stream(self._link.inward), torch.no_grad():
+            for guest in self._guests.values():
+                for home, part in guest.parts:
+                    part.untyped_storage().resize_(home.numel() * home.element_size())
+                    part.copy_(home, non_blocking=True)
+        self._ready, self._is_awaited = record_event(self._link.inward), False
+        for entries, name, home in self.swaps:
+            entries[name] = self._guests[home].leaf
+        self._is_loaded = True
+
+    def arrive(self) -> None:
+        """Make the computations of the stage wait for the last load."""
+        if not self._is_awaited:
+            self._is_awaited = True
+            wait_event(self._compute, self._ready)
+
+    def unload(self, *, ends: bool) -> None:
+        """Free the memory of the guests once the queued computations are complete.
+
+        Args:
+            ends: whether the stage computes no more gradients, so that they are sent to the host.
+        """
+        if not self._is_loaded:
+            return
+        self._is_loaded = False
+        done = record_event(self._compute)
+        wait_event(self._link.inward, done)
+        if ends:
+            self._send_gradients(done)
+        with use_stream(self._link.inward):
+            _free([*self._guests.values()])
+        for entries, name, home in self.swaps:
+            if entries.get(name) is self._guests[home].leaf:  # a layer may have assigned something else
+                entries[name] = home
+
+    def _send_gradients(self, done: AbstractEvent) -> None:
+        wait_event(self._link.outward, done)
+        with use_stream(self._link.outward), torch.no_grad():
+            for guest in self._guests.values():
+                gradient, guest.leaf.grad = guest.leaf.grad, None
+                if gradient is not None:
+                    record_stream(gradient, self._link.outward)
+                    self._gradients.append((guest.leaf, _to_host(gradient, guest.home.device)))
+        self._sent = record_event(self._link.outward)
+
+    def take(self) -> list[LeafGradient]:
+        """Return the gradients of guests, on the host, after they have arrived there."""
+        wait_event(CPUStream, self._sent)
+        gradients, self._gradients = self._gradients, []
+        return gradients
+
+    def leave(self) -> None:
+        """Unload the stage after a failure, and wait until no copy reads the host's memory."""
+        self.unload(ends=False)
+        wait_event(CPUStream, self._ready)
+
+
+def _to_host(gradient: Tensor, device: torch.device) -> Tensor:
+    if can_pin(gradient.device.type) and type(gradient) is Tensor and gradient.layout is torch.strided:
+        return torch.empty_like(gradient, device="cpu", pin_memory=True).copy_(gradient, non_blocking=True)
+    return gradient.to(device)
+
+
+def pin(parameters: Sequence[Tensor]) -> None:
+    """Move the data of ``parameters`` into pinned memory, which a device reads without help of the host."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and not parameter.is_pinned():
+            parameter.data = parameter.data.pin_memory()

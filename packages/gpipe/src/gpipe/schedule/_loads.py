@@ -1,0 +1,90 @@
+"""Insert the loads and unloads of stages whose parameters are on the host.
+
+A worker holds the parameters of a few stages at a time. While it computes one stage, the next one is loaded, so a
+breadth-first order loads each stage once for its forwards and once for its backwards::
+
+    L0@0 L0@1 F0@0 F1@0 U0@0 L0@2 F0@1 F1@1 U0@1 L0@3 F0@2 ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, groupby
+
+from ._actions import Action, Kind, Step, Walk
+
+ROOM = 2
+"""The number of stages whose parameters a worker holds at once: the one that computes, and the next one."""
+
+MOVES = (Kind.LOAD, Kind.UNLOAD)
+
+
+def with_loads(walk: Walk, offloaded: Collection[int], room: int = ROOM) -> Walk:
+    """Insert loads and unloads of the ``offloaded`` stages, unless ``walk`` already has some.
+
+    A worker loads the stages that it needs next, at most ``room`` at once. If it has to unload one, it is the stage
+    that it needs last (Belady's rule), and a stage that it needs no more is unloaded at once.
+    """
+    if any(step.action.kind in MOVES for step in chain.from_iterable(walk)):
+        return walk
+    return tuple(tuple(_loaded(line, offloaded, room)) for line in walk)
+
+
+def _loaded(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iterator[Step]:
+    visits = [(stage, [*steps]) for stage, steps in groupby(line, key=lambda step: step.stage)]
+    visited = [stage for stage, _ in visits]
+    loads = Counter[int]()
+    resident: list[int] = []
+
+    def unloaded(stage: int) -> Step:
+        resident.remove(stage)
+        return Step(stage, Action(Kind.UNLOAD, loads[stage] - 1))
+
+    for at, (_, steps) in enumerate(visits):
+        upcoming = [stage for stage in dict.fromkeys(visited[at:]) if stage in offloaded]
+        yield from [unloaded(stage) for stage in [*resident] if stage not in upcoming]
+        missing = [stage for stage in upcoming[:room] if stage not in resident]
+        others = [stage for stage in reversed(upcoming[room:]) if stage in resident]
+        yield from [unloaded(stage) for stage in others[: max(0, len(resident) + len(missing) - room)]]
+        for stage in missing:
+            yield Step(stage, Action(Kind.LOAD, loads[stage]))
+            loads[stage] += 1
+            resident.append(stage)
+        yield from steps
+    yield from [unloaded(stage) for stage in [*resident]]
+
+
+def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
+    """Raise ValueError unless each stage of ``offloaded``, and no other, is loaded whenever it computes."""
+    for step, resident in _residents(walk):
+        stage, (kind, _) = step
+        if kind in MOVES and stage not in offloaded:
+            raise ValueError(f"the schedule has {step}, but the parameters of stage {stage} are not offloaded")
+        if kind in MOVES and (stage in resident) == (kind == Kind.LOAD):
+            raise ValueError(
+                f"the schedule has {step} while stage {stage} is {'' if stage in resident else 'not '}loaded"
+            )
+        if kind not in (*MOVES, Kind.LOSS) and stage in offloaded and stage not in resident:
+            raise ValueError(f"{step} needs the parameters of stage {stage}, which are not loaded before it (L)")
+
+
+def most_loaded(walk: Walk) -> list[int]:
+    """Return the largest number of stages that each worker holds at once."""
+    most = [0] * len(walk)
+    for number, line in enumerate(walk):
+        for step, resident in _residents([line]):
+            most[number] = max(most[number], len(resident) + (step.action.kind == Kind.LOAD))
+    return most
+
+
+def _residents(walk: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, set[int]]]:
+    """Yield each step with the stages that its worker has loaded before it."""
+    for line in walk:
+        resident = set[int]()
+        for step in line:
+            yield step, resident
+            if step.action.kind == Kind.LOAD:
+                resident.add(step.stage)
+            elif step.action.kind == Kind.UNLOAD:
+                resident.discard(step.stage)

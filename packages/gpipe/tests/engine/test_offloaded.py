@@ -1,0 +1,208 @@
+"""Stages whose parameters are on the host train as the plain model; more in test_tied.py and tests/simulated."""
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.schedule import Schedule
+
+from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, linears, rows, running, trained, within
+from ..model.residuals import Residuals
+
+HOWS = (None, "1f1b", "fill_drain", "looped_bfs", "zero_bubble")
+
+
+def offloaded(layers: nn.Module, stages: int | None = None, **options: Any) -> GPipe:
+    """Stages of one worker, so that most of them are unloaded at any time."""
+    if stages is None:
+        stages, options = len(layers), {"balance": [1] * len(layers), **options}
+    return GPipe(layers, devices=["cpu:0"] * stages, offload=True, **{"chunks": 3, **options})
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.sampled_from(HOWS),
+    st.sampled_from(MODES),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sets(st.integers(0, 4)),
+)
+def test_it_trains_like_the_same_pipe_without(
+    count: int, dtype: torch.dtype, how: str | None, mode: str, chunks: int, inline: bool, frozen: set[int]
+) -> None:
+    """Bit for bit, in each dtype, if the order of micro-batches is the same."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(count))).to(dtype)
+    for k in frozen & {*range(count)}:
+        plain[k].requires_grad_(False)
+    x, found = rows().to(dtype).requires_grad_(), []
+    for offload in (False, True):
+        options = {"devices": ["cpu:0"] * count, "chunks": chunks, "checkpoint": mode, "offload": offload}
+        with closing(GPipe(copy.deepcopy(plain), [1] * count, **options)) as pipe, running(inline):
+            for _ in range(2):
+                pipe.zero_grad()
+                found.append(within(60, partial(trained, pipe, x, how)))
+            found.append([each.grad for each in pipe.parameters()])
+    torch.testing.assert_close(found[:3], found[3:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["call", "1f1b", "whole", "zero_bubble"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_forward_of_a_model(ties: bool, how: str, mode: str) -> None:
+    """With operations between blocks, and a weight of the first stage that the last one uses."""
+    model = Residuals(*(nn.Linear(3, 3, dtype=DOUBLE) for _ in range(5)))
+    if ties:
+        model.head.weight = model.embed.weight
+    plain, x = copy.deepcopy(model), rows(6)
+    with closing(offloaded(model, 4, checkpoint=mode)) as pipe:
+        for _ in range(2):
+            for each in (pipe, plain):
+                each.zero_grad()
+            if how == "call":
+                pipe(x).square().sum().backward()
+            else:
+                reduction = None if how == "whole" else "sum"
+                schedule = None if how == "whole" else how
+                pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction=reduction, schedule=schedule)
+            plain(x).square().sum().backward()
+            assert_same(model, plain)
+            for each in (model, plain):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+
+
+def test_a_stage_holds_its_parameters_only_while_it_is_loaded() -> None:
+    """The layers see a copy, whose memory is gone after the step; others see the parameter itself."""
+    seen: list[Tensor] = []
+    layers = nn.Sequential(
+        *(Layer(lambda s, x: (seen.append(s.w), x * s.w)[1], w=nn.Parameter(rows(3)[0])) for _ in range(4))
+    )
+    homes = [layer.w for layer in layers]
+    pipe = offloaded(layers, chunks=1)
+    trained(pipe, rows(), "1f1b")
+    assert len(seen) == 4
+    for home, guest, layer in zip(homes, seen, layers, strict=True):
+        assert layer.w is home
+        assert guest is not home
+        assert guest.untyped_storage().nbytes() == 0
+        assert home.grad is not None
+        assert guest.grad is None
+
+
+def test_an_optimizer_and_a_state_dict_need_not_know() -> None:
+    pipe, plain = offloaded(linears(4)), linears(4)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (pipe, plain)]
+    for _ in range(3):
+        for each, optimizer in zip((pipe, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            trained(each, rows())
+            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+    torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
+    pipe.load_state_dict(linears(4).state_dict())
+    assert_trains_like(pipe, linears(4))
+
+
+@pytest.mark.parametrize("how", ["call", "1f1b"])
+def test_a_parameter_that_a_layer_changes_is_refused_by_name(how: str) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            s.w.mul_(0.5)
+        return x * 2
+
+    layers = nn.Sequential(linears(1)[0], Layer(forward, w=nn.Parameter(rows(1)[0])), linears(1)[0])
+    with pytest.raises(RuntimeError, match=r"a layer changed '1\.w' of partition 1 in place, which is on the host"):
+        trained(offloaded(layers, checkpoint="never"), rows(), None if how == "call" else how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_is_changed_before_the_backward_is_refused(mode: str) -> None:
+    """As autograd refuses it in the plain model, whose graph would see the change."""
+    pipe = offloaded(nn.Sequential(*(nn.Sequential(each, nn.Tanh()) for each in linears(4))), checkpoint=mode)
+    output = pipe(rows())
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="changed"):
+        output.sum().backward()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_leaves_parameters_where_they_were(mode: str) -> None:
+    """In a layer of a late stage, in its first micro-batch or in a later one, and in a backward."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ValueError("in a backward")
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        s.calls.append(1)
+        if len(s.calls) == s.fails:
+            raise ValueError("in a forward")
+        return Fails.apply(x) if s.fails == 0 else x
+
+    for fails in (0, 1, 2):
+        broken = Layer(forward, fails=fails, calls=[])
+        layers = nn.Sequential(*linears(2), broken, *linears(1))
+        pipe, homes = offloaded(layers, checkpoint=mode), [*layers.parameters()]
+        with pytest.raises(ValueError, match=r"in a (for|back)ward"):
+            trained(pipe, rows(), "fill_drain")
+        assert all(a is b for a, b in zip(homes, pipe.parameters(), strict=True))
+        assert all(home.grad is None for home in homes)
+        broken.fails = -1
+        trained(pipe, rows(), "fill_drain")
+        assert all(home.grad is not None for home in homes)
+        pipe.close()
+
+
+def test_a_schedule_may_say_itself_when_stages_are_loaded() -> None:
+    text = """L0@0 F0@0 F1@0 U0@0 L0@1 F0@1 F1@1 B1@1 B0@1 U0@1 L1@0 B1@0 B0@0 U1@0"""
+    pipe, plain = offloaded(linears(2), chunks=2, checkpoint="never"), linears(2)
+    schedule = Schedule.parse(text)
+    assert str(schedule) == text
+    with gpipe.record() as timeline:
+        trained(pipe, rows(), schedule)
+    trained(plain, rows())
+    assert_same(pipe, plain)
+    assert [f"{event}" for event in timeline.events] == text.split()
+    with pytest.raises(ValueError, match="F1@0 needs the parameters of stage 0, which are not loaded"):
+        trained(pipe, rows(), Schedule.parse(text.replace("F1@0 U0@0", "U0@0 F1@0")))
+    with pytest.raises(ValueError, match="L0@0, but the parameters of stage 0 are not offloaded"):
+        trained(GPipe(linears(2), [1, 1], devices=["cpu:0"] * 2, chunks=2, checkpoint="never"), rows(), schedule)
+
+
+SOURCES: dict[str, Callable[[nn.Module], Any]] = {"a state dict": nn.Module.state_dict, "reset": lambda model: "reset"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_model_on_meta_is_loaded_onto_the_host(source: str) -> None:
+    plain = linears(3)
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(3, 3, dtype=DOUBLE) for _ in range(3)))
+    pipe = offloaded(layers, init=SOURCES[source](plain))
+    assert all(parameter.is_cpu for parameter in pipe.parameters())
+    plain.load_state_dict(pipe.state_dict())
+    assert_trains_like(pipe, plain)
+
+
+@pytest.mark.parametrize("value", [None, "yes", 2])
+def test_anything_but_a_flag_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="offload must be True or False"):
+        GPipe(linears(1), [1], devices=["cpu"], offload=value)

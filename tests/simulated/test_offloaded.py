@@ -1,0 +1,149 @@
+"""Stages whose parameters are on the host: no races, as the plain model, and two stages on a device at a time."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe import GPipe
+from gpipe.engine._offloaded import Offloaded
+
+from . import accelerator, test_tied
+from .faults import Fault, planted
+from .models import HOWS, MODES, assert_trains_like, model, piped, some_of, squares
+from .test_faults import problems
+
+PLACEMENTS = ("two devices", "three devices", "the first device twice", "CPU between")
+
+
+@pytest.mark.parametrize(
+    ("placement", "how", "streams", "mode", "inline", "shares"),
+    some_of(
+        PLACEMENTS,
+        [how for how in HOWS if how != "interleaved"],
+        ["default", "own"],
+        MODES,
+        [False, True],
+        [False, True],
+    ),
+)
+def test_in_order_and_equal(placement: str, how: str, streams: str, mode: str, inline: bool, shares: bool):
+    plain = test_tied.model() if shares else model()
+    with accelerator.no_races():
+        assert_trains_like(plain, piped(plain, placement, mode, offload=True), how, streams, inline=inline)
+
+
+LAYER = 64 * 64 * 4
+"""Bytes of the weight of a layer."""
+
+
+def eight_layers(**options: object) -> GPipe:
+    """Eight stages of a layer each, on the first device."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    return GPipe(layers, [1] * 8, devices=[accelerator.device(0)] * 8, chunks=2, **options)
+
+
+def trains_within(pipe: GPipe, size: int, how: str) -> bool:
+    """Whether ``size`` bytes on the device suffice for a step, beside what is there between steps."""
+    x = torch.randn(4, 64).to(accelerator.device(0))
+    pipe.zero_grad()
+    gc.collect()
+    try:
+        with accelerator.limited(0, size):
+            if how == "call":
+                pipe(x).square().sum().backward()
+            else:
+                pipe.step(x, loss_fn=squares, reduction="sum")
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["call", "step"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_holds_two_stages_at_a_time(mode: str, how: str):
+    """And the gradient of one; the rest are activations, which are small here."""
+    pipe = eight_layers(checkpoint=mode, offload=True)
+    assert trains_within(pipe, 5 * LAYER, how)
+    assert not trains_within(pipe, 2 * LAYER, how)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_nothing_remains_on_the_device(trains: bool):
+    pipe = eight_layers(offload=True)
+    x = torch.randn(4, 64).to(accelerator.device(0))
+    before = accelerator.used()
+    for _ in range(2):
+        if trains:
+            pipe.step(x, loss_fn=squares, reduction="sum")
+        else:
+            pipe.evaluate(x, loss_fn=squares, reduction="sum")
+        pipe.close()
+    assert all(parameter.is_cpu for parameter in pipe.parameters())
+    assert all(parameter.grad.is_cpu for parameter in pipe.parameters() if trains)
+    assert accelerator.used() <= before + 1024
+
+
+def test_each_stage_is_loaded_twice_and_the_host_waits_at_the_end_only(monkeypatch: pytest.MonkeyPatch):
+    """The two stages that are computed last stay until their backwards."""
+    pipe, seen = eight_layers(offload=True), []
+    leave = Offloaded.leave
+
+    def watched(self: Offloaded) -> None:
+        seen.append(accelerator.library().take_counters())
+        leave(self)
+
+    x = torch.randn(4, 64).to(accelerator.device(0))
+    pipe.step(x, loss_fn=squares, reduction="sum")
+    accelerator.library().take_counters()
+    with monkeypatch.context() as patched:
+        patched.setattr(Offloaded, "leave", watched)
+        pipe.step(x, loss_fn=squares, reduction="sum")
+    assert seen[0]["copies"] == 8 + 6 + 8  # loads for forwards and for backwards, and gradients
+    assert seen[0]["synchronisations"] == 0
+
+
+OFFLOADED = "gpipe.engine._offloaded"
+# fmt: off
+FAULTS = [
+    Fault("a stage does not wait for its load", OFFLOADED, "wait_event(self._compute, self._ready)", "pass"),
+    Fault("a load overwrites what an earlier stage still reads", OFFLOADED,
+          "wait_event(self._link.inward, done)", "pass"),
+    Fault("gradients leave before they are computed", OFFLOADED, "wait_event(self._link.outward, done)", "pass"),
+    Fault("gradients are overwritten while they leave", OFFLOADED,
+          "record_stream(gradient, self._link.outward)", "pass"),
+    Fault("gradients are read before they arrive", OFFLOADED, "wait_event(CPUStream, self._sent)", "pass"),
+    Fault("the caller changes parameters while they are loaded", OFFLOADED,
+          "wait_event(CPUStream, self._ready)", "pass"),
+    Fault("loads are queued on the stream of computations", OFFLOADED,
+          "with use_stream(self._link.inward), torch.no_grad():", "with torch.no_grad():"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_each_wait_is_needed(fault: Fault):
+    with planted(fault):
+        found = problems(trains_and_updates)
+    assert found
+    assert not problems(trains_and_updates)
+
+
+def trains_and_updates() -> None:
+    """A step, an evaluation, and an update right after each."""
+    torch.manual_seed(0)
+    pipe, plain = eight_layers(offload=True), nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    plain.load_state_dict(pipe.state_dict())
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        pipe.zero_grad()
+        plain.zero_grad()
+        pipe.step(x.to(accelerator.device(0)), loss_fn=squares, reduction="sum")
+        squares(plain(x)).backward()
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+        pipe.evaluate(x.to(accelerator.device(0)), loss_fn=squares, reduction="sum")
+        with torch.no_grad():
+            for parameter in (*pipe.parameters(), *plain.parameters()):
+                parameter.mul_(0.9)
+    pipe.close()
