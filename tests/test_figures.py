@@ -1,7 +1,9 @@
 """The figures that pages tell are those of the tables that benchmarks wrote."""
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +66,28 @@ def test_the_readme_has_the_figures_of_one_gpu() -> None:
         if row["D = B"] == "4096" and row["way"] == "one stage"
     }
     assert readme("time of a training step of large linear layers on one H200") == [found["never"], found["always"]]
+
+
+KINDS = {"bfloat16, trained": (2, 2), "bfloat16, LoRA": (2, 0), "4 bits, LoRA": (0.55, 0)}
+"""By what the table of ``howto/offload.md`` calls them, the bytes of a parameter that move to the device and back."""
+
+
+def test_the_tokens_from_which_offloading_pays_are_what_is_predicted() -> None:
+    """By the function that the page prints."""
+    page = text_of(ROOT / "docs" / "howto" / "offload.md")
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:]:
+        exec(block, scope)
+    for row in rows(page):
+        parameters, (there, back) = 1e9 * int(row["model"].split()[0]), KINDS[row["weights"]]
+        for memory in (24, 80):
+            needed = max(4, math.ceil((2 * there + back) * parameters / (0.6e9 * memory)))
+            assert int(row[f"stages in {memory} GB"]) == needed
+        stages = int(row["stages in 24 GB"])
+        for bandwidth in (12, 25, 50):
+            least = int(row[f"{bandwidth} GB/s"].replace(",", ""))
+            shares = [
+                scope["busy"](stages, parameters, there, back, tokens, 1e9 * bandwidth)
+                for tokens in (least - 500, least)
+            ]
+            assert shares[0] < 0.9 <= shares[1], row

@@ -150,7 +150,16 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         return self._workers.section
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch."""
+        """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch.
+
+        Raises:
+            RuntimeError: parameters are on the host, but stages on other devices (``offload=True``).
+        """
+        if self._offload and any(device.type != "cpu" for device in self._devices):
+            raise RuntimeError(
+                "generate() reads every parameter for each token, but offload=True keeps them on the host; generate "
+                "with a pipe of the same model that is made without offload="
+            )
         with self._workers.section.entered():
             return generate(self._whole_model, {*self._blocks.values()}, *args, **kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..schedule import Action, Kind, Step
+from ..schedule._loads import MOVES
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class Event:
     """An action of a stage on one micro-batch, or on all of them.
 
     Attributes:
-        stage, microbatch, kind: the action; the loss of the full mini-batch has micro-batch 0.
+        stage, microbatch, kind: the action; the loss of the full mini-batch has micro-batch 0, and
+            loads of a stage are counted instead.
         device: the device of the stage, as text.
         start, end: seconds from a common origin of the timeline.
         wait: the seconds that the worker waited for the action's input.
@@ -41,6 +43,11 @@ class Event:
 
     def __str__(self) -> str:
         return str(Step(self.stage, self.action))
+
+    @property
+    def moves(self) -> bool:
+        """Whether the action loads or unloads parameters, beside the computations of its worker."""
+        return self.kind in MOVES
 
     @property
     def action(self) -> Action:

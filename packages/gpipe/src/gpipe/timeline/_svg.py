@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LEFT, RIGHT, TOP, LANE, PITCH, BELOW = 92, 60, 34, 30, 40, 76
 """Pixels: the margins left of, right of and above the lanes, the height and distance of lanes, and the space below."""
 
+STRIP = 7
+"""The height of a load or unload."""
+
 COLOURS: dict[Kind, str] = {
     Kind.FORWARD: "#7fb0f2",
     Kind.RECOMPUTE: "#f6d776",
@@ -95,10 +98,14 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
     x, width = LEFT + (event.start - begin) * pace, event.seconds * pace
     # A gap after each narrow cell would make a busy worker look idle.
     drawn = width - 1 if width >= 5 else width
+    # Loads run beside the computations of their worker, so they are drawn as a strip below these.
+    y, height = (top + LANE, STRIP) if event.moves else (top, LANE)
     yield (
-        f'<rect class="cell" x="{x:.2f}" y="{top}" width="{drawn:.2f}" height="{LANE}" fill="{COLOURS[event.kind]}" '
+        f'<rect class="cell" x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{height}" fill="{COLOURS[event.kind]}" '
         f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin))}</title></rect>'
     )
+    if event.moves:
+        return
     name = str(event.action)
     # A letter is about 0.65 times as wide as the font size; fonts below 6.5 pixels are illegible.
     size = min(10.0, (width - 2) / (0.65 * len(name)))
@@ -112,7 +119,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
 def describe(event: Event, begin: float) -> str:
     """Return the text of a cell's tooltip."""
     held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
-    microbatch = "all" if event.kind == Kind.LOSS else event.microbatch
+    microbatch = "all" if event.kind == Kind.LOSS or event.moves else event.microbatch
     return (
         f"stage: {event.stage} ({event.layers})\nmicro-batch: {microbatch}\nkind: {event.kind.label}\n"
         f"device: {event.device}\nstart: {format_seconds(event.start - begin)}\n"

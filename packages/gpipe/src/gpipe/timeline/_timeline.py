@@ -74,7 +74,7 @@ class Timeline:
     @property
     def microbatches(self) -> int:
         """The number of micro-batches."""
-        return 1 + max((event.microbatch for event in self.events), default=-1)
+        return 1 + max((event.microbatch for event in self.events if not event.moves), default=-1)
 
     @property
     def start(self) -> float:
@@ -93,10 +93,11 @@ class Timeline:
 
     @property
     def utilisation(self) -> dict[int, float]:
-        """The fraction of the makespan that each worker is busy."""
+        """The fraction of the makespan that each worker computes. Loads and unloads do not count."""
         # An empty run counts as busy, and rounded sums may exceed the makespan.
         whole = self.makespan
-        return {worker: min(1.0, _covered(lane) / whole) if whole else 1.0 for worker, lane in self.lanes.items()}
+        computed = {worker: [each for each in lane if not each.moves] for worker, lane in self.lanes.items()}
+        return {worker: min(1.0, _covered(lane) / whole) if whole else 1.0 for worker, lane in computed.items()}
 
     @property
     def bubble(self) -> float:
