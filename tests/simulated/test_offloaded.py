@@ -1,6 +1,7 @@
 """Stages whose parameters are on the host: no races, as the plain model, and two stages on a device at a time."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -147,3 +148,24 @@ def trains_and_updates() -> None:
             for parameter in (*pipe.parameters(), *plain.parameters()):
                 parameter.mul_(0.9)
     pipe.close()
+
+
+def updates_during_a_step() -> None:
+    torch.manual_seed(0)
+    pipe, plain = eight_layers(offload=True), nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    plain.load_state_dict(pipe.state_dict())
+    ours, its = (torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9) for each in (pipe, plain))
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        pipe.step(x.to(accelerator.device(0)), loss_fn=squares, reduction="sum", optimizer=ours)
+        squares(plain(x)).backward()
+        its.step()
+        its.zero_grad()
+        torch.testing.assert_close([*pipe.parameters()], [*plain.parameters()])
+    pipe.close()
+
+
+@pytest.mark.parametrize("fault", [None, *(each for each in FAULTS if "read before" in each.name)], ids=str)
+def test_updates_during_a_step_wait_for_their_gradients(fault: Fault | None):
+    with nullcontext() if fault is None else planted(fault):
+        assert bool(problems(updates_during_a_step)) == (fault is not None)

@@ -366,11 +366,12 @@ class GPipe(Stepping):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
-        batches, size, losses, _ = prepared
+        batches, size, losses, _, updates = prepared
         if not isinstance(schedule, Schedule):
             schedule = named_for(schedule, whole=losses.is_whole, offloads=self._offload)
         chosen, recorder = self._chooser.plan(schedule, batches, size)
-        train(self._pipeline, self._pipeline.spec(size, chosen, losses, observer=recorder), batches)
+        spec = self._pipeline.spec(size, chosen, losses, observer=recorder)
+        train(self._pipeline, spec._replace(updates=updates), batches)
         self._chooser.learn()
 
     def _prepare(self) -> None:

@@ -378,7 +378,7 @@ class Rank(Stepping):
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         assert self._last is not None
         own = schedule if isinstance(schedule, Schedule) else self._last
-        batches, size, losses, seed = prepared
+        batches, size, losses, seed, _ = prepared
         with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(losses):
             train(self._pipeline, self._pipeline.spec(size, own, losses, seed=seed), batches)
 

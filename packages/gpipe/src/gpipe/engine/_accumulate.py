@@ -93,6 +93,10 @@ class GradientSums:
         found = _engine.gradients(roots, gradients, ends, keep_graph=False)
         add_to(self._sums, zip(ends, found, strict=True))
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self._sums]
+
     def storages(self) -> set[int]:
         return set(map(storage_id, self._sums.values()))
 

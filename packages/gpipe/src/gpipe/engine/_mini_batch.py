@@ -71,9 +71,15 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
         # One backward, since a leaf may be used both before the pipe and in the loss, and hooks may wait for several
         # gradients.
         accumulate_whole([*_flowing(batches[: len(gradients)], gradients, scale), *whole.items()])
+        if spec.updates is not None:
+            spec.updates.end()
     except BaseException as error:
+        if spec.updates is not None:
+            spec.updates.stop()
         run.deferred.give_back(failed=True)
         _restore(run, empty, error, adds or run.adds)
+        if spec.updates is not None:
+            spec.updates.give_back(error)
         raise
 
 

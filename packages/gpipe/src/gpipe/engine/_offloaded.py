@@ -159,6 +159,10 @@ class Offloaded:
         return self._guests[home].leaf if home in self._guests else None
 
     @property
+    def homes(self) -> list[Tensor]:
+        return [*self._guests]
+
+    @property
     def leaves(self) -> list[Tensor]:
         return [guest.leaf for guest in self._guests.values()]
 

@@ -78,6 +78,11 @@ class Run:
         at = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
         places = {stage.index: place for stage, place in zip(pipeline.stages, at, strict=True)}
         self._transport = self._new_transport(places)
+        self._updates = spec.updates
+        if spec.updates is not None:
+            loss = spec.loss
+            assert loss is not None
+            spec.updates.begin(self._tied.offloaded, self._tied, self.sums, lambda: loss.scale)
         self._stage_runs = pipeline.stage_runs(spec, self._transport, self._tied, self.deferred)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
         self._recomputed = [each.stage for each in self._stages.values() if each.recomputes]
@@ -175,9 +180,10 @@ class Run:
         """
         scale: Scale = 1.0 if self._spec.loss is None else self._spec.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
-        arrived = [
-            (leaf, scaled(found, scale)) for each in self._offloaded if each is not None for leaf, found in each.take()
-        ]
+        updates = self._updates
+        home = self._tied.offloaded.values()
+        found = updates.wait() if updates is not None else [pair for each in home for pair in each.take()]
+        arrived = [(leaf, scaled(each, scale)) for leaf, each in found]
         gradients = [*self.deferred.give_back(scale), *arrived, *outside]
         return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)
 

@@ -9,6 +9,7 @@ from streams import Context
 from ..schedule import Choice, Kind, Schedule, Walk
 from ._losses import Losses
 from ._settings import Observer
+from ._updates import Updates
 from ._walks import Size, backwards, forwards, walk_of
 
 
@@ -26,6 +27,7 @@ class RunSpec(NamedTuple):
         seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
         observer: is told of the run.
         splits: the stages whose backward is split.
+        updates: updates parameters on the host during the backwards.
         replays: whether a model computes its output once more, for all rows, from what its blocks have returned.
 
     A spec with a loss is for one run: the loss collects what that run computes.
@@ -42,6 +44,7 @@ class RunSpec(NamedTuple):
     observer: Observer | None = None
     splits: frozenset[int] = frozenset()
     replays: bool = False
+    updates: Updates | None = None
 
 
 def split_in(walk: Walk) -> frozenset[int]:

@@ -201,7 +201,10 @@ class StageRun:
     def unload(self, number: int) -> None:
         """Free the copies of the parameters; after the last backward, send their gradients to the host."""
         assert self._offloaded is not None
-        self._offloaded.unload(ends=self._left_backwards == 0)
+        ends = self._left_backwards == 0
+        self._offloaded.unload(ends=ends)
+        if ends and self._spec.updates is not None:
+            self._spec.updates.ended(self.stage.index)
 
     def inputs_of(self, microbatch: int) -> Activation | None:
         """Return the inputs of a cell for messages; None before its forward and after its backward."""

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from streams import current_stream, record_stream
 
 from ..values._leaves import storage_id, version
+from ._accumulate import GradientSums
 from ._offloaded import Offloaded
 from ._stage import Stage
 
@@ -83,6 +84,7 @@ class Tied:
     Attributes:
         shares: whether any tensor is shared.
         leaves: per stage, the owners and copies whose gradients have to be summed.
+        offloaded: the copies of stages whose parameters are on the host, by stage.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Tied:
     ) -> None:
         self._stages = stages
         self._offloaded = offloaded or [None] * len(parts)
-        self._guests = {stage.index: each for stage, each in zip(stages, self._offloaded, strict=True) if each}
+        found = zip(stages, self._offloaded, strict=True)
+        self.offloaded = {stage.index: each for stage, each in found if each is not None}
         shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
-        self.shares = bool(shared) or bool(self._guests)
+        self.shares = bool(shared) or bool(self.offloaded)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         # Entries in the dicts of modules that refer to copies during a run, with these copies.
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
@@ -149,15 +152,24 @@ class Tied:
 
     def guest_of(self, tensor: Tensor, stage: int) -> Tensor | None:
         """Return the copy of a parameter on the host with which a stage computes while it is loaded."""
-        return self._guests[stage].find(self.owner_of(tensor)) if stage in self._guests else None
+        return self.offloaded[stage].find(self.owner_of(tensor)) if stage in self.offloaded else None
 
     def guests(self) -> dict[int, int]:
         """Map the ids of all guests to the index of their stage."""
-        return {id(leaf): stage for stage, each in self._guests.items() for leaf in each.leaves}
+        return {id(leaf): stage for stage, each in self.offloaded.items() for leaf in each.leaves}
 
     def owner_of(self, tensor: Tensor) -> Tensor:
         """Return what ``tensor`` is a copy of, or ``tensor`` itself."""
         return self._owners.get(tensor, (0, tensor))[1]
+
+    def owners_of_others(self, sums: Iterable[GradientSums]) -> set[Tensor]:
+        """Return the owners whose gradients are not complete before the run ends.
+
+        Those are the owners of leaves in ``sums``, and of copies that do not belong to a load of their stage.
+        """
+        guests = self.guests()
+        others = [owner for copy, (_, owner) in [*self._owners.items()] if id(copy) not in guests]
+        return {*others, *(self.owner_of(leaf) for each in sums for leaf in each.leaves)}
 
     def give(self, leaf: Tensor, tensor: Tensor) -> None:
         """Give the gradient of ``leaf``, which the loss uses in place of it, to a ``tensor`` of the caller."""
@@ -185,7 +197,9 @@ class Tied:
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
         """Record the state that layers may only read, with (tensor or module, name) as keys."""
-        tensors = (tensor for copy, (_, own) in self._owners.items() for tensor in (copy, own))
+        homes = {home for each in self.offloaded.values() for home in each.homes}  # an optimizer may update these
+        pairs = ((copy, own) for copy, (_, own) in self._owners.items())
+        tensors = (tensor for pair in pairs for tensor in pair if tensor not in homes)
         seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
         for module in self._modules:
             for entries in (vars(module), *_entries(module)):
@@ -195,7 +209,7 @@ class Tied:
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
         now = self._then if self._looked else self._seen()
         changed = [key for key in {**self._then, **now} if now.get(key) != self._then.get(key)]
-        if changed and self._guests and isinstance(changed[0][0], Tensor):
+        if changed and self.offloaded and isinstance(changed[0][0], Tensor):
             raise RuntimeError(
                 f"a layer changed {self._name(*changed[0])}, which is on the host (offload=): the stage computes with "
                 "a copy, so the change would be lost; change parameters after the step, or do not offload"

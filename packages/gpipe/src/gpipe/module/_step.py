@@ -17,6 +17,7 @@ from .._hooks import refuse_hooks
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import evaluate
+from ..engine._updates import Updates
 from ..engine._walks import Size, waits
 from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
@@ -58,12 +59,14 @@ class Prepared(NamedTuple):
 
     Attributes:
         seed: the seed of random numbers, if processes have agreed on one.
+        updates: updates parameters during the run.
     """
 
     batches: list[Batch]
     size: Size
     losses: Losses
     seed: int | None = None
+    updates: Updates | None = None
 
 
 def without_advice(pipe: Stepping) -> None:
@@ -123,6 +126,7 @@ class Stepping(Divided):
         reduction: str | None = None,
         normalizer: float | Tensor | None = None,
         return_outputs: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
         **arguments: Any,
     ) -> Any:
         """Compute forward, loss and backward in one call.
@@ -156,6 +160,10 @@ class Stepping(Divided):
             reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, ``"sum"`` if it returns a sum.
             normalizer: the divisor of the ``"sum"``, a nonzero number.
             return_outputs: whether to return the outputs as well, detached, as :meth:`forward` would.
+            optimizer: for a pipe with ``offload=True``, updates the parameters of each stage on the host as soon as
+                their gradients have arrived, while other stages compute. Its ``step()`` is called once per stage, when
+                other parameters have no gradient; it must not depend on several parameters at once. Afterwards, its
+                parameters have no gradient.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
@@ -193,11 +201,12 @@ class Stepping(Divided):
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
             is_patched = "forward" in vars(self)
             warn_about_settings(training=is_trained, is_patched=is_patched)
+        updates = None if optimizer is None else self._updates_by(optimizer)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._pipeline.section.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)
             self._warn_of_one(len(prepared.batches))
-            self._train(prepared, schedule)
+            self._train(prepared._replace(updates=updates), schedule)
             return self._returned(prepared, call)
 
     @not_compiled
@@ -245,6 +254,16 @@ class Stepping(Divided):
                 spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
                 evaluate(self._pipeline, spec, prepared.batches)
             return self._returned(prepared, call)
+
+    def _updates_by(self, optimizer: Any) -> Updates:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        if not self._offload:
+            raise ValueError(
+                "optimizer= is for a pipe with offload=True, whose parameters are updated on the host while stages "
+                "compute; for any other pipe call optimizer.step() after step()"
+            )
+        return Updates(optimizer)
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
         losses, batches = prepared.losses, prepared.batches
