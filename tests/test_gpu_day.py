@@ -40,6 +40,7 @@ SMALL = {
     "transformer": ("--width", "16", "--length", "2", "--rows", "8", "--steps", "1"),
     "compiled": ("--width", "16", "--count", "1"),
     "plans": ("--width", "32", "--length", "2", "--rows", "8"),
+    "offloaded": ("--width", "16", "--layers", "4", "--count", "1"),
     "families": ("GPT-2", "BERT tokens"),
     "whole_loss": ("--width", "16", "--rows", "16", "--tokens", "2", "--steps", "1"),
 }

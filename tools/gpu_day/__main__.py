@@ -1,4 +1,4 @@
-"""The command line: ``python -m tools.gpu_day A|B|C|D [FOLDER]``, from the root of the repository."""
+"""The command line: ``python -m tools.gpu_day A|B|C|D|E [FOLDER]``, from the root of the repository."""
 
 from __future__ import annotations
 

@@ -137,4 +137,19 @@ PARTS = {
             ),
         ),
     ),
+    "E": Part(
+        "A model larger than the GPU",
+        540,
+        (
+            _tests(
+                "offloaded tests",
+                "Stages whose parameters are on the host",
+                120,
+                "packages/gpipe/tests/engine/test_offloaded.py",
+            ),
+            _program(
+                "offloaded", "Beside the same model resident, FSDP2's CPU offload and save_on_cpu", 400, "offloaded"
+            ),
+        ),
+    ),
 }

@@ -206,3 +206,28 @@ def test_a_model_on_meta_is_loaded_onto_the_host(source: str) -> None:
 def test_anything_but_a_flag_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="offload must be True or False"):
         GPipe(linears(1), [1], devices=["cpu"], offload=value)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["call", "1f1b", "looped_bfs", "zero_bubble"])
+def test_on_a_gpu(how: str, mode: str) -> None:
+    """With updates between steps, and no more than two stages on the device."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512, dtype=DOUBLE), nn.Tanh()) for _ in range(8)))
+    plain, x = copy.deepcopy(layers), torch.randn(32, 512, dtype=DOUBLE)
+    pipe = GPipe(layers, [1] * 8, devices=["cuda:0"] * 8, chunks=4, checkpoint=mode, offload=True)
+    assert all(parameter.is_pinned() for parameter in pipe.parameters())
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        trained(pipe, x.cuda(), None if how == "call" else how)
+        most = torch.cuda.max_memory_allocated() - before
+        trained(plain, x)
+        assert_same(pipe, plain)
+        for each in (pipe, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+        if how == "looped_bfs" and mode == "always":
+            assert most < 5 * 512 * 512 * 8 + 40 * x.nbytes
+    pipe.close()
