@@ -115,8 +115,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
     else:
-        with torch._C.DisableTorchFunctionSubclass():
-            yield tensor.data.as_subclass(Tensor)
+        yield tensor.data.as_subclass(Tensor)
 
 
 def _free(guests: Sequence[Guest]) -> None:

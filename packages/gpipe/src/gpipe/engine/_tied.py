@@ -113,6 +113,8 @@ class Tied:
                 self._modules |= {copy: module for module, copy in copies.modules.items()}
                 self.leaves[number] = [*filter(_is_trained, copies.tensors.values())]
             earlier.update(modules)
+        # An optimizer may update these during a run.
+        self._homes = {home for each in self.offloaded.values() for home in each.homes}
         self._looked = False
         # Layers may only read shared state, so it is compared with this record after the forwards.
         self._then = self._seen() if self.shares or self._modules else {}
@@ -146,7 +148,7 @@ class Tied:
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
-            for each in (own, copy):  # from now on, since the stage of its own may have changed it before
+            for each in {own, copy} - self._homes:  # from now on, since its own stage may have changed it before
                 self._then.setdefault((each, ""), _state(each))
         return copy
 
@@ -197,9 +199,8 @@ class Tied:
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
         """Record the state that layers may only read, with (tensor or module, name) as keys."""
-        homes = {home for each in self.offloaded.values() for home in each.homes}  # an optimizer may update these
         pairs = ((copy, own) for copy, (_, own) in self._owners.items())
-        tensors = (tensor for pair in pairs for tensor in pair if tensor not in homes)
+        tensors = (tensor for pair in pairs for tensor in pair if tensor not in self._homes)
         seen: dict[tuple[Any, str], Any] = {(tensor, ""): _state(tensor) for tensor in tensors}
         for module in self._modules:
             for entries in (vars(module), *_entries(module)):
