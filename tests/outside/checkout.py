@@ -155,7 +155,7 @@ def _module(file: str) -> Any:
     found = folder()
     if found is not None and str(found) not in tests.__path__:
         tests.__path__.append(str(found))
-        sys.path.append(str(found.parent))  # they use its folder utils
+        sys.path += [str(found.parent), str(found.parent / "utils")]  # they import from both
     try:
         return importlib.import_module(_name(file))
     except Exception as error:
