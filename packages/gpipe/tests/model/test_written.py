@@ -165,6 +165,52 @@ def test_what_the_model_reads_is_as_in_the_model_or_refused(name: str, stages: i
     assert_same(model, plain)
 
 
+def exchange(found: Any, y: Tensor) -> None:
+    a, b = (0, 1) if isinstance(found, list) else found
+    found[a], found[b] = found[b], found[a]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("how", ["call", "whole"])
+@pytest.mark.parametrize("add", [replace, exchange])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_entries_that_a_block_replaces(kind: type, add: Any, how: str, reads: bool) -> None:
+    """The blocks of HRNet replace the entries of the list that they are called with, and the model reads none later."""
+    model, x = Replacing(*(Changing(add) for _ in range(4))), rows(6)
+    model.kind, model.reads = kind, reads
+    with closing(GPipe(model, devices=["cpu"] * 3, chunks=3)) as pipe:
+        plain = plain_of(pipe)
+        if reads or add is exchange:
+            with pytest.raises(
+                RuntimeError, match=r"block 'layers\.0' modifies a list or dict|has put into a list or dict"
+            ):
+                done(pipe, x, how)
+            return
+        done(pipe, x, how)
+    plain(x).square().sum().backward()
+    assert_same(model, plain)
+
+
+class Changing(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(3, 3), change
+
+    def forward(self, x: Tensor, found: Any) -> Tensor:
+        y = self.linear(x)
+        self.change(found, y)
+        return y.tanh() + found[0]
+
+
+class Replacing(Residuals):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        found = dict(enumerate([x * 2, x * 3])) if self.kind is dict else [x * 2, x * 3]
+        for layer in self.layers:
+            x = x + layer(x, found)
+        return self.head(x + found[0] + found[1] if self.reads else x)
+
+
 def count(found: dict[str, Any], y: Tensor) -> None:
     found["calls"] = found.get("calls", 0) + 1
 

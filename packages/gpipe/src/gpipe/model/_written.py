@@ -41,7 +41,7 @@ class Written:
         """Copy the block's changes to the model's own containers, with each new tensor replaced by ``put``.
 
         Returns:
-            Whether the changes are visible only in the written tensors, as new or changed values in a dict are.
+            Whether the changes are visible only in the written tensors, as new values in a dict or list are.
         """
         is_in_tensors = True
         for mine, its, before, now in [*self._changes()]:
@@ -49,9 +49,11 @@ class Written:
             found = [
                 (key, self._own.get(id(value), value) if id(value) in known else _put(value, put)) for key, value in now
             ]
-            fresh = [value for _, value in now if id(value) not in known]
-            is_dict = not isinstance(its, list) and {key for key, _ in before} <= {key for key, _ in now}
-            is_in_tensors = is_in_tensors and is_dict and all(map(tensors_of, fresh))
+            places = dict(before)
+            written = [value for key, value in now if key not in places or places[key] is not value]
+            # A value that was there before, under another key, is not noticed when the model reads it.
+            keeps = len(now) == len(before) if isinstance(its, list) else places.keys() <= dict(now).keys()
+            is_in_tensors = is_in_tensors and keeps and all(id(x) not in known and tensors_of(x) for x in written)
             if isinstance(mine, list):
                 mine[:] = [value for _, value in found]
             else:
