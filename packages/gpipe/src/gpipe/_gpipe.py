@@ -338,7 +338,11 @@ class GPipe(Stepping):
         Returns:
             The result of that method: usually the tensors by name.
         """
-        return super().state_dict(*args, **kwargs) if self._model is None else self._model.state_dict(*args, **kwargs)
+        # While a run has loaded a stage, its modules hold copies.
+        with self._workers.section.entered() if self._offload else nullcontext():
+            if self._model is None:
+                return super().state_dict(*args, **kwargs)
+            return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict with the names of the wrapped module.

@@ -288,6 +288,11 @@ def change_arguments_of_functions(change: Callable[[tuple[Any, ...]], tuple[Any,
     functorch_utils.unwrap_dead_wrappers = lambda args: own(change(args))
 
 
+def uses_of(tensor: Tensor) -> int:
+    """Return the number of references to the memory of ``tensor``: by itself, by views, and one by this call."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """Returns the sequence number of the next autograd node in this thread; each thread counts its own nodes. Without it:
 the stage that computed a tensor, which a block has stored in an attribute, could not be determined."""

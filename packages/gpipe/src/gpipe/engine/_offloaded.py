@@ -15,7 +15,9 @@ computations that read it. Source: FSDP resizes the storages of its flat paramet
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +35,11 @@ from streams import (
     wait_event,
 )
 
+from .._torch import uses_of
 from ..transport._copy import can_pin
-from ..values._leaves import version
+from ..values._leaves import storage_id, version
+
+_log = logging.getLogger("gpipe")
 
 LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
@@ -57,14 +62,43 @@ class Guest(NamedTuple):
     Attributes:
         home: the parameter, on the host.
         leaf: the copy.
-        parts: the tensors whose memory is loaded, each with its source. A subclass may consist of several.
+        parts: the tensors whose memory is loaded. A subclass may consist of several.
+        alone: the number of uses of the memory of ``parts`` while nobody else has a view of it.
         state: identifies the data of ``home``, if the copy holds more than ``parts``.
     """
 
     home: Tensor
     leaf: Tensor
-    parts: Sequence[tuple[Tensor, Tensor]]
+    parts: Sequence[Tensor]
+    alone: int
     state: Any
+
+    @classmethod
+    def of(cls, home: Tensor, device: torch.device, state: Any) -> Guest:
+        leaf = _leaf(home, device)
+        guest = cls(home, leaf, [*_parts(leaf)], 0, state)
+        guest.free()
+        guest.settle()
+        return guest._replace(alone=guest.uses())
+
+    def uses(self) -> int:
+        return sum(map(uses_of, self.parts))
+
+    def load(self) -> None:
+        for source, part in zip(_parts(self.home), self.parts, strict=True):
+            part.untyped_storage().resize_(source.numel() * source.element_size())
+            part.copy_(source, non_blocking=True)
+        if type(self.home) is nn.Parameter:
+            self.leaf.data = self.parts[0]
+
+    def settle(self) -> None:
+        """Let the copy use the memory of the parameter, for whoever still refers to it."""
+        if type(self.home) is nn.Parameter:
+            self.leaf.data = self.home.data
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.untyped_storage().resize_(0)
 
 
 class Guests:
@@ -74,15 +108,24 @@ class Guests:
         self._known: dict[int, Guest] = {}
 
     def of(self, home: Tensor, device: torch.device) -> Guest:
-        """Return the guest of ``home``, without memory."""
+        """Return the guest of ``home``, without memory of its own."""
         known, state = self._known.get(id(home)), _state(home)
         if known is None or known.home is not home or known.state != state:
-            leaf = _leaf(home, device)
-            parts = [*zip(_parts(home), _parts(leaf), strict=True)]
-            known = self._known[id(home)] = Guest(home, leaf, parts, state)
-            known.leaf._gpipe_is_guest = True  # type: ignore[attr-defined]  # see gpipe.checkpoint._state
-            _free([known])
+            with torch.inference_mode(False):  # a later run may train
+                known = self._known[id(home)] = Guest.of(home, device, state)
+        vars(known.leaf).update({**vars(home), **(vars(known.leaf) if type(home) is not nn.Parameter else {})})
+        known.leaf._gpipe_is_guest = True  # type: ignore[attr-defined]  # see gpipe.checkpoint._state
         return known
+
+    def forget(self, guest: Guest) -> None:
+        """Make another guest for the next run, because somebody else uses the memory of this one."""
+        if self._known.get(id(guest.home)) is guest:
+            del self._known[id(guest.home)]
+            _log.warning(
+                "a layer keeps a view of a parameter of shape %s, which is on the host (offload=True); the view does "
+                "not see later updates of the parameter, and its memory on the device is not freed",
+                tuple(guest.home.shape),
+            )
 
 
 def _leaf(home: Tensor, device: torch.device) -> Tensor:
@@ -96,7 +139,6 @@ def _leaf(home: Tensor, device: torch.device) -> Tensor:
             if there is source or device.type == home.device.type:
                 there = copy.deepcopy(source)
             leaf = there if isinstance(there, nn.Parameter) else nn.Parameter(there, home.requires_grad)
-        vars(leaf).update({**vars(home), **vars(leaf)})
     return leaf.requires_grad_(home.requires_grad)
 
 
@@ -115,13 +157,8 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
     else:
-        yield tensor.data.as_subclass(Tensor)
-
-
-def _free(guests: Sequence[Guest]) -> None:
-    for guest in guests:
-        for _, part in guest.parts:
-            part.untyped_storage().resize_(0)
+        data = tensor.data
+        yield data if type(data) is Tensor else data.as_subclass(Tensor)
 
 
 class Offloaded:
@@ -134,6 +171,7 @@ class Offloaded:
 
     Attributes:
         swaps: the entries in the dicts of modules that refer to a guest while the stage is loaded.
+        every_home: the parameters of all stages.
     """
 
     def __init__(self, guests: Guests, device: torch.device, link: HostLink, compute: AbstractStream) -> None:
@@ -141,6 +179,7 @@ class Offloaded:
         self._guests: dict[Tensor, Guest] = {}
         self.swaps: list[tuple[dict[str, Any], str, Tensor]] = []
         self._versions: list[int] = []
+        self.every_home: Collection[Tensor] = ()
         self._is_loaded = False
         self._ready: AbstractEvent = None
         self._is_awaited = True
@@ -165,6 +204,28 @@ class Offloaded:
     def leaves(self) -> list[Tensor]:
         return [guest.leaf for guest in self._guests.values()]
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a clone if it is a view of a guest, whose memory will be freed."""
+        if storage_id(tensor) not in self.storages:
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    def expect_own(self, leaves: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if ``leaves`` of a graph of this stage include parameters that it does not load."""
+        own = {*map(id, self.leaves)}
+        for leaf in leaves:
+            if leaf in self.every_home or (hasattr(leaf, "_gpipe_is_guest") and id(leaf) not in own):
+                raise RuntimeError(
+                    f"a layer uses a parameter of shape {tuple(leaf.shape)} that belongs to another partition, and is "
+                    "not loaded with its own (offload=True); let the layer have the parameter too, as in "
+                    "head.weight = embedding.weight"
+                )
+
+    @cached_property
+    def storages(self) -> set[int]:
+        """The storages of the copies."""
+        return {storage_id(part) for guest in self._guests.values() for part in guest.parts}
+
     def load(self) -> None:
         """Queue the copies from the host, and let the modules hold the guests.
 
@@ -178,11 +239,9 @@ class Offloaded:
                 "backward() (optimizer.step() comes last)"
             )
         self._versions = versions
-        with use_stream(self._link.inward), torch.no_grad():
+        with use_stream(self._link.inward), torch.no_grad(), torch.inference_mode(False):
             for guest in self._guests.values():
-                for home, part in guest.parts:
-                    part.untyped_storage().resize_(home.numel() * home.element_size())
-                    part.copy_(home, non_blocking=True)
+                guest.load()
         self._ready, self._is_awaited = record_event(self._link.inward), False
         for entries, name, home in self.swaps:
             entries[name] = self._guests[home].leaf
@@ -198,7 +257,8 @@ class Offloaded:
         """Free the memory of the guests once the queued computations are complete.
 
         Args:
-            ends: whether the stage computes no more gradients, so that they are sent to the host.
+            ends: whether the stage computes nothing more in this run. Its gradients are then sent to the host, and no
+                graph needs the guests.
         """
         if not self._is_loaded:
             return
@@ -207,8 +267,13 @@ class Offloaded:
         wait_event(self._link.inward, done)
         if ends:
             self._send_gradients(done)
-        with use_stream(self._link.inward):
-            _free([*self._guests.values()])
+        with use_stream(self._link.inward), torch.inference_mode(False):
+            for guest in self._guests.values():
+                guest.settle()
+                if ends and guest.uses() > guest.alone:
+                    self._known.forget(guest)
+                else:
+                    guest.free()
         for entries, name, home in self.swaps:
             if entries.get(name) is self._guests[home].leaf:  # a layer may have assigned something else
                 entries[name] = home

@@ -22,7 +22,7 @@ from ..schedule._loads import MOVES
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
-from ._accumulate import DeferredGradients, GradientSums, below, counts_of_hooks
+from ._accumulate import Below, DeferredGradients, GradientSums, below, counts_of_hooks
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._left_behind import guard
 from ._losses import Losses
@@ -95,7 +95,8 @@ class StageRun:
         self._spec, self._random, self._arrival = spec, random, arrival
         self._departure = None if isinstance(departure, Losses) else departure
         self._loss = departure if isinstance(departure, Losses) else None
-        self._left = self._left_backwards = spec.size.microbatches
+        self._left = spec.size.microbatches
+        self._left_backwards = self._left if spec.trains else 0
         self._offloaded = trained.offloaded
         self._checkpoint_stop = stop = spec.size.checkpoint_stops[stage.index]
         # A loss in the forward would hold its gradient until the backward. So it is computed after the recomputation.
@@ -168,7 +169,7 @@ class StageRun:
             cell.outputs = outputs
         if i < self._late_losses:
             assert cell.outputs is not None
-            self._send(i, flag_aliases(detach_leaves(cell.outputs), cell.inputs, self.given))
+            self._send(i, self._sent(cell.inputs, cell.outputs, []))
 
     def backward(self, i: int) -> None:
         seeds = self._seeds(i)
@@ -201,7 +202,7 @@ class StageRun:
     def unload(self, number: int) -> None:
         """Free the copies of the parameters; after the last backward, send their gradients to the host."""
         assert self._offloaded is not None
-        ends = self._left_backwards == 0
+        ends = not self._left and not self._left_backwards
         self._offloaded.unload(ends=ends)
         if ends and self._spec.updates is not None:
             self._spec.updates.ended(self.stage.index)
@@ -258,6 +259,8 @@ class StageRun:
     def _sent(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
         """Return the outputs for the next stage, as leaves of a new graph."""
         sent = detach_leaves(outputs)
+        if self._offloaded is not None:
+            sent = sent.with_tensors(map(self._offloaded.own, sent.tensors))
         # A single tensor needs no mark if it shares no memory with the inputs or with tensors of the layers.
         is_apart = not kept and not inputs.marks and not self.given and len(sent.tensors) == 1
         return sent if is_apart else flag_aliases(sent, inputs, [*kept, *self.given])
@@ -291,19 +294,25 @@ class StageRun:
         every = self._spec.loss is not None and self._spec.loss.scales
         if not self._has_held:
             self._has_held = True
+            if self._offloaded is not None:
+                self._offloaded.expect_own(self._below(i).leaves)
             if tied:
                 deferred.hold(tied, tied=True)
             deferred.hold(parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
-            cell = self._cells[i]
-            assert cell.outputs is not None
-            graph = below(cell.outputs.tensors, cell.inputs.tensors)
+            graph = self._below(i)
             deferred.hold(graph.leaves, every=every)
             if self._sums is not None and graph.hides:
                 if may_be_data_parallel():
                     raise RuntimeError(_HIDES)
                 self._sums = None  # the nodes are held by a graph of an earlier run, not by a hook
         self.adds = not every and self._sums is None
+
+    def _below(self, i: int) -> Below:
+        """Return the graph of a cell."""
+        cell = self._cells[i]
+        assert cell.outputs is not None
+        return below(cell.outputs.tensors, cell.inputs.tensors)
 
 
 _HIDES = (

@@ -115,6 +115,8 @@ class Tied:
             earlier.update(modules)
         # An optimizer may update these during a run.
         self._homes = {home for each in self.offloaded.values() for home in each.homes}
+        for each in self.offloaded.values():
+            each.every_home = self._homes
         self._looked = False
         # Layers may only read shared state, so it is compared with this record after the forwards.
         self._then = self._seen() if self.shares or self._modules else {}
@@ -317,6 +319,8 @@ def _state(value: Any) -> Any:
     """Return the storage and version of a tensor; None for anything else."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return None
+    if hasattr(value, "_gpipe_is_guest"):  # its storage changes with each load
+        return 0, version(value)
     return storage_id(value), version(value)
 
 

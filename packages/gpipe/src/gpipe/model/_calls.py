@@ -265,6 +265,9 @@ class Calls:
                 output = self._called(call, watched)
         if not is_here:
             output = self._called_later(call)
+        if self._run.offloads:
+            with self.between.off():
+                output = changed(output, self._run.own)
         if is_block:
             current.work.rng.at = place + 1
         self._end_call(call, watched, output)

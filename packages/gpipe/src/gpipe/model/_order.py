@@ -61,7 +61,7 @@ class Rehearsal:
         after: for modules outside of blocks, the block that was called last before their first use, if any.
     """
 
-    copies = False
+    copies = offloads = False
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self.model, self._blocks = model, blocks
@@ -118,6 +118,9 @@ class Rehearsal:
     def read(self, tensor: Tensor) -> None: ...
 
     # The tensors of the model.
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def is_own(self, stage: int) -> bool:
         return False

@@ -25,7 +25,7 @@ from ..engine._stage_run import StageRun, StageRuns, Trained
 from ..engine._tied import Tied, contents_of
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
-from ..values._leaves import Activation
+from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
@@ -56,7 +56,8 @@ class ModelRun(StageRuns):
         transport: the channels between stages.
         replays: whether the output is computed for the full mini-batch, from the outputs of blocks.
         places: the device, stream and copy streams of each stage.
-        devices: the devices of the stages.
+        devices: the devices of the stages, and of parameters on the host.
+        offloads: whether parameters are on the host.
         copies: whether there is more than one device.
         is_known: whether earlier runs had forwards of this kind.
         kind: the modes and properties of the inputs that may decide which operations a forward runs.
@@ -84,7 +85,11 @@ class ModelRun(StageRuns):
         self.kind: tuple[Any, ...] = ()
         self.is_known = False
         self._known, self._shown = known, list[Facts]()
-        self.devices = {place[0] for place in self.places.values()}
+        self.offloads = bool(tied.offloaded)
+        self.devices = {place[0] for place in self.places.values()} | (
+            {torch.device("cpu")} if self.offloads else set()
+        )
+        self._storages = set[int]().union(*(each.storages for each in tied.offloaded.values()))
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
@@ -223,6 +228,10 @@ class ModelRun(StageRuns):
                 self._deferred.hold([copy], tied=True)
             self._copied[key] = copy
         return self._copied[key]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a clone if it is a view of a loaded parameter, whose memory will be freed."""
+        return tensor.clone() if storage_id(tensor) in self._storages else tensor
 
     def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
         """Send ``tensor`` to ``target``. Return a function that receives it there, as a leaf."""

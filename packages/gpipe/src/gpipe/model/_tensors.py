@@ -27,11 +27,16 @@ class Moves(Protocol):
         places: the device, stream and copy streams of each stage.
         devices: the devices of the stages.
         copies: whether there is more than one device.
+        offloads: whether parameters are on the host.
     """
 
     places: Mapping[int, StagePlace]
     devices: set[torch.device]
     copies: bool
+    offloads: bool
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a clone if its memory will be freed with a parameter of its stage."""
 
     def is_of_model(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter or buffer of the model."""
@@ -174,6 +179,8 @@ class Tensors:
 
         The output is moved right away, because in-place changes would be lost in a copy for a single operation.
         """
+        if self._moves.offloads:
+            output = changed(output, self._moves.own)
         return changed(output, self._moved) if self._moves.copies else output
 
     def given(self, leaf: Tensor) -> Tensor:
