@@ -10,10 +10,13 @@ from torch import nn
 from gpipe import GPipe
 from gpipe.engine._offloaded import Offloaded
 
-from . import accelerator, test_tied
+from . import accelerator, test_model, test_tied
 from .faults import Fault, planted
-from .models import HOWS, MODES, assert_trains_like, model, piped, some_of, squares
+from .models import HOWS, MODES, assert_trains_like, model, piped, some_of, squares, whole_squares
 from .test_faults import problems
+
+# Of torch, once a process: a copy of a parameter is used on other streams in each step.
+pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 PLACEMENTS = ("two devices", "three devices", "the first device twice", "CPU between")
 
@@ -33,6 +36,21 @@ def test_in_order_and_equal(placement: str, how: str, streams: str, mode: str, i
     plain = test_tied.model() if shares else model()
     with accelerator.no_races():
         assert_trains_like(plain, piped(plain, placement, mode, offload=True), how, streams, inline=inline)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "how", "mode", "whole"),
+    some_of(
+        test_model.MODELS, PLACEMENTS, [how for how in HOWS if how != "interleaved"], MODES, [False, True], every=13
+    ),
+)
+def test_a_model_with_operations_between_blocks(name: str, placement: str, how: str, mode: str, whole: bool):
+    """And with a loss of all rows, for which the model uses parameters that are not loaded."""
+    plain = test_model.made(name)
+    pipe = test_model.piped(plain, placement, mode, offload=True)
+    loss = {"loss_fn": whole_squares} if whole and how == "fill_drain" else {}
+    with accelerator.no_races():
+        assert_trains_like(plain, pipe, how, "own", **loss)
 
 
 LAYER = 64 * 64 * 4
@@ -118,7 +136,8 @@ FAULTS = [
     Fault("the caller changes parameters while they are loaded", OFFLOADED,
           "wait_event(CPUStream, self._ready)", "pass"),
     Fault("loads are queued on the stream of computations", OFFLOADED,
-          "with use_stream(self._link.inward), torch.no_grad():", "with torch.no_grad():"),
+          "with use_stream(self._link.inward), torch.no_grad(), torch.inference_mode(False):",
+          "with torch.no_grad():"),
 ]
 # fmt: on
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -88,13 +88,18 @@ class Guest(NamedTuple):
         for source, part in zip(_parts(self.home), self.parts, strict=True):
             part.untyped_storage().resize_(source.numel() * source.element_size())
             part.copy_(source, non_blocking=True)
-        if type(self.home) is nn.Parameter:
+        if self.settles:
             self.leaf.data = self.parts[0]
 
     def settle(self) -> None:
         """Let the copy use the memory of the parameter, for whoever still refers to it."""
-        if type(self.home) is nn.Parameter:
+        if self.settles:
             self.leaf.data = self.home.data
+
+    @property
+    def settles(self) -> bool:
+        """Whether the copy can use the memory of the parameter."""
+        return type(self.home) is nn.Parameter and _are_compatible(self.home.device.type, self.parts[0].device.type)
 
     def free(self) -> None:
         for part in self.parts:
@@ -126,6 +131,16 @@ class Guests:
                 "not see later updates of the parameter, and its memory on the device is not freed",
                 tuple(guest.home.shape),
             )
+
+
+@cache
+def _are_compatible(kind: str, other: str) -> bool:
+    """Return whether a tensor on a device of one type can be given data on another; torch allows CPUs and CUDA."""
+    try:
+        torch.empty(0, device=kind).data = torch.empty(0, device=other)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _leaf(home: Tensor, device: torch.device) -> Tensor:
