@@ -1,6 +1,7 @@
 """Stages whose parameters are on the host train as the plain model; more in test_tied.py and tests/simulated."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -346,6 +347,15 @@ def test_changes_between_steps_are_seen(change: str) -> None:
         CHANGES[change](each)
         each.zero_grad()
     assert_trains_like(pipe, plain)
+
+
+def test_a_replaced_parameter_is_freed() -> None:
+    pipe = offloaded(linears(3))
+    trained(pipe, rows())
+    before = weakref.ref(pipe[1].weight)
+    pipe[1].weight = nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))
+    trained(pipe, rows())
+    assert before() is None
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -122,6 +122,11 @@ class Guests:
         known.leaf._gpipe_is_guest = True  # type: ignore[attr-defined]  # see gpipe.checkpoint._state
         return known
 
+    def keep(self, homes: Collection[Tensor]) -> None:
+        """Drop the guests of parameters that the stage no longer has."""
+        ids = {*map(id, homes)}
+        self._known = {key: guest for key, guest in self._known.items() if key in ids}
+
     def forget(self, guest: Guest) -> None:
         """Make another guest for the next run, because somebody else uses the memory of this one."""
         if self._known.get(id(guest.home)) is guest:
@@ -254,6 +259,7 @@ class Offloaded:
                 "backward() (optimizer.step() comes last)"
             )
         self._versions = versions
+        self._known.keep(self._guests)
         with use_stream(self._link.inward), torch.no_grad(), torch.inference_mode(False):
             for guest in self._guests.values():
                 guest.load()
