@@ -349,6 +349,27 @@ def test_changes_between_steps_are_seen(change: str) -> None:
     assert_trains_like(pipe, plain)
 
 
+class Other(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Other])
+@pytest.mark.parametrize(
+    "strided",
+    [lambda w: w, lambda w: w.t(), lambda w: torch.cat([w, w])[::2], lambda w: torch.stack([w, w], 2)[..., 0]],
+    ids=["dense", "transposed", "every second row", "every second element"],
+)
+def test_weights_of_any_strides_and_class(strided: Callable[[Tensor], Tensor], kind: type[nn.Parameter]) -> None:
+    layers = linears(3)
+    for layer in layers:
+        layer.weight = kind(strided(layer.weight.detach()))
+    plain = copy.deepcopy(layers) if kind is nn.Parameter else linears(3)
+    if kind is Other:
+        for layer, own in zip(plain, layers, strict=True):
+            layer.weight = nn.Parameter(own.weight.detach().clone().as_subclass(Tensor))
+    assert_trains_like(offloaded(layers), plain)
+
+
 def test_a_replaced_parameter_is_freed() -> None:
     pipe = offloaded(linears(3))
     trained(pipe, rows())

@@ -63,6 +63,7 @@ class Guest(NamedTuple):
         home: the parameter, on the host.
         leaf: the copy.
         parts: the tensors whose memory is loaded. A subclass may consist of several.
+        sizes: the bytes of their storages, which may have gaps.
         alone: the number of uses of the memory of ``parts`` while nobody else has a view of it.
         state: identifies the data of ``home``, if the copy holds more than ``parts``.
     """
@@ -70,13 +71,15 @@ class Guest(NamedTuple):
     home: Tensor
     leaf: Tensor
     parts: Sequence[Tensor]
+    sizes: Sequence[int]
     alone: int
     state: Any
 
     @classmethod
     def of(cls, home: Tensor, device: torch.device, state: Any) -> Guest:
         leaf = _leaf(home, device)
-        guest = cls(home, leaf, [*_parts(leaf)], 0, state)
+        parts = [*_parts(leaf)]
+        guest = cls(home, leaf, parts, [part.untyped_storage().nbytes() for part in parts], 0, state)
         guest.free()
         guest.settle()
         return guest._replace(alone=guest.uses())
@@ -85,8 +88,8 @@ class Guest(NamedTuple):
         return sum(map(uses_of, self.parts))
 
     def load(self) -> None:
-        for source, part in zip(_parts(self.home), self.parts, strict=True):
-            part.untyped_storage().resize_(source.numel() * source.element_size())
+        for source, part, size in zip(_parts(self.home), self.parts, self.sizes, strict=True):
+            part.untyped_storage().resize_(size)
             part.copy_(source, non_blocking=True)
         if self.settles:
             self.leaf.data = self.parts[0]
