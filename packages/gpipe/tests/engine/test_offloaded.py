@@ -215,6 +215,22 @@ def test_a_model_on_meta_is_loaded_onto_the_host(source: str) -> None:
     assert_trains_like(pipe, plain)
 
 
+def test_a_lazy_layer_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'1\\.weight' of partition 1 has no shape yet, but offload=True"):
+        offloaded(nn.Sequential(*linears(1), nn.LazyLinear(3, dtype=DOUBLE)))
+
+
+class Plain(Tensor):
+    pass
+
+
+def test_a_parameter_of_another_class_of_tensors() -> None:
+    layers, plain = linears(3), linears(3)
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Plain))
+    assert_trains_like(offloaded(layers), plain)
+
+
 @pytest.mark.parametrize("value", [None, "yes", 2])
 def test_anything_but_a_flag_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="offload must be True or False"):

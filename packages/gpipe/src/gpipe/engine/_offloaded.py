@@ -88,8 +88,10 @@ class Guest(NamedTuple):
         return sum(map(uses_of, self.parts))
 
     def load(self) -> None:
-        for source, part, size in zip(_parts(self.home), self.parts, self.sizes, strict=True):
-            part.untyped_storage().resize_(size)
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            if part.untyped_storage().nbytes() < size:  # several parts may have one storage
+                part.untyped_storage().resize_(size)
+        for source, part in zip(_parts(self.home), self.parts, strict=True):
             part.copy_(source, non_blocking=True)
         if self.settles:
             self.leaf.data = self.parts[0]
@@ -160,9 +162,16 @@ def _leaf(home: Tensor, device: torch.device) -> Tensor:
             source = home.detach() if home.requires_grad else home
             there = source.to(device)
             if there is source or device.type == home.device.type:
-                there = copy.deepcopy(source)
+                there = _copied(source)
             leaf = there if isinstance(there, nn.Parameter) else nn.Parameter(there, home.requires_grad)
     return leaf.requires_grad_(home.requires_grad)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    try:
+        return copy.deepcopy(tensor)
+    except RuntimeError:  # torch leaves copies of some subclasses to these
+        return tensor.clone().as_subclass(type(tensor))
 
 
 def _state(home: Tensor) -> Any:

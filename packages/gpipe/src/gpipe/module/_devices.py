@@ -74,6 +74,16 @@ def expect_movable(block: nn.Module, device: torch.device, partition: int) -> No
             )
 
 
+def expect_shapes(block: nn.Module, partition: int) -> None:
+    """Raise ValueError if a parameter in ``block`` is lazy, as its copy on a device needs a shape."""
+    for name, parameter in block.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{name!r} of partition {partition} has no shape yet, but offload=True copies it to its device before "
+                "it is used; call the model once, with a sample, before creating a pipe from it"
+            )
+
+
 _DATA_LOST = "tensors on 'meta' have no values; pass a device that can hold them, such as 'cpu'"
 _NO_DATA = (
     "there is no data to move; pass GPipe(..., init=...): 'reset' for the layers' own reset_parameters(), a function "

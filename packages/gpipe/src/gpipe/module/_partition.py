@@ -12,7 +12,7 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._stage import StageLayers
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
-from ._devices import expect_movable, untouched_on_failure
+from ._devices import expect_movable, expect_shapes, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Initializer, expect_materializable, materialize
 from ._names import Flattened
@@ -165,6 +165,8 @@ def place_partitions(
         if initializer is None:
             expect_movable(partition, place, j)  # all of them, before the first one is moved
         expect_no_graphs(partition, place, j)
+        if offload:
+            expect_shapes(partition, j)
     every = nn.ModuleList(partitions)
     with untouched_on_failure(every):
         if initializer is not None:
