@@ -20,6 +20,7 @@ from . import (
     test_host,
     test_matrix,
     test_model,
+    test_offloaded,
     test_profile,
 )
 from .faults import Fault, planted
@@ -40,6 +41,7 @@ WORKERS, TIED, RECORD, CALLS = (
 )
 
 
+OFFLOADED = "gpipe.engine._offloaded"
 FORWARD, TENSORS = "gpipe.model._forward", "gpipe.model._tensors"
 PARTS, REPLAY = "gpipe.model._stage_run", "gpipe.model._replay"
 
@@ -124,6 +126,8 @@ CHANGED = Check(test_model.test_in_order_and_equal, "inplace", ("three devices",
 CALLED = Check(test_model.test_the_backward_of_a_replay_waits_for_its_caller_on_all_devices)
 REPLAYED = Check(test_model.test_a_loss_of_all_rows, "inplace", "three devices", None, "own", "never")
 TIED_HEAD = Check(test_model.test_a_loss_of_all_rows, "tied", "three devices", None, "own", "never")
+UPDATED = Check(test_offloaded.test_updates_right_after_a_step_and_after_an_evaluation)
+UPDATED_IN_STEP = Check(test_offloaded.test_updates_during_a_step)
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"
@@ -258,6 +262,29 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            "            wait_stream(stream, current_stream(device))", "            pass"), CALLED),
     (Fault("a replay copies a tensor anew for each operation", REPLAY,
            "            self._moved[id(tensor)] = tensor, copy", "            pass"), REPLAYED),
+    (Fault("a stage does not wait for its load", OFFLOADED, "wait_event(self._compute, self._ready)", "pass"), UPDATED),
+    (Fault("the event of a load is recorded where nothing is loaded", OFFLOADED,
+           "self._ready, self._is_awaited = record_event(self._link.inward), False",
+           "self._ready, self._is_awaited = record_event(self._link.outward), False"), UPDATED),
+    (Fault("loads are queued on the stream of computations", OFFLOADED,
+           "with use_stream(self._link.inward), torch.no_grad(), torch.inference_mode(False):",
+           "with torch.no_grad(), torch.inference_mode(False):"), UPDATED),
+    (Fault("a load overwrites what an earlier stage still reads", OFFLOADED,
+           "wait_event(self._link.inward, done)", "pass"), UPDATED),
+    (Fault("the event of an unload is recorded where nothing is computed", OFFLOADED,
+           "done = record_event(self._compute)", "done = record_event(self._link.inward)"), UPDATED),
+    (Fault("gradients leave before they are computed", OFFLOADED, "wait_event(self._link.outward, done)", "pass"),
+     UPDATED),
+    (Fault("gradients leave on the stream of computations", OFFLOADED,
+           "with use_stream(self._link.outward), torch.no_grad():", "with torch.no_grad():"), UPDATED),
+    (Fault("gradients are overwritten while they leave", OFFLOADED,
+           "record_stream(gradient, self._link.outward)", "pass"), UPDATED),
+    (Fault("the event of gradients is recorded where none is sent", OFFLOADED,
+           "self._sent = record_event(self._link.outward)", "self._sent = record_event(self._link.inward)"), UPDATED),
+    (Fault("gradients are read before they arrive", OFFLOADED, "wait_event(CPUStream, self._sent)", "pass"),
+     UPDATED_IN_STEP),
+    (Fault("the caller changes parameters while they are loaded", OFFLOADED,
+           "wait_event(CPUStream, self._ready)", "pass"), UPDATED),
 ]
 # fmt: on
 

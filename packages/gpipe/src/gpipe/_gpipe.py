@@ -382,8 +382,8 @@ class GPipe(Stepping):
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers(self._devices)
         self.__dict__["_sums"] = SeenSums()
-        stages, layout = laid_out(self._partitions, self._devices, offload=self._offload)
-        self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
+        stages, layout = laid_out(self._partitions, self._devices)
+        self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers, offload=self._offload)
         self.__dict__["_chooser"] = Chooser(stages)
         self.__dict__["_laid_out"] = self._held()
         first = self._end(0) if self._balance else None

@@ -25,6 +25,7 @@ from ..layers import (
     assert_same,
     assert_trains_like,
     linears,
+    on_backward,
     rows,
     running,
     trained,
@@ -156,20 +157,14 @@ def test_a_parameter_that_is_changed_before_the_backward_is_refused(mode: str) -
 def test_a_failure_leaves_parameters_where_they_were(mode: str) -> None:
     """In a layer of a late stage, in its first micro-batch or in a later one, and in a backward."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            raise ValueError("in a backward")
+    def fail() -> None:
+        raise ValueError("in a backward")
 
     def forward(s: Any, x: Tensor) -> Tensor:
         s.calls.append(1)
         if len(s.calls) == s.fails:
             raise ValueError("in a forward")
-        return Fails.apply(x) if s.fails == 0 else x
+        return on_backward(x, fail) if s.fails == 0 else x
 
     for fails in (0, 1, 2):
         broken = Layer(forward, fails=fails, calls=[])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe, LossSum
 
-from ..layers import DOUBLE, MODES, Layer, linears, rows, within
+from ..layers import DOUBLE, MODES, Layer, linears, on_backward, rows, within
 from .test_tied import Tie, model
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -115,21 +116,12 @@ def test_parameters_that_the_loss_uses_too_and_others_of_the_optimizer() -> None
 
 def test_an_update_begins_while_earlier_stages_compute() -> None:
     """The layer of the first stage waits in its backward until the last stage was updated."""
-
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            assert stepped.wait(30)
-            return gradient
-
-    from threading import Event
-
     stepped = Event()
-    first = Layer(lambda s, x: Waits.apply(s.m[0](x)), linears(1)[0])
+
+    def wait() -> None:
+        assert stepped.wait(30)
+
+    first = Layer(lambda s, x: on_backward(s.m[0](x), wait), linears(1)[0])
     layers = nn.Sequential(first, *linears(3))
     pipe = GPipe(layers, [1] * 4, devices=["cpu:0"] * 4, chunks=2, checkpoint="never", offload=True)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -141,18 +133,11 @@ def test_an_update_begins_while_earlier_stages_compute() -> None:
 
 
 def test_a_failure_says_what_was_updated_and_gives_gradients_back() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            assert fails is False, "in a backward"
-            return gradient
+    def fail() -> None:
+        assert fails is False, "in a backward"
 
     fails = False
-    layers = nn.Sequential(Layer(lambda s, x: Fails.apply(s.m[0](x)), linears(1)[0]), *linears(3))
+    layers = nn.Sequential(Layer(lambda s, x: on_backward(s.m[0](x), fail), linears(1)[0]), *linears(3))
     pipe = GPipe(layers, [1] * 4, devices=["cpu:0"] * 4, chunks=2, checkpoint="never", offload=True)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.step(rows(), loss_fn=squares, reduction="sum")

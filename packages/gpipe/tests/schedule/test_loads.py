@@ -2,14 +2,15 @@
 
 from collections import Counter
 from functools import cache
-from itertools import chain, groupby, product
+from itertools import accumulate, chain, groupby, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.schedule import Action, Kind, Schedule, Step, Walk, named, replay
-from gpipe.schedule._loads import MOVES, expect_loaded, most_loaded, with_loads
+from gpipe.schedule._actions import MOVES
+from gpipe.schedule._loads import expect_loaded, with_loads
 from gpipe.simulate import StageCost, makespan, simulate
 
 
@@ -37,6 +38,15 @@ def test_what_computes_is_loaded_and_no_more_than_there_is_room_for(walk: Walk, 
     counts = Counter(step.action.kind for step in moves)
     assert counts[Kind.LOAD] == counts[Kind.UNLOAD]  # nothing remains
     assert with_loads(found, offloaded, room) == found or not moves
+
+
+def most_loaded(walk: Walk) -> list[int]:
+    """The largest number of stages that each worker holds at once."""
+    most = []
+    for line in walk:
+        changes = [(step.action.kind == Kind.LOAD) - (step.action.kind == Kind.UNLOAD) for step in line]
+        most.append(max(accumulate(changes, initial=0)))
+    return most
 
 
 def fewest(visits: tuple[int, ...], room: int) -> int:

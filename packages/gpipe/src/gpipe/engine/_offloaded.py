@@ -123,8 +123,9 @@ class Guests:
         if known is None or known.home is not home or known.state != state:
             with torch.inference_mode(False):  # a later run may train
                 known = self._known[id(home)] = Guest.of(home, device, state)
-        vars(known.leaf).update({**vars(home), **(vars(known.leaf) if type(home) is not nn.Parameter else {})})
-        known.leaf._gpipe_is_guest = True  # type: ignore[attr-defined]  # see gpipe.checkpoint._state
+        # A subclass may keep data in attributes, of which its copy has its own.
+        own = {} if type(home) is nn.Parameter else vars(known.leaf)
+        vars(known.leaf).update({**vars(home), **own, "_gpipe_is_guest": True})  # see gpipe.checkpoint._state
         return known
 
     def keep(self, homes: Collection[Tensor]) -> None:
@@ -300,7 +301,7 @@ class Offloaded:
         wait_event(self._link.inward, done)
         if ends:
             self._send_gradients(done)
-        with use_stream(self._link.inward), torch.inference_mode(False):
+        with torch.inference_mode(False):
             for guest in self._guests.values():
                 guest.settle()
                 if ends and guest.uses() > guest.alone:

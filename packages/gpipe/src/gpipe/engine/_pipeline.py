@@ -19,7 +19,7 @@ from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
 from ._exclusive import Section
 from ._losses import Losses
-from ._offloaded import HostLink
+from ._offloaded import Guests, HostLink
 from ._processes import ALONE, Processes
 from ._settings import Observer, settings
 from ._spec import RunSpec, split_in, walks_of
@@ -35,6 +35,7 @@ class Pipeline:
 
     Args:
         copy_streams: per stage, the streams that copy tensors to and from its device.
+        offload: whether the parameters of the stages are on the host.
 
     Attributes:
         devices: the devices of the stages in this process.
@@ -53,6 +54,8 @@ class Pipeline:
         copy_streams: Sequence[CopyStreams],
         workers: Workers,
         processes: Processes = ALONE,
+        *,
+        offload: bool = False,
     ) -> None:
         self.stages = stages
         self.layout = layout
@@ -64,6 +67,8 @@ class Pipeline:
         self.count = len(stages if processes.ranks is None else processes.ranks)
         self.begins = all(stage.index == 0 for stage in stages[:1])
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
+        for stage in stages if offload else ():
+            stage.guests = Guests()
         self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
         places = {stage.device for stage in stages if stage.guests is not None}
         self.host_links = {device: HostLink.of(device) for device in places}

@@ -78,7 +78,6 @@ class Run:
         at = zip(pipeline.devices, self._streams, pipeline.copy_streams, strict=True)
         places = {stage.index: place for stage, place in zip(pipeline.stages, at, strict=True)}
         self._transport = self._new_transport(places)
-        self._updates = spec.updates
         if spec.updates is not None:
             loss = spec.loss
             assert loss is not None
@@ -180,7 +179,7 @@ class Run:
         """
         scale: Scale = 1.0 if self._spec.loss is None else self._spec.loss.scale
         outside = [pair for each in self.sums for pair in each.take(scale)]
-        updates = self._updates
+        updates = self._spec.updates
         home = self._tied.offloaded.values()
         found = updates.wait() if updates is not None else [pair for each in home for pair in each.take()]
         arrived = [(leaf, scaled(each, scale)) for leaf, each in found]

@@ -18,7 +18,7 @@ from .._current import Work, current, doing
 from ..checkpoint._parametrized import is_caching, own_cache
 from ..checkpoint._random import CellRNG
 from ..schedule import Kind, Step
-from ..schedule._loads import MOVES
+from ..schedule._actions import MOVES
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of

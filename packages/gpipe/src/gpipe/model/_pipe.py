@@ -13,7 +13,6 @@ from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
 from .._gpipe import GPipe
 from ..engine._exclusive import Section
-from ..engine._offloaded import Guests
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_places
 from ..module._devices import untouched_on_failure
@@ -189,11 +188,9 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         stages = [
             ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
-        for stage in stages if self._offload else ():
-            stage.guests = Guests()
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
         divided = Divided(self._whole_model, self._division, self._pick, parts, stages)
-        pipeline = ModelPipeline(divided, layout, streams, workers)
+        pipeline = ModelPipeline(divided, layout, streams, workers, offload=self._offload)
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )

@@ -69,8 +69,10 @@ class ModelPipeline(Pipeline):
         copy_streams: Sequence[CopyStreams],
         workers: Workers,
         processes: Processes = ALONE,
+        *,
+        offload: bool = False,
     ) -> None:
-        super().__init__(divided.stages, layout, copy_streams, workers, processes)
+        super().__init__(divided.stages, layout, copy_streams, workers, processes, offload=offload)
         self.divided = divided
         self.threads = Threads()
         self.conventions = Conventions(divided.model, {**divided.others, **divided.division.blocks})
@@ -85,7 +87,7 @@ class ModelPipeline(Pipeline):
         """Return a pipeline of the same stages and threads for the forward of ``module``, a part of the model."""
         divided = self.divided._replace(model=module, pick=picker(None))
         found = ModelPipeline(divided, self.layout, self.copy_streams, self.workers, self.processes)
-        found.threads = self.threads
+        found.threads, found.host_links = self.threads, self.host_links
         return found
 
     @property

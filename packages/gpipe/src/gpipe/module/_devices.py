@@ -19,13 +19,7 @@ def move(block: nn.Module, device: torch.device) -> None:
     place = torch.device("cpu") if device.type == "cpu" else device
     with identities_kept(block):
         block.to(place)
-    if all(each.is_floating_point() or each.is_complex() for each in block.parameters()):
-        return
-    from profiler.memory import attached  # imported here, because plain models do not need it
-
-    for tensor in (each for module in block.modules() for each in attached(module)):
-        if tensor.device != place and not tensor.is_meta:
-            give_data(tensor, tensor.detach().to(place))
+    _move_attached(block, place)
 
 
 def move_to_host(block: nn.Module, device: torch.device) -> None:
@@ -35,9 +29,14 @@ def move_to_host(block: nn.Module, device: torch.device) -> None:
     for buffer in block.buffers():
         if buffer.device != place:
             give_data(buffer, buffer.detach().to(place))
+    _move_attached(block, place)
+
+
+def _move_attached(block: nn.Module, place: torch.device) -> None:
+    """Move the tensors in attributes of packed weights, such as scales, but no parameters."""
     if all(each.is_floating_point() or each.is_complex() for each in block.parameters()):
         return
-    from profiler.memory import attached
+    from profiler.memory import attached  # imported here, because plain models do not need it
 
     kept = {id(parameter) for parameter in block.parameters()}
     for tensor in (each for module in block.modules() for each in attached(module)):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine._offloaded import Guests
 from ..engine._stage import Stage, stages_of
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode
@@ -37,13 +36,8 @@ def expect_fitting(modes: Modes, partitions: int) -> Modes:
     return modes
 
 
-def laid_out(
-    partitions: Iterable[nn.Module], devices: Sequence[torch.device], *, offload: bool = False
-) -> tuple[list[Stage], SkipLayout]:
+def laid_out(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -> tuple[list[Stage], SkipLayout]:
     """Return one stage per partition, and the layout of the skips between them."""
     modules = list(partitions)
     layout = inspect_skip_layout(modules)
-    stages = stages_of(modules, devices, layout)
-    for stage in stages if offload else ():
-        stage.guests = Guests()
-    return stages, layout
+    return stages_of(modules, devices, layout), layout

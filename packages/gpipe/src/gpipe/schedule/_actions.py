@@ -37,6 +37,10 @@ class Kind(str, Enum):
 _LETTERS = dict(zip(Kind, "FRBIWCLU", strict=True))
 
 
+MOVES = (Kind.LOAD, Kind.UNLOAD)
+"""The kinds of actions that move the parameters of a stage, beside the computations of its worker."""
+
+
 class Action(NamedTuple):
     """An action of a stage on one micro-batch, or on all of them if it is :data:`LOSS_OF_ALL`.
 

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, groupby
 
-from ._actions import Action, Kind, Step, Walk
+from ._actions import MOVES, Action, Kind, Step, Walk
 
 ROOM = 2
 """The number of stages whose parameters a worker holds at once: the one that computes, and the next one."""
-
-MOVES = (Kind.LOAD, Kind.UNLOAD)
 
 
 def with_loads(walk: Walk, offloaded: Collection[int], room: int = ROOM) -> Walk:
@@ -67,15 +65,6 @@ def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
             )
         if kind not in (*MOVES, Kind.LOSS) and stage in offloaded and stage not in resident:
             raise ValueError(f"{step} needs the parameters of stage {stage}, which are not loaded before it (L)")
-
-
-def most_loaded(walk: Walk) -> list[int]:
-    """Return the largest number of stages that each worker holds at once."""
-    most = [0] * len(walk)
-    for number, line in enumerate(walk):
-        for step, resident in _residents([line]):
-            most[number] = max(most[number], len(resident) + (step.action.kind == Kind.LOAD))
-    return most
 
 
 def _residents(walk: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, set[int]]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequen
 from itertools import chain
 from typing import NamedTuple
 
-from ._actions import Action, Kind, Step, Walk, deadlock
+from ._actions import MOVES, Action, Kind, Step, Walk, deadlock
 
 Lane = Iterable[tuple[int, tuple[Kind, int]]]
 """The steps of a worker, in order: ``(stage, (kind, microbatch))``."""
@@ -60,7 +60,7 @@ def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float]
     """
     steps = list(chain.from_iterable(walk))
     stages = 1 + max((step.stage for step in steps), default=-1)
-    microbatches = 1 + max((step.action.microbatch for step in steps if step.action.kind not in (_L, _U)), default=-1)
+    microbatches = 1 + max((step.action.microbatch for step in steps if step.action.kind not in MOVES), default=-1)
     spans: dict[Step, Span] = {}
     seconds = [dict.fromkeys(Kind, 1.0)] * stages if seconds is None else seconds
     _run(walk, microbatches, seconds, [0.0] * stages if hops is None else hops, spans)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step
-from ._loads import MOVES
+from ._actions import LOSS_OF_ALL, MOVES, Action, Kind, Program, Step
 from ._replay import replay
 from ._schedule import Schedule
 

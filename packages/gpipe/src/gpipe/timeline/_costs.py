@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
+from ..schedule._actions import MOVES
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StageCost:
             return given
         if kind == Kind.RECOMPUTE:
             return self.forward
-        if kind in (Kind.LOSS, Kind.LOAD, Kind.UNLOAD):
+        if kind in (Kind.LOSS, *MOVES):
             return 0.0
         other = self.backward_weight if kind == Kind.BACKWARD_INPUT else self.backward_input
         return self.backward / 2 if other is None else self.backward - other

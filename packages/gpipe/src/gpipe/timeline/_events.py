@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..schedule import Action, Kind, Step
-from ..schedule._loads import MOVES
+from ..schedule._actions import MOVES
 
 
 @dataclass(frozen=True)
