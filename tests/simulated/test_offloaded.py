@@ -101,17 +101,21 @@ def test_nothing_remains_on_the_device(trains: bool):
     assert accelerator.used() <= before + 1024
 
 
-def test_each_stage_is_loaded_twice_and_the_host_waits_at_the_end_only(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("offload", [True, torch.float64])
+def test_each_stage_is_loaded_twice_and_the_host_waits_at_the_end_only(
+    offload: bool | torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     """The two stages that are computed last stay until their backwards."""
-    pipe, seen = eight_layers(offload=True), []
+    pipe, seen = eight_layers(offload=offload), []
     leave = Offloaded.leave
 
     def watched(self: Offloaded) -> None:
         seen.append(accelerator.library().take_counters())
         leave(self)
 
-    x = torch.randn(4, 64).to(accelerator.device(0))
-    pipe.step(x, loss_fn=squares, reduction="sum")
+    x = torch.randn(4, 64, dtype=torch.float32 if offload is True else offload).to(accelerator.device(0))
+    with accelerator.no_races():
+        pipe.step(x, loss_fn=squares, reduction="sum")
     accelerator.library().take_counters()
     with monkeypatch.context() as patched:
         patched.setattr(Offloaded, "leave", watched)

@@ -18,7 +18,7 @@ from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
-from .module._arguments import Device, checked_devices, checked_flag, checked_places
+from .module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from .module._cut import checked
 from .module._data import has_data
 from .module._devices import (
@@ -86,7 +86,9 @@ class GPipe(Stepping):
         offload: whether parameters stay on the host, in pinned memory. A stage is loaded onto its device before it
             computes, while another one computes, and unloaded afterwards; a device holds two stages at a time. The
             gradients arrive in ``.grad`` on the host, where any optimizer updates the parameters. A device may have any
-            number of stages, as in ``devices=[0] * 8``. Buffers stay on the devices.
+            number of stages, as in ``devices=[0] * 8``. Buffers stay on the devices. A dtype, such as
+            ``torch.bfloat16``, is that in which stages compute with floating-point parameters; parameters on the host
+            and their ``.grad`` keep their own dtype.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -133,7 +135,7 @@ class GPipe(Stepping):
         init: Any = None,
         blocks: str | Sequence[str] | None = None,
         pick: str | Callable[[Any], Any] | None = None,
-        offload: bool = False,
+        offload: bool | torch.dtype = False,
     ) -> None:
         super().__init__()
         # Arguments that can be checked alone come first, because measuring takes a second.
@@ -143,7 +145,7 @@ class GPipe(Stepping):
         self.chunks = chunks
         modes = checked_modes(checkpoint)
         deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        self.__dict__["_offload"] = checked_flag("offload", offload)
+        self.__dict__["_offload"] = checked_offload(offload)
         if blocks is not None or pick is not None:
             raise TypeError("blocks= and pick= are for a model with a custom forward; omit them")
         with untouched_on_failure(module) if isinstance(module, nn.Module) else nullcontext():
@@ -159,7 +161,7 @@ class GPipe(Stepping):
             # Bypasses nn.Module.__setattr__, here and below, because a layer of the model may have any of these names.
             self.__dict__.update(_checkpoint=expect_fitting(modes, len(sizes)), _balance=sizes, _devices=places)
             norm_chunks = self.chunks if deferred else 0
-            partitions = divide(module, sizes, places, initializer or kept, norm_chunks, offload=self._offload)
+            partitions = divide(module, sizes, places, initializer or kept, norm_chunks, offload=bool(self._offload))
         self.training = module.training
         has_deferred = deferred or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__["_least_rows"] = 2 if has_deferred else 1
@@ -372,7 +374,7 @@ class GPipe(Stepping):
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         batches, size, losses, _, updates = prepared
         if not isinstance(schedule, Schedule):
-            schedule = named_for(schedule, whole=losses.is_whole, offloads=self._offload)
+            schedule = named_for(schedule, whole=losses.is_whole, offloads=bool(self._offload))
         chosen, recorder = self._chooser.plan(schedule, batches, size)
         spec = self._pipeline.spec(size, chosen, losses, observer=recorder)
         train(self._pipeline, spec._replace(updates=updates), batches)

@@ -44,6 +44,9 @@ _log = logging.getLogger("gpipe")
 LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
+Offload = bool | torch.dtype
+"""Whether parameters are on the host; the dtype in which stages compute with them, if it is another."""
+
 
 class HostLink(NamedTuple):
     """The streams of a device that copy parameters from the host, and gradients to it."""
@@ -76,8 +79,8 @@ class Guest(NamedTuple):
     state: Any
 
     @classmethod
-    def of(cls, home: Tensor, device: torch.device, state: Any) -> Guest:
-        leaf = _leaf(home, device)
+    def of(cls, home: Tensor, device: torch.device, dtype: torch.dtype, state: Any) -> Guest:
+        leaf = _leaf(home, device, dtype)
         parts = [*_parts(leaf)]
         guest = cls(home, leaf, parts, [part.untyped_storage().nbytes() for part in parts], 0, state)
         guest.free()
@@ -92,7 +95,7 @@ class Guest(NamedTuple):
             if part.untyped_storage().nbytes() < size:  # several parts may have one storage
                 part.untyped_storage().resize_(size)
         for source, part in zip(_parts(self.home), self.parts, strict=True):
-            part.copy_(source, non_blocking=True)
+            part.copy_(_converted(source, part), non_blocking=True)
         if self.settles:
             self.leaf.data = self.parts[0]
 
@@ -104,7 +107,9 @@ class Guest(NamedTuple):
     @property
     def settles(self) -> bool:
         """Whether the copy can use the memory of the parameter."""
-        return type(self.home) is nn.Parameter and _are_compatible(self.home.device.type, self.parts[0].device.type)
+        (part,) = self.parts if type(self.home) is nn.Parameter else (None,)
+        is_like_home = part is not None and part.dtype == self.home.dtype
+        return is_like_home and _are_compatible(self.home.device.type, self.leaf.device.type)
 
     def free(self) -> None:
         for part in self.parts:
@@ -112,9 +117,14 @@ class Guest(NamedTuple):
 
 
 class Guests:
-    """The guests of a stage, which are kept from run to run."""
+    """The guests of a stage, which are kept from run to run.
 
-    def __init__(self) -> None:
+    Attributes:
+        offload: the argument of the pipe, which determines the dtype of guests.
+    """
+
+    def __init__(self, offload: Offload = True) -> None:
+        self.offload = offload
         self._known: dict[int, Guest] = {}
 
     def of(self, home: Tensor, device: torch.device) -> Guest:
@@ -122,7 +132,7 @@ class Guests:
         known, state = self._known.get(id(home)), _state(home)
         if known is None or known.home is not home or known.state != state:
             with torch.inference_mode(False):  # a later run may train
-                known = self._known[id(home)] = Guest.of(home, device, state)
+                known = self._known[id(home)] = Guest.of(home, device, dtype_of_guest(home, self.offload), state)
         # A subclass may keep data in attributes, of which its copy has its own.
         own = {} if type(home) is nn.Parameter else vars(known.leaf)
         vars(known.leaf).update({**vars(home), **own, "_gpipe_is_guest": True})  # see gpipe.checkpoint._state
@@ -144,6 +154,13 @@ class Guests:
             )
 
 
+def dtype_of_guest(home: Tensor, offload: Offload) -> torch.dtype:
+    """Return the dtype with which stages compute in place of ``home``."""
+    if isinstance(offload, torch.dtype) and type(home) is nn.Parameter and home.is_floating_point():
+        return offload
+    return home.dtype
+
+
 @cache
 def _are_compatible(kind: str, other: str) -> bool:
     """Return whether a tensor on a device of one type can be given data on another; torch allows CPUs and CUDA."""
@@ -154,10 +171,10 @@ def _are_compatible(kind: str, other: str) -> bool:
     return True
 
 
-def _leaf(home: Tensor, device: torch.device) -> Tensor:
+def _leaf(home: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
         if type(home) is nn.Parameter:
-            leaf: Tensor = nn.Parameter(torch.empty_like(home, device=device), home.requires_grad)
+            leaf: Tensor = nn.Parameter(torch.empty_like(home, device=device, dtype=dtype), home.requires_grad)
         else:
             # Its attributes, such as scales, are copied as well, and remain on the device.
             source = home.detach() if home.requires_grad else home
@@ -166,6 +183,13 @@ def _leaf(home: Tensor, device: torch.device) -> Tensor:
                 there = _copied(source)
             leaf = there if isinstance(there, nn.Parameter) else nn.Parameter(there, home.requires_grad)
     return leaf.requires_grad_(home.requires_grad)
+
+
+def _converted(source: Tensor, part: Tensor) -> Tensor:
+    """Return ``source`` in the dtype of ``part``, in pinned memory, because a device copies but does not convert."""
+    if source.dtype == part.dtype or not can_pin(part.device.type):
+        return source
+    return torch.empty_like(source, dtype=part.dtype, pin_memory=True).copy_(source)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -228,6 +252,11 @@ class Offloaded:
     def find(self, home: Tensor) -> Tensor | None:
         """Return the guest of ``home``; None if the stage has none."""
         return self._guests[home].leaf if home in self._guests else None
+
+    @property
+    def offload(self) -> Offload:
+        """The argument of the pipe."""
+        return self._known.offload
 
     @property
     def homes(self) -> list[Tensor]:

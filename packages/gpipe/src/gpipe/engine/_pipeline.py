@@ -19,7 +19,7 @@ from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
 from ._exclusive import Section
 from ._losses import Losses
-from ._offloaded import Guests, HostLink
+from ._offloaded import Guests, HostLink, Offload
 from ._processes import ALONE, Processes
 from ._settings import Observer, settings
 from ._spec import RunSpec, split_in, walks_of
@@ -35,7 +35,7 @@ class Pipeline:
 
     Args:
         copy_streams: per stage, the streams that copy tensors to and from its device.
-        offload: whether the parameters of the stages are on the host.
+        offload: whether the parameters of the stages are on the host, and in which dtype the stages compute.
 
     Attributes:
         devices: the devices of the stages in this process.
@@ -55,7 +55,7 @@ class Pipeline:
         workers: Workers,
         processes: Processes = ALONE,
         *,
-        offload: bool = False,
+        offload: Offload = False,
     ) -> None:
         self.stages = stages
         self.layout = layout
@@ -68,7 +68,7 @@ class Pipeline:
         self.begins = all(stage.index == 0 for stage in stages[:1])
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
         for stage in stages if offload else ():
-            stage.guests = Guests()
+            stage.guests = Guests(offload)
         self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
         places = {stage.device for stage in stages if stage.guests is not None}
         self.host_links = {device: HostLink.of(device) for device in places}

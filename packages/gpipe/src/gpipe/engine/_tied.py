@@ -24,7 +24,7 @@ from streams import current_stream, record_stream
 
 from ..values._leaves import storage_id, version
 from ._accumulate import GradientSums
-from ._offloaded import Offloaded
+from ._offloaded import Offload, Offloaded, dtype_of_guest
 from ._stage import Stage
 
 
@@ -94,6 +94,7 @@ class Tied:
         self._offloaded = offloaded or [None] * len(parts)
         found = zip(stages, self._offloaded, strict=True)
         self.offloaded = {stage.index: each for stage, each in found if each is not None}
+        self._offload: Offload = next((each.offload for each in self.offloaded.values()), False)
         shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
         self.shares = bool(shared) or bool(self.offloaded)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
@@ -146,7 +147,7 @@ class Tied:
     def copy(self, tensor: Tensor, number: int, device: torch.device) -> Tensor:
         """Return a new copy of ``tensor`` for stage ``number``, which computes with it although it is not its own."""
         own = self._owners.get(tensor, (0, tensor))[1]
-        copy = copy_of(own, device)
+        copy = copy_of(own, device, dtype_of_guest(own, self._offload))
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
@@ -191,13 +192,13 @@ class Tied:
             )
 
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
-        """Return ``gradients`` with copies replaced by owners, on the owners' devices, in the order of the stages."""
+        """Return ``gradients`` of owners in place of copies, like the owners, in the order of the stages."""
         owners = {**self._given, **self._owners}
         found = [(*owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.
         found.sort(key=lambda each: each[0])
         # If an owner was frozen since the forward, its gradient is dropped, as in autograd.
-        return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
+        return [(owner, _arrived(gradient, owner)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
         """Record the state that layers may only read, with (tensor or module, name) as keys."""
@@ -236,11 +237,11 @@ class Tied:
         return repr(what)
 
 
-def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
-    """Return ``gradient`` on ``device``; the current streams must have waited for the streams that computed it."""
+def _arrived(gradient: Tensor, owner: Tensor) -> Tensor:
+    """Return ``gradient`` for ``owner``; the current streams must have waited for the streams that computed it."""
     # Its memory belongs to the stream of a stage, which must not reuse it before the copy is complete.
     record_stream(gradient, current_stream(gradient.device))
-    return gradient.to(device)
+    return gradient.to(owner.device, owner.dtype)
 
 
 class _Copies:
@@ -283,7 +284,7 @@ class _Copies:
             return value
         if value not in self.tensors:
             is_owner = self._shared[id(value)] == self._number
-            self.tensors[value] = value if is_owner else copy_of(value, self._device)
+            self.tensors[value] = value if is_owner else copy_of(value, self._device, value.dtype)
         return self.tensors[value]
 
     def _own_module(self, module: nn.Module) -> nn.Module:
@@ -324,10 +325,10 @@ def _state(value: Any) -> Any:
     return storage_id(value), version(value)
 
 
-def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a leaf like ``tensor`` on ``device``, in its memory if possible; an untrained one there is not copied."""
     # A separate leaf, so that its gradient is separate from the owner's gradient.
-    there = (tensor.detach() if _is_trained(tensor) else tensor).to(device, non_blocking=_is_pinned(tensor))
+    there = (tensor.detach() if _is_trained(tensor) else tensor).to(device, dtype, non_blocking=_is_pinned(tensor))
     if there is tensor:
         return tensor
     if issubclass(type(tensor), nn.Parameter):

@@ -13,8 +13,9 @@ from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
 from .._gpipe import GPipe
 from ..engine._exclusive import Section
+from ..engine._offloaded import Offload
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_devices, checked_flag, checked_places
+from ..module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from ..module._devices import untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._init import initializer_of, take_off_hooks
@@ -65,10 +66,10 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         init: Any = None,
         blocks: str | Sequence[str] | None = None,
         pick: str | Callable[[Any], Any] | None = None,
-        offload: bool = False,
+        offload: Offload = False,
     ) -> None:
         nn.Module.__init__(self)
-        self.__dict__["_offload"] = checked_flag("offload", offload)
+        self.__dict__["_offload"] = checked_offload(offload)
         initializer, picked = initializer_of(init), picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
@@ -85,7 +86,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
             parts = parts_of(module, division)
             expect_shareable(parts, places)
             layers = {name: layer for part in parts for name, layer in part.named_children()}
-            place_partitions(layers, parts, places, initializer or kept, 0, offload=self._offload)
+            place_partitions(layers, parts, places, initializer or kept, 0, offload=bool(self._offload))
         has_deferred = any(isinstance(each, DeferredBatchNorm) for each in module.modules())
         self.__dict__.update(
             _checkpoint=expect_fitting(modes, len(places)),

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..engine._accumulate import DeferredGradients
+from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
 from ..engine._processes import ALONE, Processes
 from ..engine._spec import RunSpec
@@ -70,7 +71,7 @@ class ModelPipeline(Pipeline):
         workers: Workers,
         processes: Processes = ALONE,
         *,
-        offload: bool = False,
+        offload: Offload = False,
     ) -> None:
         super().__init__(divided.stages, layout, copy_streams, workers, processes, offload=offload)
         self.divided = divided

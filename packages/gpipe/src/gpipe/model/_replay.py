@@ -20,6 +20,7 @@ from streams import current_stream, wait_stream
 from .._torch import next_sequence_number
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
+from ..engine._offloaded import Offload, dtype_of_guest
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
@@ -58,7 +59,7 @@ class Replay:
         elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
         owner_of: returns the original of a tensor that a stage holds as a copy during a run.
-        on_host: whether parameters are on the host, and not on the devices of stages.
+        offload: whether parameters are on the host, and in which dtype stages compute.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Replay:
         devices: Sequence[torch.device],
         owner_of: Callable[[Tensor], Tensor] = returned_itself,
         *,
-        on_host: bool = False,
+        offload: Offload = False,
     ) -> None:
-        self._owner_of, self._on_host = owner_of, on_host
+        self._owner_of, self._offload = owner_of, offload
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
@@ -87,7 +88,7 @@ class Replay:
         self._calls = self._stage = 0
         self._number = 0  # of the next node of the graph, after the last call
         self._leaves = Leaves()
-        self._moves = on_host or len({*devices}) > 1
+        self._moves = bool(offload) or len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
@@ -280,7 +281,7 @@ class Replay:
         # A copy replaces its tensor permanently, because it may be modified in place.
         while (known := self._moved.get(id(tensor))) is not None and known[0] is tensor:
             tensor = known[1]
-        copy = self._on_device(tensor)
+        copy = self._on_device(tensor).to(dtype_of_guest(tensor, self._offload))
         if copy is not tensor:
             self._moved[id(tensor)] = tensor, copy
         return copy
@@ -293,7 +294,7 @@ class Replay:
         device = self._devices[self._stage]
         if tensor.device == device:
             return tensor
-        if tensor.device not in self._devices and not (self._on_host and tensor.device.type == "cpu"):
+        if tensor.device not in self._devices and not (self._offload and tensor.device.type == "cpu"):
             return tensor
         return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
 

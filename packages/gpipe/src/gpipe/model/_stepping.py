@@ -134,7 +134,7 @@ class ModelStepping(Stepping):
                 pipeline.elsewhere,
                 self._places,
                 owner_of,
-                on_host=self._offload,
+                offload=self._offload,
             )
             return replay.output(inputs, lambda output: pick(pipeline.divided.pick(output)))
         except BaseException:

@@ -43,6 +43,17 @@ def checked_flag(name: str, flag: Any) -> bool:
     raise TypeError(f"{name} must be True or False; got {flag!r}")
 
 
+def checked_offload(offload: Any) -> bool | torch.dtype:
+    if isinstance(offload, torch.dtype) and offload.is_floating_point:
+        return offload
+    if isinstance(offload, int) and offload in (0, 1):
+        return bool(offload)
+    raise TypeError(
+        "offload must be True, False, or the floating-point dtype in which stages compute, such as torch.bfloat16; "
+        f"got {offload!r}"
+    )
+
+
 def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
     """Return at most ``partitions`` of the ``devices``; by default all accelerators, else one CPU per partition."""
     if devices is not None:

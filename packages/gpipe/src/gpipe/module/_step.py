@@ -83,8 +83,8 @@ class Stepping(Divided):
     _chunks: int
     _least_rows = 1
     """The number of rows that a micro-batch needs: two with deferred batch norm, which fails on a single row."""
-    _offload = False
-    """Whether parameters are on the host."""
+    _offload: bool | torch.dtype = False
+    """Whether parameters are on the host; the dtype in which stages compute with them, if it is another."""
     _has_warned = False  # about settings
     _has_warned_of_whole = False
     _sums: SeenSums
