@@ -76,7 +76,7 @@ def test_the_tokens_from_which_offloading_pays_are_what_is_predicted() -> None:
     """By the function that the page prints."""
     page = text_of(ROOT / "docs" / "howto" / "offload.md")
     scope: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[2:]:
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, scope)
     for row in rows(page):
         parameters, (there, back) = 1e9 * int(row["model"].split()[0]), KINDS[row["weights"]]
