@@ -185,6 +185,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU or much time, unless it is asked for."""
+    _mark_all_but_some(items)
     asked = config.getoption("-m")
     left_out = set() if "long" in asked else {"long"}
     on_gpus = [item for item in items if "cuda" in item.keywords]
@@ -197,6 +198,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if not left_out & item.keywords.keys()]
+
+
+def _mark_all_but_some(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test that is marked ``one_in`` as long, except for one in that many."""
+    seen: dict[object, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] = seen.get(test, -1) + 1
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.long)
 
 
 def _cuda_is_available() -> bool:

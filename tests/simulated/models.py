@@ -27,7 +27,7 @@ OF_ALL = (None, "fill_drain", "F0 F1 F2 C B1 B2 B0")
 """Those under which the loss of all rows is computed once; the last one is the program of each stage, without C."""
 
 
-def some_of(*sides: Iterable[Any], every: int = 5) -> list[Any]:
+def some_of(*sides: Iterable[Any], every: int = 11) -> list[Any]:
     """The product of ``sides`` as parameters of a test, of which most run in the long form only.
 
     All that a side has occurs in the short form too, if no side has a multiple of ``every``.

@@ -118,7 +118,7 @@ def train(pipe: GPipe, schedule: str | None, streams: str = "own", **options: An
 
 @pytest.mark.parametrize(
     ("name", "placement", "mode", "inline", "schedule"),
-    some_of(MODELS, CROSSING, ["never", "always"], [False, True], SCHEDULES, every=7),
+    some_of(MODELS, CROSSING, ["never", "always"], [False, True], SCHEDULES, every=17),
 )
 def test_steps(name: str, placement: str, mode: str, inline: bool, schedule: str):
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
@@ -137,7 +137,7 @@ def standardized(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tens
 
 @pytest.mark.parametrize(
     ("name", "placement", "mode", "inline", "schedule"),
-    some_of(MODELS, CROSSING, ["never", "always"], [False, True], [None, "fill_drain"], every=7),
+    some_of(MODELS, CROSSING, ["never", "always"], [False, True], [None, "fill_drain"], every=17),
 )
 def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inline: bool, schedule: str | None):
     """A value that changes in place, or has hooks, may be an output, of which the loss is computed later."""
@@ -148,7 +148,7 @@ def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inl
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "mode", "inline"), some_of(MODELS, CROSSING, ["never", "always"], [False, True], every=3)
+    ("name", "placement", "mode", "inline"), some_of(MODELS, CROSSING, ["never", "always"], [False, True], every=7)
 )
 def test_calls(name: str, placement: str, mode: str, inline: bool):
     """Forward on streams of one's own, backward on others; then without grad."""

@@ -155,7 +155,7 @@ def piped(plain: nn.Module, placement: str, mode: str, **options: Any) -> GPipe:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "mode", "inline"), some_of(MODELS, CASES, MODES, [False, True], every=37), ids=str
+    ("name", "case", "mode", "inline"), some_of(MODELS, CASES, MODES, [False, True], every=79), ids=str
 )
 def test_in_order_and_equal(name: str, case: tuple[str, str, str], mode: str, inline: bool) -> None:
     placement, how, streams = case
@@ -165,7 +165,7 @@ def test_in_order_and_equal(name: str, case: tuple[str, str, str], mode: str, in
 
 @pytest.mark.parametrize(
     ("name", "placement", "how", "streams", "mode"),
-    some_of(MODELS, PLACEMENTS, OF_ALL, ["default", "own"], MODES, every=37),
+    some_of(MODELS, PLACEMENTS, OF_ALL, ["default", "own"], MODES, every=79),
 )
 def test_a_loss_of_all_rows(name: str, placement: str, how: str | None, streams: str, mode: str) -> None:
     """The forward is replayed, over several devices."""

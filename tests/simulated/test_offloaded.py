@@ -38,7 +38,7 @@ def test_in_order_and_equal(placement: str, how: str, streams: str, mode: str, i
 @pytest.mark.parametrize(
     ("name", "placement", "how", "mode", "whole"),
     some_of(
-        test_model.MODELS, PLACEMENTS, [how for how in HOWS if how != "interleaved"], MODES, [False, True], every=13
+        test_model.MODELS, PLACEMENTS, [how for how in HOWS if how != "interleaved"], MODES, [False, True], every=29
     ),
 )
 def test_a_model_with_operations_between_blocks(name: str, placement: str, how: str, mode: str, whole: bool):

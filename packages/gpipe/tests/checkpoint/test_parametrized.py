@@ -124,6 +124,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["never", "always"])
 @each_schedule
 @pytest.mark.parametrize(("inline", "twice"), [(False, False), (False, True), (True, True)])

@@ -196,6 +196,7 @@ def test_it_is_the_loss_of_the_plain_model(
     assert_same(pipe, plain, inputs, schedule)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("loss", BY_ITEMS + OTHERS)
 def test_later_steps_have_1f1b_if_the_losses_add_up(loss: Loss, training: bool) -> None:

@@ -156,6 +156,7 @@ def batch(items: int | None) -> dict[str, Any]:
     return {"tokens": tokens, "labels": labels, **({} if items is None else {"num_items_in_batch": items})}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("items", "blocks", "mode"), [(None, None, "never"), (13, "layers", "always")])
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("total", [*TOTALS, mean_by_labels])

@@ -235,6 +235,7 @@ def assert_same_output(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any]) ->
 PARTS = [(tokens, TwoParts), (tokens, TiedByHand), (tokens, LossInTheHead)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("loss", "kind"), [*product(BY_ITEMS + LOSSES, [Model, InTheList]), *PARTS])
 @given(
     count=st.integers(1, 7),

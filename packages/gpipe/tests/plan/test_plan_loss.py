@@ -87,6 +87,7 @@ def known() -> Profile:
     return profile(model(), batch()[0], device="cpu", rows=[16, 32], timeout=0.01, split_backward=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
 def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> None:
@@ -100,6 +101,7 @@ def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> N
     assert "the loss is computed per micro-batch" in str(found)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ONCE)
 @pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
 def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, known: Profile) -> None:
@@ -136,6 +138,7 @@ def test_a_planned_pipe_with_a_loss_of_all_rows_trains_like_the_model_and_takes_
     assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks + 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EACH)
 def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
     plain, (x, y) = model(), batch()

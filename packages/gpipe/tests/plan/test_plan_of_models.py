@@ -186,6 +186,7 @@ def test_a_loss_function_that_was_seen_to_return_sums(devices: Any) -> None:
     assert not found.whole_loss
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("calibrate", [False, True])
 @pytest.mark.parametrize(
     ("loss", "reduction", "whole"),
