@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Thread
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from streams import Context
 
@@ -18,6 +19,7 @@ from ..transport._copy import CopyStreams
 from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
 from ._exclusive import Section
+from ._host_memory import expect_host_memory
 from ._losses import Losses
 from ._offloaded import Guests, HostLink, Offload
 from ._processes import ALONE, Processes
@@ -74,6 +76,7 @@ class Pipeline:
         self.host_links = {device: HostLink.of(device) for device in places}
         self.trainers = WeakSet[Thread]()
         self.has_warned_of_one = False
+        self._room_for_gradients = 0
         interception.prepare()
         _attention.prepare()
         _parametrized.prepare()
@@ -96,6 +99,14 @@ class Pipeline:
         """
         alone = settings().inline and self.processes.ranks is None
         return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops, self.offloaded)
+
+    def expect_room_for_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise MemoryError if the host has no memory for the gradients of ``parameters`` that have none yet."""
+        missing = {each: each.nbytes for each in parameters if each.requires_grad and each.grad is None}
+        needed = sum(missing.values())
+        if needed > self._room_for_gradients:
+            expect_host_memory(needed, "gradients")
+            self._room_for_gradients = needed
 
     @property
     def takes_inputs(self) -> bool:

@@ -63,6 +63,8 @@ class Run:
         found = [contents_of(stage.module) for stage in pipeline.stages]
         own = [part.parameters for part in found] if spec.trains else [[]] * len(found)
         self.parameters = [*chain.from_iterable(own)]
+        if pipeline.offloaded and spec.updates is None:
+            pipeline.expect_room_for_gradients(self.parameters)
         self.kept_nodes: list[Tensor] = kept(self.parameters)
         # Stages and loss share this object, so that a leaf used by both is held and restored once.
         self.deferred = DeferredGradients()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._batchnorm import DeferredBatchNorm
+from ..engine._host_memory import expect_host_memory
 from ..engine._stage import StageLayers
 from ._arguments import Device, checked_places, listed, whole
 from ._container import expect_plain
@@ -167,6 +168,8 @@ def place_partitions(
         expect_no_graphs(partition, place, j)
         if offload:
             expect_shapes(partition, j)
+    if offload:
+        expect_host_memory(_bytes_elsewhere(partitions), "parameters")
     every = nn.ModuleList(partitions)
     with untouched_on_failure(every):
         if initializer is not None:
@@ -175,6 +178,12 @@ def place_partitions(
         move_all(partitions, places, offload=offload)  # a shared tensor may be on the device of its last partition
         if norm_chunks:
             DeferredBatchNorm.convert_deferred_batch_norm(every, norm_chunks)
+
+
+def _bytes_elsewhere(partitions: Iterable[nn.Module]) -> int:
+    """Return the bytes of parameters that are not in the host's memory."""
+    every = {each for partition in partitions for each in partition.parameters()}
+    return sum(each.nbytes for each in every if each.device.type != "cpu")
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
