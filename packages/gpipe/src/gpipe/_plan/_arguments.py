@@ -14,7 +14,7 @@ from microbatch import Batch, check, scatter
 from ..module._arguments import checked_chunks, checked_mode, listed
 from ..module._cut import checked, expect_same_rows
 from ..schedule import looped_placement
-from ..schedule._named import expect_name, usual_placement
+from ..schedule._named import BREADTH_FIRST, expect_name, usual_placement
 
 STATES = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
@@ -24,6 +24,9 @@ STATES = {
 
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_zero_bubble", "zbv")
 """The schedules to search. If several are equally fast, the first one is preferred."""
+
+WAITING = ("fill_drain", BREADTH_FIRST)
+"""The schedules under which no backward starts before the last forward has finished."""
 
 LOOPS = 2
 """The number of stages per device under interleaved and V-shaped schedules."""

@@ -17,6 +17,7 @@ from profiler import LayerProfile
 from ..schedule import Kind, checkpoint_stops
 from ..schedule._named import lanes
 from ..timeline._costs import freed
+from ._arguments import WAITING
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def held(
     >>> held("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
     [Held(whole=2, late=0, bare=1)]
     """
-    # With more micro-batches, only fill-drain holds more.
-    m = microbatches if schedule == "fill_drain" else min(microbatches, 3 * len(placement))
+    # With more micro-batches, only schedules that begin with all forwards hold more.
+    m = microbatches if schedule in WAITING else min(microbatches, 3 * len(placement))
     stop = checkpoint_stops(mode, m, 1)[0]
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
     whole, late, bare = set[int](), set[int](), set[int]()

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
-from ..schedule._named import lanes
+from ..schedule import LOSS_OF_ALL, Action, Kind, Schedule, Step, checkpoint_stops, named
+from ..schedule._loads import with_loads
+from ..schedule._named import BREADTH_FIRST, lanes
 from ..schedule._replay import Lane, makespan
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
@@ -113,11 +114,12 @@ class Candidate:
     @property
     def simplicity(self) -> tuple[int, int, int]:
         """A sort key, lower for simpler ones: the number of stages, then chunks, then the rank of the schedule."""
-        return len(self.sizes), self.chunks, SCHEDULES.index(self.schedule)
+        return len(self.sizes), self.chunks, (*SCHEDULES, BREADTH_FIRST).index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
         measured, stops = self.costs.measured, stops_of(self.modes, microbatches)
         found = named(self.schedule, microbatches, measured.placement, stops, self.split)
+        found = found if measured.host is None else found.loading(measured.placement)
         return found.with_loss() if measured.whole_loss else found
 
 
@@ -129,6 +131,9 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
+    if costs.measured.host is not None:
+        walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in steps)
+        steps = with_loads(walk, range(len(stages)))
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)

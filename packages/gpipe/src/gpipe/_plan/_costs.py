@@ -14,6 +14,7 @@ from ..schedule import SPLIT_SECONDS, SPLITTING, Kind
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
+from ._host import Host, device_bytes, share_of_device
 
 SPLIT_PYTHON = 130e-6
 """The seconds of Python overhead to split one backward (``docs/benchmarks/pipeline.md``)."""
@@ -52,6 +53,7 @@ class Measured:
         crowding: the factor by which devices slow each other down if there are fewer CPU cores than devices.
         ties: the parameters that several layers share.
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
+        host: the host, if parameters are there.
     """
 
     profile: Profile
@@ -67,6 +69,7 @@ class Measured:
     crowding: float = 1.0
     ties: tuple[SharedParameter, ...] = ()
     whole_loss: bool = False
+    host: Host | None = None
 
     @property
     def stages(self) -> int:
@@ -162,10 +165,16 @@ class Costs:
             backward_input=None if part is None else part + action + SPLIT_PYTHON / 2,
             backward_weight=None if part is None else backward - part + action + SPLIT_PYTHON / 2,
             loss=self._whole_loss(end),
+            load=self._transfer(sum(each.parameter_bytes for each in layers)),
+            unload=self._transfer(sum(each.trainable_bytes for each in layers)),
             activation_bytes=kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
+
+    def _transfer(self, size: int) -> float:
+        """Return the seconds in which bytes of parameters or gradients move between the host and a device."""
+        return 0.0 if self.measured.host is None else size / self.measured.host.bandwidth
 
     def splits(self, schedule: str, first: int, end: int, stage: StageCost) -> bool:
         """Return whether the backward of a stage with this cost is split: if autograd can split it, and it pays."""
@@ -193,6 +202,22 @@ class Costs:
 
     def stage_bytes(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         """Return the peak bytes of stage ``j``, which do not depend on the modes of other stages."""
+        placement = self.measured.placement
+        found = self._at_peak(j, first, end, mode, schedule, splits)
+        # With parameters on the host, an equal part of what its device holds: see device_bytes_with_host.
+        return found if self.measured.host is None else share_of_device(found, placement.count(placement[j]))
+
+    def device_bytes_with_host(
+        self, sizes: Sequence[int], modes: Sequence[str], schedule: str
+    ) -> tuple[DeviceBytes, ...]:
+        """Return the peak bytes of each device, whose stages have their parameters on the host."""
+        stages, layers = list[DeviceBytes](), self.profile.layers
+        for j, (own, mode) in enumerate(zip(bounds(sizes), modes, strict=True)):
+            stages.append(self._at_peak(j, *own, mode, schedule, splits=False))
+        buffers = [sum(layer.buffer_bytes for layer in layers[first:end]) for first, end in bounds(sizes)]
+        return device_bytes(self.measured.placement, stages, buffers)
+
+    def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
         return self._stage(first, end, mode)[1].at_peak(moments)
 

@@ -9,8 +9,13 @@ from typing import Any
 
 from profiler.text import format_bytes
 
+from ..schedule._named import BREADTH_FIRST
+from ..timeline._hops import Link
 from ._arguments import MODES, SCHEDULES, placed, read_chunks
 from ._candidate import Candidate, Space
+from ._costs import Measured
+from ._fake_devices import LINK
+from ._host import Host, host_bytes, looped
 from ._loss import waiting
 from ._search import nearest
 
@@ -19,16 +24,30 @@ class Infeasible(ValueError):  # noqa: N818 — a result of the search rather th
     """No plan fits into the memory of the devices.
 
     Attributes:
-        device: the index of the device that lacks the most memory, in the plan that comes closest to fitting.
-        short: the number of bytes that this device lacks.
+        device: the index of the device that lacks the most memory, in the plan that comes closest to fitting; None for
+            the host.
+        short: the number of bytes that are lacking.
         changes: changes to the arguments with which a plan would fit, each as text.
     """
 
-    def __init__(self, message: str, device: int, short: int, changes: Sequence[str]) -> None:
+    def __init__(self, message: str, device: int | None, short: int, changes: Sequence[str]) -> None:
         super().__init__(message)
         self.device = device
         self.short = short
         self.changes = tuple(changes)
+
+
+def expect_host(host: Host | None, measured: Measured) -> None:
+    """Raise Infeasible if the host has no memory for what is there."""
+    if host is not None and host.memory is not None and (short := host_bytes(measured) - host.memory) > 0:
+        change = f"host_memory={host_bytes(measured)} ({format_bytes(host_bytes(measured))})"
+        raise Infeasible(
+            f"nothing fits: the host has {format_bytes(host.memory)}, and parameters, gradients and the optimizer's "
+            f"state need {format_bytes(short)} more; what would fit: {change}",
+            None,
+            short,
+            [change],
+        )
 
 
 def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
@@ -72,9 +91,17 @@ def relaxations(space: Space) -> dict[str, Space]:
         found["a loss_fn that returns gpipe.LossSum, or reduction=, if it is known how losses add up"] = replace(
             space, measured=known, schedules=early
         )
-    if any(measured.optimizer):
+    if any(measured.optimizer) and measured.host is None:
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which has no state"] = replace(space, measured=stateless)
+    deepest = [*looped(measured.devices, measured.layers)][-1:] if measured.host is None else []
+    for placement in deepest:
+        on_host = replace(
+            measured, host=Host(None, LINK.bandwidth), placement=placement, links=(Link(),) * len(placement)
+        )
+        found["offload=True, which keeps parameters on the host"] = replace(
+            space, measured=on_host, schedules=[BREADTH_FIRST]
+        )
     for larger in (2 * stages, 4 * stages):
         if plain and larger <= measured.layers:
             found[f"{larger} devices instead of {stages}"] = _on_more(space, larger)

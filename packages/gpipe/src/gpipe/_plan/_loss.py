@@ -16,9 +16,7 @@ from ..engine._loss_value import LossFunction, LossValue, loss_value
 from ..module._keywords import NOTHING, Call
 from ..module._rule import SeenSums, of_model_under, rule_of, unlike
 from ..module._training import takes_output_alone
-
-WAITING = ("fill_drain",)
-"""The searched schedules under which no backward starts before the last forward has finished."""
+from ._arguments import SCHEDULES, WAITING
 
 
 def waiting(schedules: Sequence[str]) -> list[str]:
@@ -86,7 +84,7 @@ class StepLoss:
         if whole:
             return (
                 "the loss is computed once, on the outputs of the full mini-batch, since it is not known how the "
-                f"losses of micro-batches add up; only {', '.join(WAITING)} can wait for it"
+                f"losses of micro-batches add up; only {', '.join(waiting(SCHEDULES))} can wait for it"
             )
         if self.loss_fn is None and self.own is None:
             return "no loss_fn was given: the loss counts as free, and as computed per micro-batch"

@@ -26,7 +26,8 @@ from ._candidate import Candidate, Space
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
 from ._fake_devices import LINK, read_fake
-from ._infeasible import explain
+from ._host import NOTE, read_host, told
+from ._infeasible import expect_host, explain
 from ._loss import read_loss
 from ._measure import measure
 from ._plan import Plan, remembering
@@ -57,6 +58,9 @@ def plan(
     calibrate: bool = True,
     bandwidth: float | str | None = None,
     latency: float | None = None,
+    offload: bool = False,
+    host_memory: int | str | None = None,
+    host_bandwidth: float | str | None = None,
 ) -> Plan:
     """Find the fastest way to train ``model`` that fits: balance, chunks, schedule, and which stages recompute.
 
@@ -95,12 +99,19 @@ def plan(
         bandwidth: bytes per second between two hypothetical devices, as a number or text such as ``"50GB"``; by default
             25 GB/s.
         latency: seconds per transfer between two hypothetical devices; by default 10 µs.
+        offload: whether parameters are on the host, as in :class:`gpipe.GPipe`. The search then chooses the number of
+            stages per device, with the schedule ``"looped_bfs"``.
+        host_memory: with ``offload``, the host's memory for parameters, gradients and the optimizer's state, in bytes
+            or as text such as ``"64GB"``; by default no limit.
+        host_bandwidth: with ``offload``, bytes per second between the host and each device, in each direction, as a
+            number or text such as ``"25GB"``; by default 25 GB/s. It is not measured.
 
     Returns:
         The plan. ``print`` shows it, and ``.build(model)`` builds the pipe.
 
     Raises:
-        Infeasible: a ValueError; no plan fits. The message says which device lacks how much memory, and what would fit.
+        Infeasible: a ValueError; no plan fits. The message says which device, or whether the host, lacks how much
+            memory, and what would fit.
         TypeError, ValueError: an argument is invalid (the message names it), or ``schedule`` cannot wait for a loss of
             the full mini-batch.
         Exception: any error in a layer, with a note that names the layer.
@@ -123,6 +134,7 @@ def plan(
     target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
     fake = read_fake(devices, bandwidth, latency)
+    host = read_host(offload, host_memory, host_bandwidth)
     found = planned(model, sample, lambda most: len(read_places(devices, fake, most)))
     if not found.layers:
         raise ValueError("model: expected at least one layer, got none")
@@ -136,12 +148,13 @@ def plan(
         loss=read_loss(loss_fn, reduction, target),
         fake=fake,
         places=places,
-        placements=read_placements(devices, places, len(found.layers), _arguments.read_schedules(schedule)),
+        placements=read_placements(devices, places, len(found.layers), schedule, host),
         chunks=chunks_to_search(chunks, sample, model),
         memory=_arguments.read_memory(fake.memory if fake and memory is None else memory, places),
         modes=_arguments.read_modes(checkpoint),
         optimizer=_arguments.optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
+        host=host,
     )
     if found.division is not None:
         request = replace(request, loss=with_own_loss(Training(found, sample, target, request.loss)))
@@ -149,7 +162,9 @@ def plan(
 
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
-    found = _search(request, measure(request))
+    spaces = measure(request)
+    expect_host(request.host, spaces[0].measured)
+    found = _search(request, spaces)
     spread = GUESSED if request.fake else UNSURE
     notes = [_source(request, found[0].costs.measured)]
     if calibrate:
@@ -189,6 +204,9 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
 
     With a given profile, or on accelerators, there is no dry run, and the bytes are estimates.
     """
+    if request.host is not None:
+        sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
+        return replace(way, rehearsed=sizes, note=NOTE)
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
         return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
     return rehearsed(request.model, request.sample, request.target, request.loss, way)
@@ -238,7 +256,13 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
         hops=tuple(hops),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         whole_loss=measured.whole_loss,
-        notes=(*notes, request.loss.note(whole=measured.whole_loss), best.note),
+        offload=request.host is not None,
+        notes=(
+            *notes,
+            request.loss.note(whole=measured.whole_loss),
+            best.note,
+            *([told(request.host, measured)] if request.host else []),
+        ),
     )
 
 

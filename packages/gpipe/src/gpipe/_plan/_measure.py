@@ -64,6 +64,7 @@ def measure(request: Request) -> list[Space]:
             crowding=max(1.0, devices / cores) if is_cpu else 1.0,
             ties=ties,
             whole_loss=whole,
+            host=request.host,
         )
         return Space(measured, request.chunks, schedules, request.modes, request.memory)
 

@@ -20,11 +20,11 @@ from ..module._partition import expect_sequential
 from ..schedule import SCHEDULES, named
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._arguments import rows_of
+from ._arguments import WAITING, rows_of
 from ._candidate import stops_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
-from ._loss import WAITING, StepLoss, fresh
+from ._loss import StepLoss, fresh
 from ._planned import as_input
 from ._table import report
 from ._verify import Verification, verify
@@ -61,6 +61,7 @@ class Plan:
         hops: for each stage, the seconds of a transfer from the previous stage.
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
         own_forward: whether the model has its own forward, so that its layers are blocks.
+        offload: whether parameters are on the host.
     """
 
     layers: tuple[LayerKey, ...]
@@ -78,6 +79,7 @@ class Plan:
     hops: tuple[float, ...]
     whole_loss: bool
     own_forward: bool = False
+    offload: bool = False
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
@@ -102,6 +104,7 @@ class Plan:
         """The predicted timeline of a step."""
         stops = stops_of(self.modes, self.chunks)
         schedule = named(self.schedule, self.chunks, self.placement, stops, self.split)
+        schedule = schedule.loading(self.placement) if self.offload else schedule
         return simulate(schedule.with_loss() if self.whole_loss else schedule, self.stages, transfer=self.hops[1:])
 
     def build(
@@ -136,6 +139,8 @@ class Plan:
         if self.own_forward:
             given = self._here.sample if sample is None else sample
             options |= {"blocks": self._names, "sample": given}
+        if self.offload:
+            options = {"offload": True, **options}
         pipe = GPipe(
             model,
             self.sizes,
@@ -200,7 +205,8 @@ class Plan:
             pipe: the pipe; by default the last one that :meth:`build` returned, if it still exists.
 
         Returns:
-            Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table.
+            Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table. With
+            ``offload=True``, bytes are not measured.
 
         Raises:
             ValueError: no pipe was built, or it no longer exists; the balance, chunks or layers of ``pipe``, or the
@@ -233,8 +239,11 @@ class Plan:
     def rank_arguments(self) -> dict[str, Any]:
         """The arguments for :class:`gpipe.distributed.Rank` in addition to the model and the process groups.
 
-        Pass them as ``**plan.rank_arguments``. Each rank runs the stages of one device.
+        Pass them as ``**plan.rank_arguments``. Each rank runs the stages of one device. ValueError if the plan keeps
+        parameters on the host.
         """
+        if self.offload:
+            raise ValueError("the plan keeps parameters on the host (offload=True), which is for one process: GPipe")
         ranks = list(self.placement)
         found = {"balance": self.balance, "chunks": self.chunks, "checkpoint": self.checkpoint, "ranks": ranks}
         return {**found, "blocks": self._names} if self.own_forward else found

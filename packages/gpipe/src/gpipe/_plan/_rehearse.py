@@ -97,7 +97,14 @@ def tried_pipe(
     model: Planned, copied: nn.Module, devices: Sequence[torch.device | str], chunks: int, way: Candidate
 ) -> GPipe:
     """Return a pipe of a copy in training mode. It logs no advice, since the user has not chosen its settings."""
-    pipe = model.pipe(copied, way.sizes, devices=devices, chunks=chunks, checkpoint=way.modes)
+    pipe = model.pipe(
+        copied,
+        way.sizes,
+        devices=devices,
+        chunks=chunks,
+        checkpoint=way.modes,
+        offload=way.costs.measured.host is not None,
+    )
     without_advice(pipe)
     # Evaluation mode has no dropout and no recomputation. Norms that are frozen in a training model stay frozen.
     return pipe if pipe.training else pipe.train()

@@ -12,8 +12,10 @@ from torch import nn
 from profiler import Profile
 
 from ..module._arguments import checked_devices
-from ._arguments import LOOPS, placed, read_chunks, rows_of
+from ..schedule._named import BREADTH_FIRST
+from ._arguments import LOOPS, placed, read_chunks, read_schedules, rows_of
 from ._fake_devices import FAKE, FakeDevices
+from ._host import STAGES, Host, looped
 from ._loss import StepLoss
 from ._planned import Planned
 
@@ -31,6 +33,7 @@ class Request:
         modes: the checkpoint modes to search.
         optimizer: the bytes of the optimizer's state per layer.
         profile: the caller's profile of the layers, if any.
+        host: the host, if parameters are there.
     """
 
     model: Planned
@@ -45,6 +48,7 @@ class Request:
     modes: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None
+    host: Host | None = None
 
     @property
     def names(self) -> list[str]:
@@ -71,9 +75,12 @@ def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[tor
 
 
 def read_placements(
-    devices: Any, places: Sequence[torch.device], layers: int, schedules: Sequence[str]
+    devices: Any, places: Sequence[torch.device], layers: int, schedule: str | None, host: Host | None
 ) -> dict[tuple[int, ...], list[str]]:
     """Return the placements of stages to search, with the schedules for each; ValueError if there are none."""
+    if host is not None:
+        return _with_host(places, layers, schedule)
+    schedules = read_schedules(schedule)
     # On a plain "cpu" each stage has its own worker, so no two stages share a device.
     several = 0 if torch.device("cpu") in places else layers
     found = placed(schedules, len(places), several)
@@ -81,6 +88,18 @@ def read_placements(
         raise ValueError(
             f"schedule: {schedules[0]!r} runs {LOOPS} stages per device; it needs several distinct devices, such as "
             f"['cpu:0', 'cpu:1'], and a layer per stage; got {layers} layers and devices={devices!r}"
+        )
+    return found
+
+
+def _with_host(places: Sequence[torch.device], layers: int, schedule: str | None) -> dict[tuple[int, ...], list[str]]:
+    if schedule not in (None, BREADTH_FIRST):
+        raise ValueError(f"schedule: with offload=True, only {BREADTH_FIRST!r} is searched; got {schedule!r}")
+    found = looped(len(places), layers)
+    if not found:
+        raise ValueError(
+            f"offload: expected at least {STAGES[0]} layers per device, one for each stage, since a device holds two "
+            f"stages at a time; got {layers} layers and {len(places)} devices"
         )
     return found
 

@@ -87,8 +87,9 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
         seconds = timed(pipe, x, y, loss, plan.schedule)
         with record() as timeline:
             pipe.step(x, y, **loss, schedule=plan.schedule)
-        sizes = peak_bytes(pipe, x, y, loss, plan.schedule, plan.placement)
-    predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
+        # The memory of loaded parameters is not allocated by actions.
+        sizes = [] if plan.offload else peak_bytes(pipe, x, y, loss, plan.schedule, plan.placement)
+    predicted = () if plan.offload else tuple(need.total - need.optimizer for need in plan.predicted.bytes)
     return Verification(plan.predicted.seconds.mid, median(seconds), predicted, tuple(sizes), timeline)
 
 

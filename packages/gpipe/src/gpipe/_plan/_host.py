@@ -1,0 +1,124 @@
+"""Plan stages whose parameters are on the host: how many stages a device has, and the bytes on device and host.
+
+A device holds two stages at a time, the one that computes and the next one, so more stages need less memory. Each
+transfer serves all micro-batches, so the transfers of a step take as long with any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from profiler.text import format_bytes
+
+from ..module._arguments import checked_flag
+from ..schedule import looped_placement
+from ..schedule._loads import ROOM
+from ..schedule._named import BREADTH_FIRST
+from ._arguments import read_bytes
+from ._bytes import DeviceBytes
+from ._fake_devices import LINK
+
+if TYPE_CHECKING:
+    from ._costs import Measured
+
+STAGES = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80)
+"""The numbers of stages per device to search. With two, nothing would be unloaded."""
+
+NOTE = "bytes: summed over the layers, with the two largest neighboring stages on each device"
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host, which has the parameters, their gradients and the optimizer's state.
+
+    Attributes:
+        memory: its limit in bytes; None for no limit.
+        bandwidth: bytes per second between the host and each device, in each direction.
+    """
+
+    memory: int | None
+    bandwidth: float
+
+
+def read_host(offload: object, memory: int | str | None, bandwidth: float | str | None) -> Host | None:
+    """Return the host for ``offload=True``; None if parameters are on the devices."""
+    if checked_flag("offload", offload):
+        return Host(
+            None if memory is None else read_bytes(memory, "host_memory"),
+            LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "host_bandwidth"),
+        )
+    for name, given in (("host_memory", memory), ("host_bandwidth", bandwidth)):
+        if given is not None:
+            raise ValueError(f"{name}: requires offload=True, which keeps parameters on the host; got {given!r}")
+    return None
+
+
+def looped(devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
+    """Return the placements of stages to search, with their schedule.
+
+    >>> [len(placement) for placement in looped(devices=2, layers=9)]
+    [6, 8]
+    """
+    counts = [each * devices for each in STAGES if each * devices <= layers]
+    return {tuple(looped_placement(count, devices)): [BREADTH_FIRST] for count in counts}
+
+
+def share_of_device(stage: DeviceBytes, stages: int) -> DeviceBytes:
+    """Return an equal part of the bytes of a device that has ``stages`` stages like this one.
+
+    Args:
+        stage: the bytes of the stage as if it were always on its device.
+        stages: the number of stages of the device.
+    """
+    return DeviceBytes(
+        parameters=ROOM * stage.parameters // stages,
+        gradients=ROOM * stage.gradients // stages,
+        optimizer=0,
+        activations=stage.activations,
+        transient=stage.transient // stages,
+    )
+
+
+def device_bytes(
+    placement: Sequence[int], stages: Sequence[DeviceBytes], buffers: Sequence[int]
+) -> tuple[DeviceBytes, ...]:
+    """Return the bytes of each device, with its two largest neighboring stages.
+
+    Args:
+        placement: the device of each stage.
+        stages: the bytes of each stage as if it were always on its device.
+        buffers: the bytes of each stage that always are.
+    """
+    found = []
+    for place in sorted({*placement}):
+        own = [j for j, each in enumerate(placement) if each == place]
+        pairs: list[tuple[int, ...]] = [*pairwise(own)] or [(own[0],)]
+        of_parameters = [sum(stages[j].parameters - buffers[j] for j in pair) for pair in pairs]
+        found.append(
+            DeviceBytes(
+                parameters=max(of_parameters) + sum(buffers[j] for j in own),
+                gradients=max(sum(stages[j].gradients for j in pair) for pair in pairs),
+                optimizer=0,
+                activations=sum(stages[j].activations for j in own),
+                transient=max(stages[j].transient for j in own),
+            )
+        )
+    return tuple(found)
+
+
+def host_bytes(measured: Measured) -> int:
+    """Return the bytes of parameters, gradients and the optimizer's state, which are on the host."""
+    return sum(each.parameter_bytes + each.trainable_bytes for each in measured.profile) + sum(measured.optimizer)
+
+
+def told(host: Host, measured: Measured) -> str:
+    """Return the note of a plan on the host."""
+    of = "" if host.memory is None else f" of {format_bytes(host.memory)}"
+    return (
+        f"parameters, gradients and the optimizer's state are on the host: {format_bytes(host_bytes(measured))}{of}; "
+        f"links to the host are assumed to send {host.bandwidth / 1e9:.4g} GB/s in each direction, and the time of the "
+        "optimizer is not included"
+    )
