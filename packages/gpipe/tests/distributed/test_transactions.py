@@ -124,6 +124,12 @@ def _clips(plan: Plan, path: str) -> None:
     save(path, plan.rank, plan.optimizer)
 
 
+def _averages(plan: Plan, path: str) -> None:
+    if plan.fails:
+        average_gradients(plan.rank)
+    save(path, plan.rank, plan.optimizer)
+
+
 def _loads(plan: Plan, path: str) -> None:
     (load if plan.fails else save)(path, plan.rank, plan.optimizer)
 
@@ -138,6 +144,7 @@ MISTAKES: dict[Callable[[Plan, str], None], str] = {
     _on_its_own_disk: "Error: .*not all processes see the same files",
     _steps: "ValueError: the ranks disagree: the method that is called is",
     _clips: "ValueError: the ranks disagree: the method that is called is",
+    _averages: "ValueError: the ranks disagree: the method that is called is",
     _loads: "ValueError: the ranks disagree: the method that is called is",
     _in_a_smaller_group: "Error: .*needs all ranks of the pipe, .*it lacks rank",
 }

@@ -484,7 +484,7 @@ def _guarded(share: Share) -> list[RemovableHandle]:
     ]
 
 
-def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None]) -> None:
+def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
     """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
 
     Args:
