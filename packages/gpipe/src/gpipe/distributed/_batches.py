@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
-from microbatch import map_tensors
-
-from ._agreement import METHOD
-from ._rank import Rank
+from ._rank import Rank, shared_by_first
 
 
 def broadcast_batches(loader: Iterable[Any] | None, rank: Rank) -> Iterator[Any]:
@@ -38,44 +34,18 @@ def broadcast_batches(loader: Iterable[Any] | None, rank: Rank) -> Iterator[Any]
     >>> for x, y in broadcast_batches(loader, rank):  # doctest: +SKIP
     ...     loss = rank.step(x, y, loss_fn=loss_fn)
     """
-    processes, batches = rank._processes, None
-    reader = processes.ranks[0]
-    readers = rank._readers()
-    while True:
-        batch: Any = None
-        report: dict[str, Any] = {}
-        with processes.opening() as found:
-            found.alike = {METHOD: "broadcast_batches"}
-            if processes.me == reader:
-                batches = batches if batches is not None else _iterator(loader)
-                for batch in batches:
-                    report = {"batch": map_tensors(_none, batch)}
-                    break
-        told = processes.closing(report)[reader]
-        if "batch" not in told:
-            return
-        yield _sent(rank, batch, told["batch"], readers)
+    batches: list[Iterator[Any]] = []
+
+    def read() -> list[Any]:
+        if not batches:
+            batches.append(_iterator(loader))
+        return [*islice(batches[0], 1)]
+
+    while found := shared_by_first(rank, "broadcast_batches", read):
+        yield found[0]
 
 
 def _iterator(loader: Iterable[Any] | None) -> Iterator[Any]:
     if loader is None:
         raise TypeError("loader is None on the rank of the first stage, which reads the mini-batches of all ranks")
     return iter(loader)
-
-
-def _sent(rank: Rank, batch: Any, empty: Any, readers: set[int]) -> Any:
-    """Return the mini-batch: ``batch`` on the rank that has it, a copy on the ``readers``, and ``empty`` on others."""
-    processes = rank._processes
-    if processes.me == processes.ranks[0]:
-        processes.spread(map_tensors(_on_host, batch), readers)
-        return batch
-    return processes.spread(None, readers) if processes.me in readers else empty
-
-
-def _none(tensor: Tensor) -> None:
-    return None
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    # A pickled view would contain all of its storage, such as the full dataset.
-    return tensor.detach().clone().cpu()

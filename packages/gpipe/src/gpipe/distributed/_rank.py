@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from microbatch import Versions
+from microbatch import Versions, map_tensors
 
 from .._chooser import choice_of
 from .._torch import READ_BY_DATA_PARALLEL
@@ -498,6 +498,26 @@ def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = l
         check(rank._members)
     rank._processes.closing({})
     rank._replicas.announce(method)
+
+
+def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
+    """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
+
+    Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.
+    """
+    processes, readers = rank._processes, rank._readers()
+    first, me = processes.ranks[0], processes.me
+    value: Any = None
+    with processes.opening() as found:
+        found.alike = {METHOD: method}
+        if me == first:
+            value = read()
+    empty = processes.closing({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first]["value"]
+    if me == first:
+        # A pickled view would contain all of its storage, such as the full dataset.
+        processes.spread(map_tensors(lambda tensor: tensor.detach().clone().cpu(), value), readers)
+        return value
+    return processes.spread(None, readers) if me in readers else empty
 
 
 def gradient_norm(rank: Rank, method: str) -> Tensor:
