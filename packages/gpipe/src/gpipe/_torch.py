@@ -48,6 +48,13 @@ def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if parameter._use_count() > 1]  # type: ignore[attr-defined]
 
 
+# Wrappers.
+
+READ_BY_DATA_PARALLEL: Final = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module that ``DistributedDataParallel`` reads in its constructor, before it broadcasts parameters.
+Without it: wrapping a rank of a pipe would replace the weights of its stages by those of other stages."""
+
+
 # Tensor subclasses.
 
 
