@@ -172,6 +172,17 @@ def test_the_last_stage_of_1f1b_keeps_what_it_needs_next(moved: list[int]) -> No
     assert {str(event.kind) for event in timeline.events} == {"forward", "backward"}
 
 
+def test_a_recording_counts_what_is_on_the_device() -> None:
+    """Not the copies on the host."""
+    layers, peaks = nn.Sequential(*(nn.Sequential(*[Call(torch.exp)] * 8) for _ in range(2))), {}
+    for mode in ("never", "always", "offload"):
+        pipe = offloading(layers, mode=mode, chunks=10)
+        with closing(pipe), running(True), gpipe.record(memory=True) as timeline:
+            trained(pipe, torch.zeros(20, 100, requires_grad=True), "fill_drain")
+        peaks[mode] = sum((timeline.peak_bytes or {}).values())
+    assert peaks["always"] < peaks["offload"] < peaks["never"] / 2
+
+
 @each_how
 @pytest.mark.parametrize("inline", [False, True])
 def test_what_a_model_saves_travels(how: str | None, inline: bool, moved: list[int]) -> None:

@@ -19,7 +19,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streams import AbstractEvent, AbstractStream, current_stream, record_event, use_stream, wait_event
 
@@ -82,7 +81,8 @@ class SavedTensors:
 
     def _save(self, tensor: Tensor) -> _Entry:
         kind = type(tensor)
-        if kind not in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor):
+        # A class with a __torch_dispatch__ of its own makes the copy that torch's hooks return.
+        if kind not in (Tensor, nn.Parameter) and kind.__torch_dispatch__ == Tensor.__torch_dispatch__:
             raise RuntimeError(_SUBCLASS.format(kind.__name__))
         entry = _Entry(self, tensor)
         self._entries.append(ref(entry))
