@@ -426,7 +426,7 @@ def test_a_schedule_may_say_itself_which_cells_travel(moved: list[int]) -> None:
         text.replace("P0@0 ", ""): "B0@0 needs the saved tensors of its cell, which were not prefetched",
         text.replace("O0@0 ", ""): "P0@0, but micro-batch 0 was not offloaded",
         text.replace("O0@0 F1@0", "F1@0 O0@0 O0@0"): "O0@0, but micro-batch 0 has no saved tensors there",
-        text.replace("0@0 F1@0", "0@1 F1@0").replace("P0@0", "P0@1"): "O0@1, but stage 1 does not have checkpoint=",
+        "F0@0 F1@0 F0@1 O0@1 F1@1 P0@1 B0@1 B1@1 B0@0 B1@0": "O0@1, but stage 1 does not have checkpoint=",
     }.items():
         with pytest.raises(ValueError, match=message):
             trained(pipe, rows(), Schedule.parse(wrong))
