@@ -35,9 +35,17 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the ID of the backward that this thread is in, or -1. Without it: random numbers drawn in a backward, which
 a recomputation cannot repeat, would raise no error."""
 
-saved_tensors_hooks: Callable[[], object] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 """Returns this thread's hooks for saved tensors, or None. Without it: a split backward would call them twice, and so
 repeat recomputations of ``torch.utils.checkpoint``."""
+
+no_function_modes: Any = torch._C.DisableTorchFunction
+"""A context in which no torch function mode is called. Without it: a hook for saved tensors, which runs in the middle
+of an operation, would look like an operation of the model."""
+
+no_dispatch_modes: Any = torch._C._DisableTorchDispatch
+"""A context in which no dispatch mode is called. Without it: a mode that counts the bytes of activations would count
+their copies on the host."""
 
 
 def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -71,7 +71,8 @@ class Rank(Stepping):
             blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
         blocks, sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches per mini-batch.
-        checkpoint: which micro-batches are recomputed: a mode, or a list with one mode per stage.
+        checkpoint: which micro-batches are recomputed, or send what they save to the host: a mode of
+            :class:`gpipe.GPipe`, or a list with one mode per stage.
         ranks: the process of each stage, as its index in the group. By default process ``j % n`` of n has stage j, as
             for ``"interleaved"``. ``[0, 1, 1, 0]`` is the placement for a V-shaped schedule.
         group: the processes that take part, as a process group or a one-dimensional mesh such as ``mesh["pp"]``; by

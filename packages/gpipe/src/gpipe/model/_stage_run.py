@@ -281,7 +281,7 @@ class ModelStageRun(StageRun):
         inputs = self._arrived(i)
         forward = self._run.forward(i, inputs)
         self._cells[i] = cell = Cell(inputs)
-        turn = forward.go_on(self.stage.index)
+        turn = forward.go_on(self.stage.index, self._collecting(i))
         self._turns[i] = forward.turns
         if self.stage.index:
             cell.inputs = Activation(tuple([each.leaf for each in turn.leaves.values()]))
@@ -320,7 +320,7 @@ class ModelStageRun(StageRun):
     def backward(self, i: int) -> None:
         seeds = self._prepared(i)
         gradients = backward(self._cells[i], seeds, self._sums)
-        del self._cells[i]
+        self._forget(i)
         self._left_backwards -= 1
         self._deliver(i, gradients)
 
@@ -332,6 +332,7 @@ class ModelStageRun(StageRun):
         """Add the tensors that later stages used to the outputs of a cell. Return the gradients of all outputs."""
         cell, turn = self._cells[i], self._turns[i][self.stage.index]
         seeds = list(self._seeds(i))
+        self._arrive(i)
         self._expect_own(i)
         outputs = () if cell.outputs is None else cell.outputs.tensors
         arrived = [(turn.sent[key], [get() for get in gradients]) for key, gradients in turn.gradients.items()]
