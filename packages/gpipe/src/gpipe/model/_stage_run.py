@@ -29,6 +29,7 @@ from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
+from ._fixed import Fixed
 from ._forward import Forward
 from ._generators import Drawing, Numbers
 from ._left import Left
@@ -108,6 +109,12 @@ class ModelRun(StageRuns):
         found = outside(self.model, self._divided.division.blocks.values())
         return [module._buffers for module in found if module._buffers]
 
+    @cached_property
+    def fixed(self) -> Fixed:
+        """The parameters of the model, and the buffers of its blocks."""
+        blocks = self._divided.division.blocks.values()
+        return Fixed(self.model, self._divided.parts, blocks, self._tied.accept, is_host=self.offloads)
+
     @property
     def of(self) -> Callable[..., StageRun]:
         return partial(ModelStageRun, self)
@@ -150,6 +157,9 @@ class ModelRun(StageRuns):
 
     def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         raise AssertionError("all blocks are in this process")
+
+    def expect_free(self, tensor: Tensor, stage: int, microbatch: int) -> None:
+        self.fixed.expect_free(tensor, stage, microbatch)
 
     def expect_drawing(self, generators: Sequence[str]) -> None: ...
 
