@@ -36,7 +36,7 @@ from streams import (
 )
 
 from .._torch import uses_of
-from ..transport._copy import to_host
+from ..transport._copy import can_pin, to_host
 from ..values._leaves import storage_id, version
 
 _log = logging.getLogger("gpipe")
