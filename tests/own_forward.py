@@ -18,7 +18,7 @@ from microbatch import flatten, leaf_paths
 
 PACKAGES = str(Path(__file__).parents[1] / "packages")
 CHUNKS, STAGES = 4, 3
-CACHES = ("past_key_values", "cache_params", "mems", "past_buckets_states")
+CACHES = ("past_key_values", "cache_params", "mems", "past_buckets_states", "['state']")
 """Outputs that a pipe, which generates by itself, does not have."""
 EQUAL, REFUSED, BARE, WRONG = "equal", "refused", "bare error", "wrong"
 Loss = Callable[[Any], Tensor]

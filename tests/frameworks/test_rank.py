@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from packages.gpipe.tests.worlds import World
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from gpipe import GPipe
 from gpipe.distributed import Rank, RemoteError
@@ -102,3 +104,32 @@ def _expect_balanced() -> None:
 
 def _model(name: str) -> Any:
     return made(CASES[name][0])[0]
+
+
+def test_what_accelerate_prepares_is_refused(world: World):
+    """The rank, which it would wrap, and the loader, from which each process would read other rows."""
+    for text in world.run(_prepared):
+        assert "DistributedDataParallel(rank), which accelerator.prepare(rank) also creates, is not supported" in text
+        assert "input of rank 0 has other values than that of rank 1" in text
+
+
+def _prepared() -> str:
+    from accelerate import Accelerator
+
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:  # as torchrun does
+        for name, value in (("RANK", dist.get_rank()), ("LOCAL_RANK", dist.get_rank()), ("WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", "29500")
+        accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    rank = Rank(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2)
+    x = torch.arange(64.0).view(16, 4)
+    loader = accelerator.prepare(DataLoader(TensorDataset(x, x), 4))
+    given = next(iter(loader))
+    for call in (partial(accelerator.prepare, rank), partial(rank.step, *given, loss_fn=nn.functional.mse_loss)):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        texts.append(str(caught.value))
+    return "".join(texts)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packages.gpipe.tests.layers import MODES as MODES
 from packages.gpipe.tests.layers import Pop, Stash, running, squares
 from torch import Tensor, nn
 
@@ -17,6 +16,9 @@ from gpipe.schedule import Schedule, zero_bubble
 from .placements import backward_streams, devices, forward_streams
 
 WIDTH, ROWS = 8, 8
+MODES = ("never", "except_last", "always")
+"""Those that compute again or not; "offload" is in test_saved.py."""
+
 HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
 """How a pipe is trained: called, with a backward by the caller; or in a step of a schedule."""
 
@@ -104,7 +106,7 @@ def trained(
 def split(pipe: GPipe) -> Schedule:
     """Zero bubble with all backwards split; by its name only those are that take long."""
     microbatches = min(pipe.chunks, ROWS)
-    stops = {"never": 0, "except_last": microbatches - 1, "always": microbatches}
+    stops = {"never": 0, "except_last": microbatches - 1, "always": microbatches, "offload": 0}
     stop = stops[pipe.checkpoint] if isinstance(pipe.checkpoint, str) else 0
     return zero_bubble(microbatches, len(pipe.balance), stop)
 

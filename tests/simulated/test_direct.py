@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -387,3 +388,22 @@ class Mute(dist.Work):
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rows_on_devices_are_compared_at_the_end_of_a_step(worlds):
+    """Also with those of a rank on the CPU, whose digest was known before."""
+    ranks = PLACEMENTS["two ranks"]
+    for apart, on_devices in product((False, True), ([True, True], [True, False], [False, True])):
+        worlds(2).run(_differ, ranks, on_devices, apart)
+
+
+def _differ(ranks: Ranks, on_devices: list[bool], apart: bool) -> None:
+    me = dist.get_rank()
+    with accelerator.no_races():
+        rank = ranks.rank(model())
+        x = rows() + 1.0 * (apart and me == 1)
+        given = x.to(ranks.own()[0]) if on_devices[me] else x
+        told = pytest.raises(ValueError, match="input of rank 0 has other values than that of rank 1")
+        with told if apart else nullcontext():
+            rank.step(given, loss_fn=squares, reduction="mean")
+        rank.close()

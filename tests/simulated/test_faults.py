@@ -22,6 +22,7 @@ from . import (
     test_model,
     test_offloaded,
     test_profile,
+    test_saved,
 )
 from .faults import Fault, planted
 from .models import assert_trains_like, counted_squares, model, piped, squares
@@ -41,7 +42,7 @@ WORKERS, TIED, RECORD, CALLS = (
 )
 
 
-OFFLOADED = "gpipe.engine._offloaded"
+OFFLOADED, SAVED = "gpipe.engine._offloaded", "gpipe.engine._saved"
 FORWARD, TENSORS = "gpipe.model._forward", "gpipe.model._tensors"
 PARTS, REPLAY = "gpipe.model._stage_run", "gpipe.model._replay"
 
@@ -128,6 +129,9 @@ REPLAYED = Check(test_model.test_a_loss_of_all_rows, "inplace", "three devices",
 TIED_HEAD = Check(test_model.test_a_loss_of_all_rows, "tied", "three devices", None, "own", "never")
 UPDATED = Check(test_offloaded.test_updates_right_after_a_step_and_after_an_evaluation)
 UPDATED_IN_STEP = Check(test_offloaded.test_updates_during_a_step)
+SAVES = Check(test_saved.test_tensors_of_many_bytes, "fill_drain")
+SAVES_APART = Check(test_saved.test_copies_do_not_hold_up_computations)
+SAVES_AND_FAILS = Check(test_saved.test_a_failure_in_a_backward_leaves_nothing, "fill_drain")
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"
@@ -285,6 +289,27 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
      UPDATED_IN_STEP),
     (Fault("the caller changes parameters while they are loaded", OFFLOADED,
            "wait_event(CPUStream, self._ready)", "pass"), UPDATED),
+    (Fault("saved tensors leave before they are computed", SAVED,
+           "wait_event(self._link.outward, saved)", "pass"), SAVES),
+    (Fault("the event of saved tensors is recorded where none is computed", SAVED,
+           "saved = record_event(self._compute)", "saved = record_event(self._link.outward)"), SAVES),
+    (Fault("saved tensors leave on the stream of computations", SAVED,
+           "with use_stream(self._link.outward), torch.no_grad(), no_dispatch_modes():",
+           "with torch.no_grad(), no_dispatch_modes():"), SAVES_APART),
+    (Fault("the event of copies to the host is recorded where none is made", SAVED,
+           "sent = record_event(self._link.outward)", "sent = record_event(self._link.inward)"), SAVES),
+    (Fault("saved tensors are freed before they are copied", SAVED, "wait_event(compute, sent)", "pass"), SAVES),
+    (Fault("saved tensors return to memory that is still in use", SAVED,
+           "wait_event(self._link.inward, allocated)", "pass"), SAVES),
+    (Fault("the event of new memory is recorded where none is allocated", SAVED,
+           "allocated = record_event(compute)", "allocated = record_event(self._link.inward)"), SAVES),
+    (Fault("saved tensors return on the stream of computations", SAVED,
+           "            with use_stream(self._link.inward):", "            if True:"), SAVES_APART),
+    (Fault("the event of saved tensors that return is recorded where none does", SAVED,
+           "self._ready = record_event(self._link.inward)", "self._ready = record_event(self._link.outward)"), SAVES),
+    (Fault("a backward does not wait for saved tensors", SAVED, "wait_event(compute, self._ready)", "pass"), SAVES),
+    (Fault("after a failure memory is freed while saved tensors return", RUN,
+           "                stage.leave()", "                pass"), SAVES_AND_FAILS),
 ]
 # fmt: on
 

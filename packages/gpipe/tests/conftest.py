@@ -1,10 +1,22 @@
 """Fixtures that several files ask for by name."""
 
+from collections.abc import Iterator
+
 import pytest
+
+from gpipe.engine import _saved
 
 from .worlds import of_each_size
 
 worlds = pytest.fixture(scope="session")(of_each_size)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_tensors_move() -> Iterator[None]:
+    """With ``checkpoint="offload"``, also the small tensors of these tests go to the host."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_saved, "SMALL", 0)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

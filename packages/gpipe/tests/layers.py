@@ -20,7 +20,7 @@ from gpipe import GPipe, LossSum
 from gpipe.skip import pop, skippable, stash
 
 DOUBLE = torch.float64
-MODES = ("never", "except_last", "always")
+MODES = ("never", "except_last", "always", "offload")
 each_mode = pytest.mark.parametrize("mode", MODES)
 each_way = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
 INDUCTOR = pytest.param(

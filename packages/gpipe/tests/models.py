@@ -332,7 +332,7 @@ def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.
     return order
 
 
-MODES = st.sampled_from(["never", "except_last", "always"])
+MODES = st.sampled_from(["never", "except_last", "always", "offload"])
 
 
 def recipes(parts: Sequence[str] = tuple(PARTS)) -> st.SearchStrategy[Recipe]:

@@ -89,7 +89,7 @@ class Chooser:
             split = worth_splitting(seconds, may_split)
             self._choices[key] = choose(*size.order, seconds, may_split) if name == "auto" else Choice(name, split)
         choice = self._choices[key]
-        done = choice.name, choice.split, size.checkpoint_stops, situation
+        done = choice.name, choice.split, size.checkpoint_stops, size.offloading, situation
         # Under torch's profiler, runs label their actions, which a recorder would replace.
         if self._recorded[done] < RUNS and not is_profiled():
             from .timeline._record import Recorder  # imported late, because most schedules need no measurements

@@ -65,8 +65,9 @@ class GPipe(Stepping):
             devices, or the CPU for every partition if there are none.
         chunks: the number of micro-batches per mini-batch. As in ``torch.chunk``, a small mini-batch may yield fewer.
         checkpoint: which micro-batches save only their inputs, and are recomputed in the backward: ``"always"`` all,
-            ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these per partition. Nothing is
-            checkpointed in evaluation.
+            ``"except_last"`` all but the last, ``"never"`` none. With ``"offload"`` nothing is recomputed: what a
+            micro-batch saves goes to the host after its forward, and returns before its backward. Or a list with one of
+            these per partition. Nothing is checkpointed in evaluation.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is split, if it has its rows in a dimension other than 0, or not one row per sample:

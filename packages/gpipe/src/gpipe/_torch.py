@@ -35,9 +35,17 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the ID of the backward that this thread is in, or -1. Without it: random numbers drawn in a backward, which
 a recomputation cannot repeat, would raise no error."""
 
-saved_tensors_hooks: Callable[[], object] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 """Returns this thread's hooks for saved tensors, or None. Without it: a split backward would call them twice, and so
 repeat recomputations of ``torch.utils.checkpoint``."""
+
+no_function_modes: Any = torch._C.DisableTorchFunction
+"""A context in which no torch function mode is called. Without it: a hook for saved tensors, which runs in the middle
+of an operation, would look like an operation of the model."""
+
+no_dispatch_modes: Any = torch._C._DisableTorchDispatch
+"""A context in which no dispatch mode is called. Without it: a mode that counts the bytes of activations would count
+their copies on the host."""
 
 
 def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -46,6 +54,13 @@ def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
     Without it: every run would look up the node of every parameter.
     """
     return [parameter for parameter in parameters if parameter._use_count() > 1]  # type: ignore[attr-defined]
+
+
+# Wrappers.
+
+READ_BY_DATA_PARALLEL: Final = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module that ``DistributedDataParallel`` reads in its constructor, before it broadcasts parameters.
+Without it: wrapping a rank of a pipe would replace the weights of its stages by those of other stages."""
 
 
 # Tensor subclasses.

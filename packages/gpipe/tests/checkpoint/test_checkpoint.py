@@ -19,6 +19,8 @@ from gpipe import GPipe, inline, is_checkpointing, is_recomputing
 from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, linears, numbered, piped, rows
 
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
+KEEPING = ("never", "offload")
+"""Those that recompute nothing."""
 
 
 class Diary(nn.Module):
@@ -50,7 +52,7 @@ def written(checkpoint: str, *, chunks: int = 3, count: int = 3, train: bool = T
 def test_layers_see_which_micro_batches_are_checkpointed(checkpoint: str, count: int, more: int, train: bool) -> None:
     """Except the last means the last that exists; evaluation checkpoints nothing."""
     diary = written(checkpoint, chunks=count + more, count=count, train=train)
-    stop = {"always": count, "except_last": count - 1, "never": 0}[checkpoint] if train else 0
+    stop = {"always": count, "except_last": count - 1}.get(checkpoint, 0) if train else 0
     assert diary.microbatches(checkpointing=True, recomputing=False) == [*range(stop)]
     assert diary.microbatches(checkpointing=False, recomputing=True) == [*reversed(range(stop))]
     assert diary.microbatches(checkpointing=False, recomputing=False) == [*range(stop, count)]
@@ -183,7 +185,7 @@ def test_hooks_that_come_or_go(kind: str, adds: bool, checkpoint: str) -> None:
     for each, handle in zip((model, pipe), handles, strict=True):
         getattr(each[1][1], f"register_{kind}_hook")(_slopes(kind)) if adds else handle.remove()
     expected.square().sum().backward()
-    if checkpoint == "never":
+    if checkpoint in KEEPING:
         output.square().sum().backward()
         assert_same(pipe, model)
     else:
@@ -204,7 +206,7 @@ def test_a_module_inside_of_a_layer_that_is_replaced(checkpoint: str) -> None:
     output, own = pipe(rows()), pipe[1][1]
     model(rows()).square().sum().backward()
     pipe[1][1] = copy.deepcopy(own)
-    if checkpoint == "never":
+    if checkpoint in KEEPING:
         output.square().sum().backward()
         pipe[1][1] = own
         assert_same(pipe, model)
@@ -283,5 +285,5 @@ def test_scripted_layers_work_without_recomputation(checkpoint: str) -> None:
     model = nn.Sequential(torch.jit.script(linears(1)[0]), *linears(1))
     pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     refused = pytest.raises(RuntimeError, match=r"'0' is a scripted module .* checkpoint='never'")
-    with contextlib.nullcontext() if checkpoint == "never" else refused:
+    with contextlib.nullcontext() if checkpoint in KEEPING else refused:
         pipe(rows()).sum().backward()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe import GPipe
-from gpipe.distributed import LostRankError, Rank, _checkpoints, load, save
+from gpipe.distributed import LostRankError, Rank, RemoteError, _checkpoints, load, save
 
 from ..layers import Layer, Tied
 from .planted import long_but
@@ -434,3 +434,79 @@ def _expect_own_parameters_only() -> None:
     assert others
     assert not [each for each in others if each() is not None]
     assert not [each for each in own if each.requires_grad and get_gradient_edge(each).node.metadata]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_without_parameters_have_the_options_of_other_ranks(worlds: Any, tmp_path: Path, size: int) -> None:
+    """Wherever the only layer of a group is, and also for a scheduler that goes on."""
+    path = str(tmp_path / "run")
+    expected = worlds(2).run(_grouped, path, [1, 3], None)[0]
+    for balance in ([1, 3], [3, 1]) if size == 2 else ([1, 1, 2], [2, 1, 1]):
+        for found in worlds(size).run(_grouped, path, balance, expected):
+            assert found == expected
+
+
+def _grouped(path: str, balance: list[int], expected: Any) -> Any:
+    """The options of all groups after they were saved, or loaded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    rank = Rank(model, balance)
+    embeddings = [p for name, p in rank.named_parameters() if name.startswith("0.")]
+    rest = [p for name, p in rank.named_parameters() if not name.startswith("0.")]
+    optimizer = torch.optim.AdamW([{"params": embeddings, "lr": 0.5, "weight_decay": 0.0}, {"params": rest}], lr=0.1)
+    if expected is None:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            rank.step(torch.arange(4), torch.arange(4) % 3, loss_fn=F.cross_entropy)
+            optimizer.step()
+            scheduler.step()
+        save(path, rank, optimizer)
+    else:
+        load(path, rank, optimizer)
+    options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=2)
+    scheduler.step()
+    rank.close()
+    return options, rates, scheduler.get_last_lr() if expected is None else expected[2]
+
+
+def test_a_group_without_parameters_needs_the_same_groups_on_all_ranks(worlds: Any, tmp_path: Path) -> None:
+    for text in worlds(2).run(_other_groups, str(tmp_path / "run")):
+        assert "has no parameters, so it has the options of the same group on other ranks" in text
+
+
+def _other_groups(path: str) -> str:
+    rank = Rank(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+    groups = [{"params": [*rank.parameters()]}]
+    save(path, rank, torch.optim.SGD(groups, lr=0.1))
+    groups = [{"params": []}, *groups] if dist.get_rank() == 1 else groups
+    with pytest.raises((ValueError, RemoteError)) as caught:
+        load(path, rank, torch.optim.SGD(groups, lr=0.1))
+    return str(caught.value)
+
+
+def test_a_rank_of_layers_without_biases_is_printed(worlds: Any) -> None:
+    for text in worlds(2).run(_printed):
+        assert "bias=False" in text
+
+
+def _printed() -> str:
+    for make in (lambda: nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)]), _without_biases):
+        balance = [3, 3] if isinstance(make(), nn.Sequential) else None
+        rank = Rank(make(), balance)
+        text = repr(rank)
+        rank.close()
+    return text
+
+
+def _without_biases() -> nn.Module:
+    blocks = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(6)])
+
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        for block in s.blocks:
+            x = block(x)
+        return x
+
+    return Layer(forward, blocks=blocks, norm=nn.LayerNorm(4, bias=False))

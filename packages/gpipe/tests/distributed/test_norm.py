@@ -123,3 +123,39 @@ def _expect_skipped(who: int, unscales: bool) -> None:
         for name, parameter in rank.named_parameters():
             torch.testing.assert_close(parameter, plain.get_parameter(name))
     assert scales == [8.0, 4.0, 4.0, 8.0]
+
+
+def test_gradients_of_several_meshes_are_clipped(worlds: Any) -> None:
+    """A stage with whole parameters and parts of some over one or two meshes, on replicas and alone."""
+    for kind in ("tp", "tp and whole", "dp of some", "dp and tp"):
+        worlds(4).run(_expect_clipped_meshes, kind)
+
+
+def _expect_clipped_meshes(kind: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(4)]
+    plain = nn.Sequential(*[layer for block in blocks for layer in (block, nn.LayerNorm(4))])
+    shape, names = ((1, 2, 2), ("pp", "dp", "tp")) if kind == "dp and tp" else ((2, 2), ("pp", kind[:2]))
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    replicas = mesh["dp", "tp"]._flatten() if len(shape) == 3 else mesh[kind[:2]]
+    ranks = [0, shape[0] - 1]
+    rank = Rank(copy.deepcopy(plain), [4, 4], ranks=ranks, chunks=2, group=mesh["pp"], replicas=replicas)
+    for partition in rank.partitions:
+        for k, block in enumerate([layer for layer in partition if isinstance(layer, nn.Sequential)]):
+            if "tp" in names and (k == 0 or kind != "tp and whole"):
+                parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            if "dp" in names and (k == 0 or kind != "dp of some"):
+                fully_shard(block, mesh=mesh["dp"])
+    rows = X.chunk(2)[mesh["dp"].get_local_rank()] if "dp" in names else X
+    for max_norm in (1e3, 1e-3):
+        plain.zero_grad()
+        rank.zero_grad()
+        rank.step(rows, loss_fn=loss_of)
+        loss_of(plain(X)).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        torch.testing.assert_close(rank.clip_grad_norm_(max_norm), expected)
+        expect_gradients(rank, plain)
+    rank.close()

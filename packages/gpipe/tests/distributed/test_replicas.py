@@ -1,7 +1,9 @@
 """Replicas of a pipe: the failure of one rank is an error on all ranks of all replicas, and the next step is right."""
 
+import copy
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,3 +132,90 @@ def _begin_apart(what: str) -> str:
     with pytest.raises(ValueError, match="the ranks disagree: the checksum of") as caught:
         Rank(model, [2], group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
     return str(caught.value)
+
+
+def test_replicas_train_as_one(worlds: Any) -> None:
+    """Without another call: also in several steps, of which only the last one averages."""
+    worlds(SIZE).run(_expect_one)
+
+
+def _expect_one() -> None:
+    mesh = mesh_of_four()
+    rank, plain, (x, y) = _rank(mesh), _network(), batch(dtype=torch.float64)
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
+    for quiet in (0, 2, 0):
+        for k in range(quiet + 1):
+            with rank.no_sync() if k < quiet else nullcontext():
+                rank.step(*own_half(mesh, x, y), loss_fn=nn.functional.mse_loss)
+            nn.functional.mse_loss(plain(x), y).backward()
+        expect_gradients(rank, plain)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(rank.clip_grad_norm_(0.5), norm.float())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name))
+        both = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(both, parameter.detach(), group=mesh["replicas"].get_group())
+        assert torch.equal(*both)
+
+
+def test_an_error_after_replicas_have_met_reaches_those_that_average(worlds: Any) -> None:
+    found = worlds(2).run(_fail_late)
+    assert found[0] == "ArithmeticError: planted"
+    assert found[1].startswith("RemoteError: another replica has failed: rank 0 failed: ArithmeticError: planted")
+
+
+def _fail_late() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "stages"))
+    torch.manual_seed(0)
+    rank = Rank(nn.Sequential(nn.Linear(6, 6)), [1], group=mesh["stages"], replicas=mesh["replicas"])
+    handle = None
+    if dist.get_rank() == 0:  # a hook on a parameter runs when its gradient is written
+        handle = next(rank.parameters()).register_post_accumulate_grad_hook(_raise)
+    x = torch.ones(4, 6)
+    try:
+        rank.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean")
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if handle is not None:
+        handle.remove()
+    rank.zero_grad()
+    rank.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean")
+    return found
+
+
+def _raise(parameter: nn.Parameter) -> None:
+    raise ArithmeticError("planted")
+
+
+def test_parameters_of_other_meshes(worlds: Any) -> None:
+    """Whole ones, those sharded over other processes than the replicas, over the replicas, and over some of them."""
+    worlds(SIZE).run(_expect_meshes)
+
+
+def _expect_meshes() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    for replicas in ("dp", "both"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), nn.LayerNorm(6)).double()
+        group = mesh["dp"] if replicas == "dp" else mesh["dp", "tp"]._flatten()
+        rank = Rank(copy.deepcopy(plain), [2], chunks=2, group=mesh["pp"], replicas=group)
+        cut = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(rank.partitions[0][0], mesh["tp"], cut)
+        x, y = batch(dtype=torch.float64)
+        own = [each.chunk(2)[mesh["dp"].get_local_rank()] for each in (x, y)]
+        if replicas == "both":
+            with pytest.raises(ValueError, match=r"is sharded over rank .*no_sync"):
+                rank.step(*own, loss_fn=nn.functional.mse_loss)
+            rank.zero_grad()
+            with rank.no_sync():
+                rank.step(*own, loss_fn=nn.functional.mse_loss)
+            average_gradients(rank, mesh["dp"])
+        else:
+            rank.step(*own, loss_fn=nn.functional.mse_loss)
+        nn.functional.mse_loss(plain(x), y).backward()
+        expect_gradients(rank, plain)

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from gpipe import GPipe
 from microbatch import Replicate, Split
 
-from ..layers import MODES, assert_same, counted, each_way, rows
-from .residuals import Residuals, of_function, plain_of, residuals, two_stages
+from ..layers import MODES, Layer, assert_same, counted, each_way, rows
+from .residuals import Residuals, is_first, of_function, plain_of, residuals, two_stages
+from .test_forward import done
 
 
 @dataclass
@@ -201,3 +202,52 @@ def test_a_loss_of_torch_is_added_up_by_itself() -> None:
         expected.backward()
         torch.testing.assert_close(pipe.step(x, target, loss_fn=F.mse_loss, schedule="1f1b"), expected.detach())
         assert_same(pipe, plain)
+
+
+class Sides(nn.Module):
+    """Returns a tensor whose rows are in its last dimension, which nothing shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found.t()
+
+
+class Sided(Residuals):
+    """Hands on what its first block returns, changed, to all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        sides = self.layers[0](x) + 1
+        for layer in self.layers[1:]:
+            x = x + layer(x, sides)
+        return x
+
+
+@pytest.mark.parametrize("how", ["call", "whole", "evaluate"])
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_see_no_call_but_those_of_micro_batches(mode: str, how: str) -> None:
+    model = Sided(
+        Sides(), *(Layer(lambda s, x, sides: s.m[0](x) * sides.sum(0)[:, None], nn.Linear(3, 3)) for _ in range(3))
+    )
+    seen: list[torch.device] = []
+
+    def see(module: nn.Module, args: Any, output: Tensor) -> None:
+        if is_first():
+            seen.append(output.device)
+
+    for module in [layer for block in model.layers for layer in block.modules() if not [*layer.children()]]:
+        module.register_forward_hook(see)
+    with closing(two_stages(model.double(), checkpoint=mode)) as pipe:
+        plain, x = plain_of(pipe), rows(6)
+        for times in (1, 2):
+            model.zero_grad()
+            done(pipe, x, how)
+            assert seen == [torch.device("cpu")] * 12 * times
+        expected = plain(x).square().sum()
+        if how != "evaluate":
+            expected.backward()
+            assert_same(model, plain)

@@ -28,7 +28,11 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (["never", [True]], TypeError, r"checkpoint\[1\] must be the mode of partition 1.*got \[True\]"),
     ([True, "never"], TypeError, r"checkpoint\[0\]"),
     (["never"], ValueError, "one mode per partition; got 1 for 2 partitions"),
-    (["never", "often"], ValueError, r"checkpoint\[1\] is not one of 'always', 'except_last', 'never': 'often'"),
+    (
+        ["never", "often"],
+        ValueError,
+        r"checkpoint\[1\] is not one of 'always', 'except_last', 'never', 'offload': 'often'",
+    ),
     ("often", ValueError, "checkpoint is not one of"),
 ]
 

@@ -20,7 +20,7 @@ modes = st.sampled_from(MODES)
 
 @given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
 def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: int):
-    stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m}
+    stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m, "offload": 0}
     assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
     assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
 

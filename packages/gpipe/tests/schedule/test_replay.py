@@ -65,7 +65,10 @@ def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"checkpoint": "sometimes"}, "checkpoint: expected one of 'always', 'except_last', 'never', got 'sometimes'"),
+        (
+            {"checkpoint": "sometimes"},
+            "checkpoint: expected one of 'always', 'except_last', 'never', 'offload', got 'sometimes'",
+        ),
         ({"checkpoint": ["never"]}, r"checkpoint: expected one mode per stage \(2\), got 1"),
         ({"placement": [0]}, r"placement: expected one per stage of the schedule \(2\), got 1"),
     ],

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.schedule import Action, Kind, Schedule, Step, in_flight, validate
+from gpipe.schedule._actions import MOVES
 
 from ..schedules import Scheduled, executed, held, orders, steps_of
 
@@ -44,8 +45,13 @@ def _edit(line: list[Step], draw: st.DrawFn) -> None:
 def trains(schedule: Schedule, m: int, placement: Sequence[int]) -> bool:
     """What :func:`validate` promises, said in another way: a word for each cell, and workers that get through."""
     for program in schedule:
-        words = ["".join(Kind(kind).letter for kind, k in program if k == i) for i in range(m)]
-        if not all(re.fullmatch("FR?(B|IW)", word) for word in words) or any(k >= m for _, k in program):
+        computed = [action for action in program if action.kind not in MOVES]
+        words = ["".join(Kind(kind).letter for kind, k in computed if k == i) for i in range(m)]
+        if not all(re.fullmatch("FR?(B|IW)", re.sub("[OP]", "", word)) for word in words):
+            return False
+        if not all(re.fullmatch("F(OP)*(B|I(OP)*W)", word.replace("R", "")) for word in words):
+            return False
+        if any(k >= m for _, k in computed):
             return False
     return len(executed(schedule.walk or lines_of(schedule))) == len(steps_of(schedule))
 
@@ -60,7 +66,7 @@ def test_a_schedule_is_refused_exactly_if_it_does_not_train(problem: Scheduled) 
     if trains(schedule, m, placement):
         validate(schedule, m, placement)
     else:
-        with pytest.raises(ValueError, match=r"[FRBIW]\d@\d|stage \d does .* for micro-batch \d; expected"):
+        with pytest.raises(ValueError, match=r"[FRBIWOP]\d@\d|stage \d does .* for micro-batch \d; expected"):
             validate(schedule, m, placement)
 
 

@@ -176,7 +176,7 @@ def simulate(
         balance: Number of layers of each stage; by default the best balance for the measured times.
         chunks: Number of micro-batches.
         schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv or dualpipev.
-        checkpoint: never, except_last or always.
+        checkpoint: never, except_last, always or offload.
         timeout: Seconds to measure for.
         html: Save the timeline to this file, as a page.
     """
@@ -214,7 +214,7 @@ def timeline(
         chunks: Number of micro-batches.
         schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv, dualpipev, or
             auto.
-        checkpoint: never, except_last or always.
+        checkpoint: never, except_last, always or offload.
         html: Save the timeline to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".svg")

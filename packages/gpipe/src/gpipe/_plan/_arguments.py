@@ -146,7 +146,14 @@ def _placement(name: str, devices: int) -> tuple[int, ...]:
 
 
 def read_modes(checkpoint: str | None) -> Sequence[str]:
-    return MODES if checkpoint is None else (checked_mode(checkpoint),)
+    if checkpoint is None:
+        return MODES
+    if checked_mode(checkpoint) == "offload":
+        raise ValueError(
+            "checkpoint: a plan does not know the seconds of transfers to the host; plan with 'never', 'except_last' "
+            "or 'always', and set pipe.checkpoint = 'offload' afterwards"
+        )
+    return (checkpoint,)
 
 
 def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:

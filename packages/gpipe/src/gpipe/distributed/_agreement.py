@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ._errors import RemoteError, text_of
-from ._rendezvous import Rendezvous
+from ._rendezvous import Rendezvous, Report
+
+METHOD: Final = "the method that is called"
+"""The entry of a report that announces the call that the report belongs to."""
 
 
 class Agreement:
@@ -31,21 +34,23 @@ class Agreement:
 
 
 @contextmanager
-def agreement(meeting: Rendezvous) -> Iterator[Agreement]:
+def agreement(meeting: Rendezvous, method: str = "Rank") -> Iterator[Agreement]:
     """Run a block on each rank, and synchronize all ranks at its end: if it fails on one rank, all ranks raise.
 
-    Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ.
+    Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ, or
+    if another rank is in a different call or part of a call, which ``method`` names.
     """
     found, error = Agreement(), None
     try:
         yield found
-    except Exception as failed:
+    except BaseException as failed:  # an interrupt too: other ranks wait for this one
         error = failed
-    report = {"alike": found.alike, "told": found.told}
-    reports = meeting.meet(report if error is None else {"error": text_of(error)})
+    report = {METHOD: method, "alike": found.alike, "told": found.told}
+    reports = meeting.meet(report if error is None else {METHOD: method, "error": text_of(error)})
     if error is not None:
         raise error
     members = meeting.groups.members
+    expect_same(reports, members, METHOD)
     for k, each in enumerate(reports):
         if "error" in each:
             raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
@@ -65,6 +70,14 @@ def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_
                 f"{other_rank}; pass the same on all ranks" + _SEED * name.startswith("the checksum")
             )
     return None
+
+
+def expect_same(reports: Sequence[Report], members: Sequence[int], name: str) -> None:
+    """Raise ValueError unless the entry ``name`` is equal in the reports of all ``members``."""
+    for k, report in enumerate(reports):
+        error = disagreement({name: reports[0].get(name)}, report, members[0], members[k])
+        if error is not None:
+            raise error
 
 
 _SEED = ": call torch.manual_seed() before the model is created, or load a checkpoint into it first"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import uuid
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ._agreement import agreement
-from ._groups import Group
-from ._optimizers import by_name, from_names, parameters_by_name
-from ._rendezvous import gathering_of
+from ._groups import Group, expect_group
+from ._optimizers import by_name, from_names, options_of, options_of_all, parameters_by_name
+from ._rank import Rank, announce
+from ._rendezvous import Rendezvous, gathering_of
 from ._stored import Stored, write
 
 
@@ -26,10 +31,11 @@ def save(
     All processes of ``group`` call this together, with the same path. The format is ``torch.distributed.checkpoint``'s,
     with every tensor once, under its name in the full model: ``model.<name>``, ``optimizer.state.<name>.<key>`` and
     ``optimizer.param_groups.<name>.<option>``. The folder is replaced in one step, after all processes have written. If
-    saving is interrupted, :func:`load` reads the previous checkpoint.
+    saving fails or is interrupted on any of them, all raise an error, and :func:`load` reads the previous checkpoint.
+    Folders and files that this function has not written are never changed.
 
     Args:
-        path: a folder that all processes can write to. It is created if necessary, and a checkpoint in it is replaced.
+        path: a folder that all processes share. It is created if necessary, and a checkpoint in it is replaced.
         rank: a :class:`gpipe.distributed.Rank`, or a :class:`gpipe.GPipe` or plain module that every process has in
             full.
         optimizer: an optimizer of the parameters of ``rank``. By default only the model is saved.
@@ -37,17 +43,20 @@ def save(
             this one if there is no process group.
 
     Raises:
-        FileExistsError: ``path`` exists and is not a checkpoint.
-        ValueError: ``optimizer`` has parameters that ``rank`` lacks; the paths differ; ``path`` is a URL; an entry of
-            the state dict is a dict, list or tuple.
+        FileExistsError: ``path`` exists and is not a checkpoint, or it contains other files.
+        FileNotFoundError: ``path`` is on the own disk of each machine.
+        RuntimeError: the processes of ``rank`` do not all save, for example because the process group was destroyed.
+        ValueError: ``optimizer`` has parameters that ``rank`` lacks, or only some processes pass one; the paths differ;
+            ``path`` is a URL; an entry of the state dict is a dict, list or tuple; a process calls another method.
         RemoteError: another process has failed.
         LostRankError: another process has exited. :func:`load` reads the last complete checkpoint.
     """
-    meeting = gathering_of(group)
+    meeting = _met("save", rank, group)
     first = meeting.groups.me == 0
-    with agreement(meeting) as found:
+    with agreement(meeting, "save") as found:
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
+        found.told |= _optimizer_of(rank, optimizer)
         state: dict[str, Any] = {"model": rank.state_dict()}
         for name, value in state["model"].items():
             if isinstance(value, dict | list | tuple):  # torch would write its items under names that no model has
@@ -57,11 +66,13 @@ def save(
         if optimizer is not None:
             state["optimizer"] = by_name(rank, optimizer)
         if first:
-            folder.begin()
-    write(state, folder.partial, meeting)
-    with agreement(meeting):
+            found.told["partial"] = folder.begin()
+    _expect_optimizers(found.heard, meeting.groups.members)
+    partial = folder.partial(found.heard[0]["partial"])
+    write(state, partial, meeting)
+    with agreement(meeting, "save, commit"):
         if first:
-            folder.commit()
+            folder.commit(partial)
 
 
 def load(
@@ -83,41 +94,95 @@ def load(
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
-        ValueError: the checkpoint is of a different model (the error lists the names that differ) or optimizer.
+        RuntimeError: the processes of ``rank`` do not all load.
+        ValueError: the checkpoint is of a different model (the error lists the names that differ) or optimizer; only
+            some processes pass an optimizer; a process calls another method.
         RemoteError: another process has failed.
     """
-    meeting = gathering_of(group)
-    with agreement(meeting) as found:
+    meeting = _met("load", rank, group)
+    with agreement(meeting, "load") as found:
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         stored = Stored(folder.whole)
         own = rank.state_dict()
-        found.told = {"names": [*own]}
-    with agreement(meeting):
+        found.told = {"names": [*own], **_optimizer_of(rank, optimizer)}
+    _expect_optimizers(found.heard, meeting.groups.members)
+    with agreement(meeting, "load, read") as read:
         stored.expect_model({name for each in found.heard for name in each["names"]}, own)
         state = stored.model(own)
-        moments = None if optimizer is None else from_names(rank, optimizer, stored.optimizer(parameters_by_name(rank)))
+        if optimizer is not None:
+            moments = stored.optimizer(parameters_by_name(rank))
+            read.told = {"options": options_of(rank, optimizer, moments)}
+    with agreement(meeting, "load, optimizer"):
+        if optimizer is not None:
+            told = zip(meeting.groups.members, read.heard, strict=True)
+            having = {member: each["options"] for member, each in told if "options" in each}
+            moments = from_names(rank, optimizer, moments, options_of_all([*having.values()], [*having]))
     rank.load_state_dict(state)
-    if optimizer is not None and moments is not None:
+    if optimizer is not None:
         optimizer.load_state_dict(moments)
+
+
+def _met(method: str, module: nn.Module, group: Group | None) -> Rendezvous:
+    """Announce a call of ``save`` or ``load`` to all ranks of a pipe, and return the exchange of its processes."""
+    for each in module.modules():
+        if isinstance(each, Rank):
+            announce(each, method, lambda members: _expect_all(method, members, group))
+    return gathering_of(group)
+
+
+def _expect_all(method: str, members: Sequence[int], group: Group | None) -> None:
+    """Raise RuntimeError unless all ``members`` of a pipe are in ``group``: each has only a part of the model."""
+    is_open = dist.is_available() and dist.is_initialized()
+    there = dist.get_process_group_ranks(expect_group(group)) if is_open else []
+    missing = [member for member in members if member not in there]
+    if len(members) > 1 and missing:
+        why = f"group: it lacks rank {missing[0]}; pass one of all" if is_open else "there is no process group"
+        raise RuntimeError(
+            f"{method}() needs all ranks of the pipe, {[*members]}, because each has a part of the model, but {why}; "
+            f"call {method}() before torch.distributed.destroy_process_group()"
+        )
+
+
+def _optimizer_of(module: nn.Module, optimizer: Optimizer | None) -> dict[str, bool]:
+    return {"optimizer": optimizer is not None, "trains": any(p.requires_grad for p in module.parameters())}
+
+
+def _expect_optimizers(told: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+    """Raise ValueError if only some processes pass an optimizer: the state of the others would be missing."""
+    without = [rank for rank, each in zip(members, told, strict=True) if each["trains"] and not each["optimizer"]]
+    having = [rank for rank, each in zip(members, told, strict=True) if each["optimizer"]]
+    if without and having:
+        raise ValueError(
+            f"optimizer: rank {having[0]} passes one, but rank {without[0]} does not, so its state would be missing; "
+            "pass the optimizer of each rank on all ranks, or on none"
+        )
 
 
 _COMMITTED = ".metadata"
 """The last file that torch.distributed.checkpoint writes."""
 
+_WRITTEN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+"""The names of the files that it writes."""
+
 
 class Folder:
     """The folder of a checkpoint. Readers find either its old content or its new content, never a mixture.
 
-    New content is written to the folder ``partial`` next to it. Then the old folder is renamed, the new one gets its
-    name, and the old one is deleted. If that is interrupted, :attr:`whole` finds the old one under its new name.
+    New content is written to a new folder next to it. Then the old folder is renamed, the new one gets its name, and
+    the old one is deleted. If that is interrupted, :attr:`whole` finds the old one under its new name. All other names
+    start with a dot, and a folder is only deleted if it contains nothing but the files of a checkpoint.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         if "://" in os.fspath(path):
             raise ValueError(f"path: expected a folder that all processes can access, got the URL {str(path)!r}")
         self.path = Path(path).resolve()
-        self.partial, self._previous = [self.path.with_name(f"{self.path.name}.{k}") for k in ("partial", "previous")]
+        self._previous = self.path.with_name(f".{self.path.name}.gpipe-previous")
+
+    def partial(self, token: str) -> Path:
+        """Return the folder that :meth:`begin` has created."""
+        return self.path.with_name(f".{self.path.name}.{token}.gpipe-partial")
 
     @property
     def whole(self) -> Path:
@@ -129,26 +194,50 @@ class Folder:
             )
         return place
 
-    def begin(self) -> None:
-        """Create the empty folder ``partial``, and delete the one that an interrupted save has left.
+    def begin(self) -> str:
+        """Create an empty folder, return its token, and delete folders that interrupted calls have left.
 
-        FileExistsError if the folder has content other than a checkpoint.
+        FileExistsError if the folder, or the one that it will be renamed to, has content other than a checkpoint.
         """
-        if self.path.exists() and not (self.path / _COMMITTED).is_file() and not _is_empty(self.path):
-            raise FileExistsError(
-                f"path: {str(self.path)!r} exists and is not a checkpoint; pass the name of a new folder"
-            )
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        for folder in (self.path, self._previous):
+            _expect_checkpoint(folder)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for other in self.path.parent.iterdir():
+            is_partial = other.name.startswith(f".{self.path.name}.") and other.name.endswith(".gpipe-partial")
+            if is_partial and _foreign(other) is None:
+                shutil.rmtree(other, ignore_errors=True)
+        token = uuid.uuid4().hex
+        self.partial(token).mkdir()
+        return token
 
-    def commit(self) -> None:
+    def commit(self, partial: Path) -> None:
         """Replace the folder by ``partial``."""
         if self.path.exists():
+            for folder in (self.path, self._previous):
+                _expect_checkpoint(folder)
             shutil.rmtree(self._previous, ignore_errors=True)
             self.path.rename(self._previous)
-        self.partial.rename(self.path)
+        partial.rename(self.path)
         shutil.rmtree(self._previous, ignore_errors=True)
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and next(path.iterdir(), None) is None
+def _expect_checkpoint(folder: Path) -> None:
+    """Raise FileExistsError if deleting ``folder`` would delete anything but a checkpoint."""
+    if not folder.exists():
+        return
+    is_checkpoint = (folder / _COMMITTED).is_file() or (folder.is_dir() and next(folder.iterdir(), None) is None)
+    if not is_checkpoint:
+        raise FileExistsError(f"path: {str(folder)!r} exists and is not a checkpoint; pass the name of a new folder")
+    other = _foreign(folder)
+    if other is not None:
+        raise FileExistsError(
+            f"path: {str(folder)!r} contains {other!r}, which save() has not written and would delete with the "
+            "previous checkpoint; move it elsewhere, or pass the name of a new folder"
+        )
+
+
+def _foreign(folder: Path) -> str | None:
+    """Return the name of an entry of ``folder`` that is not a file of a checkpoint."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder.name
+    return next((each.name for each in folder.iterdir() if not _WRITTEN.fullmatch(each.name) or each.is_dir()), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from ..schedule import Schedule
 from ..skip import inspect_skip_layout
 from ..values._leaves import as_value
 from ..values._sharing import gathered
+from ._digests import Digests
 from ._far_loss import FarLoss
 from ._groups import Groups
 from ._own import Share
@@ -68,7 +68,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             inputs = self._checked(as_value(args, kwargs))
             batches, _ = self._cut(inputs)
             found.batches, found.whole = batches, self.out_spec is None
-            found.alike |= fingerprints(inputs.bare)
+            found.alike |= structure_of(inputs.bare)
+            found.rows = Digests({"input": inputs.bare})
         with torch.no_grad(), self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
@@ -144,11 +145,14 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
-        found.alike |= fingerprints(asked.inputs)
+        found.alike |= structure_of(asked.inputs)
         return asked
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
         """Test nothing before the first step, because this would take a run on all ranks."""
+
+    def _readers(self) -> set[int]:
+        return {*self._ranks}
 
     def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
         return FarLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
@@ -168,21 +172,16 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             self._shown().shown()
 
 
-def fingerprints(inputs: Any) -> dict[str, Any]:
-    """Return the values that ranks compare: structure, sizes and dtypes of inputs, and checksums of CPU tensors."""
+def structure_of(inputs: Any) -> dict[str, Any]:
+    """Return the properties of the inputs that must be equal on all ranks, each of which runs the model's forward."""
     leaves, tree = flatten(inputs)
-    found: dict[str, Any] = {"the structure of the inputs": repr(tree)}
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            found[f"the size of input tensor {k}"] = tuple(leaf.shape), str(leaf.dtype)
-            if leaf.device.type == "cpu" and leaf.layout is torch.strided:
-                data = leaf.detach().reshape(-1)[:_SEEN].contiguous().view(torch.uint8)
-                found[f"the checksum of input tensor {k}"] = zlib.crc32(bytes(data.tolist()))
-    return found
+    sizes = {
+        f"the size of input tensor {k}": (tuple(leaf.shape), str(leaf.dtype))
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor)
+    }
+    return {"the structure of the inputs": repr(tree), **sizes}
 
-
-_SEEN = 1024
-"""The number of elements per CPU tensor that the checksums cover."""
 
 _NEEDS_INPUTS = (
     "every rank needs the inputs, because the forward of the model runs on each of them; pass the same mini-batch on "

@@ -27,10 +27,18 @@ def norm_over(
     """
     with torch.no_grad():
         dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        kinds = [[each for each in dense if hasattr(each, "to_local") is sharded] for sharded in (False, True)]
-        squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in kinds if kind]
+        squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in _by_mesh(dense)]
         none = torch.zeros((), dtype=torch.float64, device=device)
         return _summed(expect_group(group), meet, sum(squares, start=none)).sqrt().float()
+
+
+def _by_mesh(gradients: Iterable[Any]) -> list[list[Tensor]]:
+    """Group gradients by how they are sharded, because operators do not combine shards over different meshes."""
+    found: dict[Any, list[Tensor]] = {}
+    for each in gradients:
+        kind = (each.device_mesh, each.placements) if hasattr(each, "placements") else None
+        found.setdefault(kind, []).append(each)
+    return [*found.values()]
 
 
 def _whole(norm: Any) -> Tensor:
@@ -48,6 +56,8 @@ def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], sq
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients of ``parameters`` down if ``norm``, the norm of all gradients, exceeds ``max_norm``."""
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    has_sparse = any(parameter.grad.is_sparse for parameter in trained)  # type: ignore[union-attr]
-    clip_grads_with_norm_(trained, max_norm, norm, foreach=False if has_sparse else None)
+    trained = {parameter.grad: parameter for parameter in parameters if parameter.grad is not None}
+    for kind in _by_mesh(trained):
+        has_sparse = any(gradient.is_sparse for gradient in kind)
+        own = [trained[gradient] for gradient in kind]
+        clip_grads_with_norm_(own, max_norm, norm, foreach=False if has_sparse else None)

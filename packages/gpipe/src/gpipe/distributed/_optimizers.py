@@ -51,26 +51,68 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
     return found
 
 
-def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
-    """Convert states by name to a state dict for ``optimizer.load_state_dict``; ValueError if they do not fit.
+def options_of(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> list[State | None]:
+    """Return the saved options of each parameter group of ``optimizer``; None for a group without parameters.
 
-    Args:
-        found: the result of :func:`by_name` when the state was saved, possibly with parameters of other ranks.
+    Raises:
+        ValueError: the saved state is of another class of optimizer, or does not fit the parameters or their groups.
     """
     own = type(optimizer).__name__
     if found.get("class", own) != own:
         raise ValueError(f"optimizer: the checkpoint has the state of {found['class']}, but this optimizer is {own}")
+    members = names_in(module, optimizer)
+    known = [[_known(names, found) for names in each] for each in members]
+    return [_options(each, found["param_groups"]) if each else None for each in known]
+
+
+def options_of_all(told: Sequence[Sequence[State | None]], members: Sequence[int]) -> list[State]:
+    """Return the options of each parameter group, from the members that have parameters in it.
+
+    A group may have no parameters on a rank, such as that of embeddings. A scheduler and ``add_param_group`` use its
+    options nevertheless.
+
+    Args:
+        told: the results of :func:`options_of` of all members with an optimizer.
+        members: their global ranks.
+
+    Raises:
+        ValueError: a group has no parameters on a member, and members have different numbers of groups, so that it is
+            not known which groups correspond.
+    """
+    empty = [rank for rank, groups in zip(members, told, strict=True) if None in groups]
+    other = next((rank for rank, groups in zip(members, told, strict=True) if len(groups) != len(told[0])), None)
+    if empty and other is not None:
+        raise ValueError(
+            f"optimizer: a group of rank {empty[0]} has no parameters, so it has the options of the same group on "
+            f"other ranks, but rank {other} has a different number of groups than rank {members[0]}; create the "
+            "same groups, in the same order, on all ranks"
+        )
+    if other is not None:
+        return []
+    return [next((each for each in same if each is not None), {}) for same in zip(*told, strict=True)]
+
+
+def from_names(
+    module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any], of_empty: Sequence[State] = ()
+) -> State:
+    """Convert states by name to a state dict for ``optimizer.load_state_dict``, after :func:`options_of`.
+
+    Args:
+        found: the result of :func:`by_name` when the state was saved, possibly with parameters of other ranks.
+        of_empty: for each group, the options to set if it has no parameters.
+    """
     saved = optimizer.state_dict()
     state: dict[int, State] = {}
     groups = []
-    for group, members in zip(saved["param_groups"], names_in(module, optimizer), strict=True):
+    for k, (group, members) in enumerate(zip(saved["param_groups"], names_in(module, optimizer), strict=True)):
         known = [_known(names, found) for names in members]
         state |= {
             index: found["state"][name]
             for index, name in zip(group["params"], known, strict=True)
             if name in found["state"]
         }
-        groups.append({**group, **_options(known, found["param_groups"])})
+        options = _options(known, found["param_groups"]) if known else of_empty[k] if of_empty else {}
+        groups.append({**group, **options})
     return {**saved, "state": state, "param_groups": groups}
 
 
@@ -92,4 +134,4 @@ def _options(names: Sequence[str], groups: Mapping[str, State]) -> State:
                     f"optimizer: {names[0]!r} and {name!r} are in one group, but the checkpoint has {key}={value!r} "
                     f"for the first and {other!r} for the second; create the same groups as when it was saved"
                 )
-    return groups[names[0]] if names else {}
+    return groups[names[0]]

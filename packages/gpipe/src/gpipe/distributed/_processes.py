@@ -16,6 +16,7 @@ from ..engine._processes import Processes, RunState
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
+from ._digests import Digest, Digests, different_rows
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
 from ._forms import Payload
@@ -51,6 +52,7 @@ class Opening:
     Attributes:
         alike: values that must be equal on all ranks, keyed by the names used in error messages.
         batches: the micro-batches; on ranks without the first stage, their numbers of rows.
+        rows: the digests of the mini-batch that this rank was given.
         whole: whether the loss is computed once, on the outputs of all micro-batches.
         seed: the seed of the run's random numbers; None until it is announced.
     """
@@ -59,6 +61,7 @@ class Opening:
         self.seed: int | None = None
         self.alike: dict[str, Any] = {}
         self.batches: list[Any] = []
+        self.rows = Digests({})
         self.whole = False
 
 
@@ -100,6 +103,7 @@ class Ranks(Processes):
         # A shutdown would require all ranks to take part. Ending the wires loses no transfers between runs.
         self._end_wires = weakref.finalize(self, self._wires.end)
         self._microbatches = 0
+        self._rows, self._first_rows = Digests({}), dict[str, Digest]()  # of this rank, and of that of the first stage
         self._links: dict[int, RemoteLink] = {}  # by channel
         by_rank: dict[int, RemoteLink] = {}
         for number, a, b in channels:
@@ -158,6 +162,11 @@ class Ranks(Processes):
             self._end_wires()
             del self._rendezvous, self._links, self.tied, self._wires
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank can exchange messages with the others."""
+        return not self._closed and self._rendezvous.is_open
+
     def _expect_all(self) -> None:
         if self._closed:
             raise RuntimeError("this Rank was closed, with its connections to other ranks; create a new one")
@@ -170,6 +179,11 @@ class Ranks(Processes):
         """
         self._expect(backwards=False)
         return self._end(None, [], report)
+
+    def spread(self, what: Any, members: set[int]) -> Any:
+        """Send ``what`` from the rank of the first stage to these ``members``, which call this together; return it."""
+        with self._reaching():
+            return self._rendezvous.spread(what, members)
 
     def _meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
         """Exchange reports with all ranks. Raise LostRankError instead if a rank cannot be reached, as in ``lost``."""
@@ -198,13 +212,17 @@ class Ranks(Processes):
             errors = [failed]
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
         try:
-            told = self._rendezvous.announced(None if errors else (found.alike, rows, next_seed(), found.whole))
+            own = found.alike, rows, found.whole, found.rows.known
+            told = self._rendezvous.announced(None if errors else (*own, next_seed()))
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
-            first, batches, found.seed, found.whole = told
+            alike, batches, found.whole, self._first_rows, found.seed = told
             found.batches = found.batches if self._rendezvous.is_root else batches
-            unlike = disagreement(first, found.alike, self._members[self.ranks[0]], self._members[self.me])
+            self._rows, (root, me) = found.rows, (self._members[self.ranks[0]], self._members[self.me])
+            unlike = disagreement(alike, found.alike, root, me) or different_rows(
+                [(root, self._first_rows), (me, found.rows.known)]
+            )
             if unlike is not None and not errors:
                 errors, report = [Cancelled()], {"failed": True, "when": _UNLIKE, "unlike": str(unlike)}
         elif not errors:
@@ -229,6 +247,8 @@ class Ranks(Processes):
             self._wires.settle()  # nothing may read values that have not arrived
             self._wires.check()
             report = _success(run)
+            if late := self._rows.late(self._first_rows):
+                report["rows"] = late
             if copies := self.tied.states():
                 report["copies"] = copies
         except BaseException as failed:
@@ -267,6 +287,9 @@ class Ranks(Processes):
         if has_failed:
             self._raise_earliest(reports, errors)
         expect_alike([each.get("copies", {}) for each in reports], self._members)
+        late = [(rank, each.get("rows", {})) for rank, each in zip(self._members, reports, strict=True)]
+        if unlike := different_rows([(self._members[self.ranks[0]], self._first_rows), *late]):
+            raise unlike
         return reports
 
     def _poison(self, run: RunState | None) -> None:

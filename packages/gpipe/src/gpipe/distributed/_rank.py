@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from microbatch import Versions
+from microbatch import Versions, map_tensors
 
 from .._chooser import choice_of
+from .._torch import READ_BY_DATA_PARALLEL
 from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
@@ -42,7 +43,8 @@ from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
-from ._agreement import agreement, checksums, described
+from ._agreement import METHOD, agreement, checksums, described
+from ._digests import Digests
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
@@ -52,6 +54,7 @@ from ._processes import Opening, Ranks
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
+from ._wrapped import Wrapped, expect_unwrapped
 
 
 class Rank(Stepping):
@@ -68,14 +71,15 @@ class Rank(Stepping):
             blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
         blocks, sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches per mini-batch.
-        checkpoint: which micro-batches are recomputed: a mode, or a list with one mode per stage.
+        checkpoint: which micro-batches are recomputed, or send what they save to the host: a mode of
+            :class:`gpipe.GPipe`, or a list with one mode per stage.
         ranks: the process of each stage, as its index in the group. By default process ``j % n`` of n has stage j, as
             for ``"interleaved"``. ``[0, 1, 1, 0]`` is the placement for a V-shaped schedule.
         group: the processes that take part, as a process group or a one-dimensional mesh such as ``mesh["pp"]``; by
             default all processes. A private gloo group of the same processes carries the messages.
         replicas: the group, or mesh, of the processes with the same stages, one per replica of the pipe. They
-            synchronize at the end of each :meth:`step`: if it fails in one, it raises in all. They must start with the
-            same weights and buffers.
+            synchronize at the end of each :meth:`step`: if it fails in one, it raises in all, and their gradients are
+            averaged, unless it is in :meth:`no_sync`. They must start with the same weights and buffers.
         device: the device of this rank's stages, or a list with one device per stage; by default the CPU.
         timeout: how long to wait for another rank before it counts as lost, in seconds or as a ``timedelta``; by
             default the timeout of ``group``. It must exceed the time any rank needs for a step and for the work between
@@ -156,6 +160,7 @@ class Rank(Stepping):
             self._sharding = Sharding(share.partitions, share.tied)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
+        self._averages = True
         self.__dict__["_sums"] = SeenSums()
         self._parallel: set[dist.ProcessGroup] = set()
 
@@ -268,6 +273,8 @@ class Rank(Stepping):
         with self._opening("forward") as found:
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(as_value(args, kwargs), self.in_spec))
+            if args or kwargs:
+                found.rows = Digests({"input": as_value(args, kwargs)})
         with torch.no_grad():
             size = self._size(len(found.batches), trains=False)
             with self._pipeline.section.entered():
@@ -278,7 +285,7 @@ class Rank(Stepping):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        All ranks call this together, after averaging gradients over replicas. A weight shared by stages on several
+        All ranks call this together. A weight shared by stages on several
         ranks counts once. For sharded gradients, all shards count. The host does not wait for accelerators.
 
         Args:
@@ -307,6 +314,11 @@ class Rank(Stepping):
             self._processes.close()
             self._end_guards()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse ``fully_shard``, which derives a class from that of the module it is applied to."""
+        expect_unwrapped(cls)
+        super().__init_subclass__(**options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a Rank has connections to other processes, so it cannot be copied or pickled; copy rank.parameters(), as "
@@ -326,6 +338,7 @@ class Rank(Stepping):
             with self._opening(call.method, schedule) as found:
                 self._expect_fit(call)
                 asked = self._asked(call, schedule, found)
+                found.rows = Digests({"input": call.input, **call.arguments, "target": call.target})
             asked = asked._replace(batches=asked.batches or found.batches)
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
@@ -381,6 +394,32 @@ class Rank(Stepping):
         batches, size, losses, seed, _ = prepared
         with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(losses):
             train(self._pipeline, self._pipeline.spec(size, own, losses, seed=seed), batches)
+        if self._averages:
+            self._replicas.average(self)
+        else:
+            self._replicas.skip_average()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in steps without averaging them over the replicas.
+
+        The first step outside this context averages all accumulated gradients, as with
+        ``DistributedDataParallel.no_sync``. All replicas use it in the same steps. Parameters that ``fully_shard`` has
+        sharded are not affected; see ``set_requires_gradient_sync``.
+
+        >>> with rank.no_sync():  # doctest: +SKIP
+        ...     rank.step(x1, y1, loss_fn=loss_fn)
+        >>> rank.step(x2, y2, loss_fn=loss_fn)  # doctest: +SKIP
+        """
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def _readers(self) -> set[int]:
+        """Return the ranks that need the tensors of mini-batches, as indices in the group."""
+        return {self._ranks[0], self._ranks[-1]}
 
     @contextmanager
     def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:
@@ -412,13 +451,15 @@ class Rank(Stepping):
     def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
         """Return the values that must be equal on all ranks in a call, keyed by names for error messages."""
         return {
-            "the method that is called": method,
+            METHOD: method,
             "schedule": None if schedule is None else str(schedule),
             "training": self.training,
             "chunks": self._chunks,
             "recording": settings().observer is not None,
         }
 
+
+setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))
 
 _DECIDED = (
     "the rank of the first stage decides whether the loss is computed once. It got a different loss_fn, target or "
@@ -444,10 +485,46 @@ def _guarded(share: Share) -> list[RemovableHandle]:
     ]
 
 
+def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
+    """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
+
+    Args:
+        check: called with the global ranks of the pipe. If it raises an error on one rank, all ranks raise.
+    """
+    if not rank._processes.is_open:  # a checkpoint may still be saved, without these connections
+        check(rank._members)
+        return
+    with rank._processes.opening() as found:
+        found.alike = {METHOD: method}
+        check(rank._members)
+    rank._processes.closing({})
+    rank._replicas.announce(method)
+
+
+def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
+    """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
+
+    Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.
+    """
+    processes, readers = rank._processes, rank._readers()
+    first, me = processes.ranks[0], processes.me
+    value: Any = None
+    with processes.opening() as found:
+        found.alike = {METHOD: method}
+        if me == first:
+            value = read()
+    empty = processes.closing({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first]["value"]
+    if me == first:
+        # A pickled view would contain all of its storage, such as the full dataset.
+        processes.spread(map_tensors(lambda tensor: tensor.detach().clone().cpu(), value), readers)
+        return value
+    return processes.spread(None, readers) if me in readers else empty
+
+
 def gradient_norm(rank: Rank, method: str) -> Tensor:
     """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
     with rank._processes.opening() as found:
-        found.alike = {"the method that is called": method}
+        found.alike = {METHOD: method}
     others = rank._processes.tied.of_others()
     own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
     return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])

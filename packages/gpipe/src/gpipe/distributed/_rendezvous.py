@@ -43,17 +43,26 @@ class Rendezvous:
 
     def announced(self, what: Any) -> Any:
         """Broadcast ``what`` from the root, and return it. Members wait for the root only, and the root for none."""
+        return self.spread(what, {link.member for link in self._links} if self.is_root else set())
+
+    def spread(self, what: Any, members: set[int]) -> Any:
+        """Send ``what`` from the root to these ``members``, and return it. Only they and the root call this."""
         if not self.is_root:
             return self._links[0].hear()
         text = pickle.dumps(what)
         for link in self._links:
-            link.tell(text)
+            if link.member in members:
+                link.tell(text)
         return what
 
     def meet(self, report: Report) -> list[Report]:
         """All-gather reports. If a member is missing, this call and all later ones raise LostRankError."""
         with self.reaching():
             return self._gather(report) if self.is_root else self._exchange(report)
+
+    @property
+    def is_open(self) -> bool:
+        return self._lost is None
 
     def expect_open(self) -> None:
         if self._lost is not None:

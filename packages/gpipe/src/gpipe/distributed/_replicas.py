@@ -1,4 +1,4 @@
-"""Synchronize replicas at the end of each step, so that a failure in one is raised in all."""
+"""Synchronize replicas at the end of each step: a failure in one is raised in all, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import nn
 
+from ._agreement import METHOD, expect_same
+from ._average import average, averaged_over
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
-from ._groups import ALONE, Group, open_groups
+from ._groups import ALONE, Group, expect_group, open_groups
 from ._rendezvous import Rendezvous, Report
 
 _GRACE = timedelta(seconds=30)
@@ -27,11 +30,14 @@ class Replicas:
 
     Attributes:
         meeting: exchanges reports between these ranks.
+        group: their process group, if any.
     """
 
     def __init__(self, group: Group | None, timeout: timedelta) -> None:
         self.meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE))
+        self.group = None if group is None else expect_group(group)
         self._met = True
+        self._may_average = False  # whether the other replicas expect this one to average gradients
 
     @property
     def are_there(self) -> bool:
@@ -50,7 +56,29 @@ class Replicas:
         except BaseException as error:
             give_up()
             self.meet(error)
+            self._tell_late(error)
             raise
+
+    def average(self, module: nn.Module) -> None:
+        """Average the gradients of ``module`` at the end of a step, in which all replicas have succeeded."""
+        self._may_average = False
+        if self.group is not None and self.are_there:
+            average(averaged_over(module, self.group), self.meeting, self.group)
+
+    def skip_average(self) -> None:
+        self._may_average = False
+
+    def announce(self, method: str) -> None:
+        """Synchronize at the begin of a call that all replicas make together. ValueError if one makes another call."""
+        if self.are_there:
+            expect_same(self.meeting.meet({METHOD: method}), self.meeting.groups.members, METHOD)
+
+    def _tell_late(self, error: BaseException) -> None:
+        """Send an error that was raised after replicas have synchronized to those that wait to average gradients."""
+        if self._may_average and self.are_there:
+            self._may_average = False
+            with suppress(LostRankError):
+                self.meeting.meet({METHOD: "average_gradients", **_failure(error)})
 
     def close(self) -> None:
         self.meeting = Rendezvous(ALONE)
@@ -65,7 +93,7 @@ class Replicas:
         self._met = True
         failed: list[str] = []
         with suppress(LostRankError):  # raised below
-            reports = self.meeting.meet({} if error is None else _failure(error))
+            reports = self.meeting.meet({METHOD: "step", **({} if error is None else _failure(error))})
             failed = [
                 each["failed"] for k, each in enumerate(reports) if "failed" in each and k != self.meeting.groups.me
             ]
@@ -77,6 +105,8 @@ class Replicas:
         self.meeting.expect_open()
         for told in sorted(failed, key=is_of_gloo):  # errors that are only consequences of others come last
             raise RemoteError(f"another replica has failed: {told}") from None
+        expect_same(reports, self.meeting.groups.members, METHOD)
+        self._may_average = True
 
 
 def _failure(error: BaseException) -> Report:

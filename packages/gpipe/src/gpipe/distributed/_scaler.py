@@ -14,7 +14,7 @@ from ._rank import Rank, gradient_norm
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` for a :class:`Rank`: if gradients overflow on any rank, all ranks skip the step.
 
-    All ranks call the same methods in the same order, with one optimizer each, after averaging gradients over replicas.
+    All ranks call the same methods in the same order, with one optimizer each.
     Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
 
     Args:

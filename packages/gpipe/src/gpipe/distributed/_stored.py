@@ -16,28 +16,42 @@ from torch import Tensor
 from ._agreement import agreement
 from ._rendezvous import Rendezvous
 
+_NOT_SHARED = (
+    "path: not all processes see the same files in {0}; save to a folder on a file system that all machines share, not "
+    "on each machine's own disk"
+)
+
 _SHOWN = 5  # names in an error
 
 
 def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
-    """Write the states of all processes together. The first process assigns entries that several processes have."""
+    """Write the states of all processes together, into a ``folder`` that the first process has created.
+
+    The first process assigns entries that several processes have. FileNotFoundError if a process does not see the
+    folder, or the first process does not see the files of another one.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     planner, writer, me = DefaultSavePlanner(), FileSystemWriter(folder), meeting.groups.me
-    with agreement(meeting) as planned:
+    with agreement(meeting, "save, plan") as planned:
+        if not folder.is_dir():  # its name is new, so that no earlier answer of a network file system is cached
+            raise FileNotFoundError(_NOT_SHARED.format(folder.parent))
         planner.set_up_planner(state, writer.storage_meta(), me == 0)
         writer.set_up_storage_writer(me == 0)
         planned.told = {"plan": writer.prepare_local_plan(planner.create_local_plan())}
-    with agreement(meeting) as divided:
+    with agreement(meeting, "save, division") as divided:
         if me == 0:
             plans, metadata = planner.create_global_plan([each["plan"] for each in planned.heard])
             divided.told = {"plans": writer.prepare_global_plan(plans)}
-    with agreement(meeting) as written:
+    with agreement(meeting, "save, writing") as written:
         own = planner.finish_plan(divided.heard[0]["plans"][me])
         written.told = {"results": writer.write_data(own, planner).wait()}
-    with agreement(meeting):
+    with agreement(meeting, "save, end"):
         if me == 0:
+            for results in (each["results"] for each in written.heard):
+                if any(not (folder / each.storage_data.relative_path).is_file() for each in results):
+                    raise FileNotFoundError(_NOT_SHARED.format(folder.parent))
             writer.finish(metadata, [each["results"] for each in written.heard])
 
 

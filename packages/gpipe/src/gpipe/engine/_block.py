@@ -26,6 +26,7 @@ from .._torch import backward_id
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
 from ._recomputation import Recomputation, Repeat
+from ._saved import changed_in_place
 from ._stage import Stage
 
 Compute = Callable[[Any], Any]
@@ -153,11 +154,7 @@ class _Saved:
             self._forward.again()
         assert self.tensor is not None
         if self.tensor._version != self._version:  # torch does not check tensors returned by hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self._kind[0])}, which a checkpointed layer needs for its backward; change a "
-                "clone instead"
-            )
+            raise changed_in_place(self._kind[0], "a checkpointed layer")
         return self.tensor
 
     def take(self, fresh: _Saved) -> None:

@@ -37,6 +37,8 @@ def explained(
         add_note(error, _NEEDS_LESS)
     elif isinstance(error, torch.AcceleratorError):
         add_note(error, _TOLD_LATE)
+    if "saved tensor hooks" in str(error):
+        add_note(error, _HOOKED)
     if "device" in str(error) and (moved := stage.elsewhere()):
         add_note(error, f"{moved}{_MOVED}")
     return error
@@ -61,6 +63,11 @@ _NEEDS_LESS = (
 _TOLD_LATE = (
     "a device reports an error of its kernels at a later call, so that an earlier micro-batch, or another partition on "
     "this device, may have caused it; CUDA_LAUNCH_BLOCKING=1 in the environment makes each call wait for its kernels"
+)
+
+_HOOKED = (
+    "layers are computed under saved-tensor hooks with checkpoint='offload', and blocks of a model that are recomputed "
+    "too; use checkpoint='never' for this partition"
 )
 
 _USED_UP = (

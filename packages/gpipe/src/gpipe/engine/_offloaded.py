@@ -36,7 +36,7 @@ from streams import (
 )
 
 from .._torch import uses_of
-from ..transport._copy import can_pin
+from ..transport._copy import can_pin, to_host
 from ..values._leaves import storage_id, version
 
 _log = logging.getLogger("gpipe")
@@ -348,7 +348,7 @@ class Offloaded:
                 gradient, guest.leaf.grad = guest.leaf.grad, None
                 if gradient is not None:
                     record_stream(gradient, self._link.outward)
-                    self._gradients.append((guest.leaf, _to_host(gradient, guest.home.device)))
+                    self._gradients.append((guest.leaf, to_host(gradient)))
         self._sent = record_event(self._link.outward)
 
     def take(self) -> list[LeafGradient]:
@@ -361,12 +361,6 @@ class Offloaded:
         """Unload the stage after a failure, and wait until no copy reads the host's memory."""
         self.unload(ends=False)
         wait_event(CPUStream, self._ready)
-
-
-def _to_host(gradient: Tensor, device: torch.device) -> Tensor:
-    if can_pin(gradient.device.type) and type(gradient) is Tensor and gradient.layout is torch.strided:
-        return torch.empty_like(gradient, device="cpu", pin_memory=True).copy_(gradient, non_blocking=True)
-    return gradient.to(device)
 
 
 def pin(parameters: Sequence[Tensor]) -> None:

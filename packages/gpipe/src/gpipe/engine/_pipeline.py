@@ -14,6 +14,7 @@ from streams import Context
 from ..checkpoint import _attention, _parametrized
 from ..checkpoint._random import interception
 from ..schedule import Choice, Schedule
+from ..schedule._offloads import cells_offloaded
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
 from ..transport._transport import Transport
@@ -23,6 +24,7 @@ from ._host_memory import expect_host_memory
 from ._losses import Losses
 from ._offloaded import Guests, HostLink, Offload
 from ._processes import ALONE, Processes
+from ._saved import expect_no_hooks
 from ._settings import Observer, settings
 from ._spec import RunSpec, split_in, walks_of
 from ._stage import Stage
@@ -91,14 +93,22 @@ class Pipeline:
         """The worker or the process of each stage, as shown by a timeline."""
         return self.workers.placement if self.processes.ranks is None else self.processes.ranks
 
-    def size(self, microbatches: int, checkpoint_stops: tuple[int, ...]) -> Size:
+    def size(self, microbatches: int, checkpoint_stops: tuple[int, ...], offloading: tuple[int, ...] = ()) -> Size:
         """Return the size of a run that begins in this thread.
 
         Args:
             checkpoint_stops: per stage, the index below which micro-batches are recomputed before their backward.
+            offloading: the stages whose cells send their saved tensors to the host.
         """
         alone = settings().inline and self.processes.ranks is None
-        return Size(microbatches, (0,) * self.count if alone else self.lines, checkpoint_stops, self.offloaded)
+        lines = (0,) * self.count if alone else self.lines
+        return Size(microbatches, lines, checkpoint_stops, self.offloaded, offloading)
+
+    def host_link(self, device: torch.device) -> HostLink:
+        """Return the streams of ``device`` that copy from and to the host."""
+        if device not in self.host_links:
+            self.host_links[device] = HostLink.of(device)
+        return self.host_links[device]
 
     def expect_room_for_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise MemoryError if the host has no memory for the gradients of ``parameters`` that have none yet."""
@@ -142,7 +152,10 @@ class Pipeline:
 
         Raises:
             ValueError: the schedule does not fit ``size``.
+            RuntimeError: the thread has hooks for saved tensors, but stages have ``checkpoint="offload"``.
         """
+        if size.offloading:
+            expect_no_hooks()
         trains = torch.is_grad_enabled()
         whole = loss is not None and loss.is_whole
         walk, later = walks_of(size, schedule, has_loss=whole, goes_back=trains and loss is None)
@@ -152,4 +165,5 @@ class Pipeline:
         splits = frozenset[int]() if schedule is None else split_in(walk)
         with _parametrized.own_cache(_parametrized.is_caching()):
             context = Context.capture()
-        return RunSpec(size, inline, walk, later, trains, loss, context, seed, seen_by, splits, replays)
+        spec = RunSpec(size, inline, walk, later, trains, loss, context, seed, seen_by, splits, replays)
+        return spec._replace(cells_offloaded=cells_offloaded(walk)) if size.offloading else spec

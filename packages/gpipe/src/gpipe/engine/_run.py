@@ -33,6 +33,7 @@ from ._left_behind import expect_no_variables, watch_attributes
 from ._offloaded import Offloaded
 from ._pipeline import Pipeline
 from ._processes import RunState
+from ._saved import Leaving, SavedTensors
 from ._scale import Scale, scaled
 from ._spec import RunSpec
 from ._stage import Stage
@@ -71,6 +72,7 @@ class Run:
         self.sums: list[GradientSums] = []
         self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
         self._offloaded = [*map(self._offloaded_of, pipeline.stages, self._streams)]
+        self._leaving: dict[int, Leaving] = {}
         self._tied = Tied(pipeline.stages, found, self._offloaded)
         if spec.loss is not None:
             self.sums.append(GradientSums())
@@ -107,7 +109,8 @@ class Run:
             sums = GradientSums()
             self.sums.append(sums)
         tied = [*self._tied.leaves[at], *self._pipeline.processes.shared(stage.module)]
-        trained = Trained(parameters, tied, self.deferred, sums, self._offloaded[at])
+        saving = self._saving(at, stage) if j in self._spec.size.offloading else None
+        trained = Trained(parameters, tied, self.deferred, sums, self._offloaded[at], saving)
         random = CellRNG(self.state.rng, 0, stage.numbers.start, module=stage.module)
         is_last = j == self._pipeline.count - 1
         departure = self._spec.loss if self._spec.loss is not None and is_last else self._transport.departures[j]
@@ -116,7 +119,13 @@ class Run:
     def _offloaded_of(self, stage: Stage, stream: AbstractStream) -> Offloaded | None:
         if stage.guests is None:
             return None
-        return Offloaded(stage.guests, stage.device, self._pipeline.host_links[stage.device], stream)
+        return Offloaded(stage.guests, stage.device, self._pipeline.host_link(stage.device), stream)
+
+    def _saving(self, at: int, stage: Stage) -> Callable[[], SavedTensors]:
+        """Return a function that makes the object that collects what a cell of ``stage`` saves."""
+        leaving = self._leaving.setdefault(self._pipeline.lines[stage.index], Leaving())
+        link = self._pipeline.host_link(stage.device)
+        return partial(SavedTensors, stage.device, link, self._streams[at], leaving)
 
     def _current_streams(self) -> list[AbstractStream]:
         return [current_stream(device) for device in self._pipeline.devices]
@@ -223,6 +232,10 @@ class Run:
         finally:
             for offloaded in filter(None, self._offloaded):
                 offloaded.leave()
+            for leaving in self._leaving.values():
+                leaving.free()
+            for stage in self._stages.values() if self._leaving else ():
+                stage.leave()
             self.state.rng.settle()
 
     def _have_workers_take(

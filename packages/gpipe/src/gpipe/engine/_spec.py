@@ -28,6 +28,7 @@ class RunSpec(NamedTuple):
         observer: is told of the run.
         splits: the stages whose backward is split.
         updates: updates parameters on the host during the backwards.
+        cells_offloaded: the stage and micro-batch of each cell that sends what it saves to the host.
         replays: whether a model computes its output once more, for all rows, from what its blocks have returned.
 
     A spec with a loss is for one run: the loss collects what that run computes.
@@ -45,6 +46,7 @@ class RunSpec(NamedTuple):
     splits: frozenset[int] = frozenset()
     replays: bool = False
     updates: Updates | None = None
+    cells_offloaded: frozenset[tuple[int, int]] = frozenset()
 
 
 def split_in(walk: Walk) -> frozenset[int]:

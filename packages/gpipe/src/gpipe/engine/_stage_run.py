@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from .._batchnorm import MiniBatchStatistics, commit
 from .._current import Work, current, doing
+from .._torch import saved_tensors_hooks
 from ..checkpoint._parametrized import is_caching, own_cache
 from ..checkpoint._random import CellRNG
 from ..schedule import Kind, Step
-from ..schedule._actions import MOVES
+from ..schedule._actions import TRANSFERS
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
@@ -28,6 +29,7 @@ from ._left_behind import guard
 from ._losses import Losses
 from ._offloaded import Offloaded
 from ._processes import may_be_data_parallel
+from ._saved import SavedTensors
 from ._spec import RunSpec
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks
@@ -43,6 +45,7 @@ class Trained(NamedTuple):
         sums: holds gradients outside ``.grad`` if a parameter's ``AccumulateGrad`` node has hooks, or may have; else
             None.
         offloaded: the copies of the parameters, if these are on the host.
+        saving: returns the object that collects what a cell saves, if that goes to the host.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -50,6 +53,7 @@ class Trained(NamedTuple):
     deferred: DeferredGradients
     sums: GradientSums | None
     offloaded: Offloaded | None = None
+    saving: Callable[[], SavedTensors] | None = None
 
 
 class StageRuns:
@@ -110,6 +114,8 @@ class StageRun:
         # A split backward would call some hooks twice.
         self._looks_for_hooks = stage.index in spec.splits and not stage.hooked
         self._cells: dict[int, Cell] = {}
+        self._saving = trained.saving
+        self._saved: dict[int, SavedTensors] = {}
         # A run inside a recomputed layer repeats a run whose statistics were counted already.
         repeats = current.work.microbatch is not None and current.work.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
@@ -118,7 +124,7 @@ class StageRun:
         """Return the record for ``step``: ``base`` with the random numbers and statistics of the cell."""
         skips, _, graph_task, *_ = base
         kind, i = step.action
-        if self._offloaded is not None and kind not in MOVES:
+        if self._offloaded is not None and kind not in TRANSFERS:
             self._offloaded.arrive()
         if kind == Kind.FORWARD:
             self._random.microbatch = i
@@ -142,7 +148,8 @@ class StageRun:
             # Separate leaves, because layers may put hooks and flags on their inputs, and will do so again.
             leaves = detach_leaves(inputs)
             before = self.stage.recomputation.before(inputs, may_change=self.may_change_input)
-        outputs = self.compute(leaves)
+        with self._collecting(i):
+            outputs = self.compute(leaves)
         guard(self.stage, leaves.tensors, i)  # after the layers, which may read the hooks of their input
         if before is not None:
             cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, current.work.rng)
@@ -157,6 +164,13 @@ class StageRun:
         self._end_forward(i)
         if i >= self._late_losses:
             self._send(i, sent)
+
+    def _collecting(self, i: int) -> AbstractContextManager[None]:
+        """Return the context of a forward, which collects what it saves if that goes to the host."""
+        if self._saving is None or (self.stage.index, i) not in self._spec.cells_offloaded:
+            return nullcontext()
+        self._saved[i] = self._saving()
+        return self._saved[i].saving()
 
     def recompute(self, i: int) -> None:
         """Rebuild the graph of a checkpointed cell, and compute a loss that was deferred to here."""
@@ -173,20 +187,23 @@ class StageRun:
 
     def backward(self, i: int) -> None:
         seeds = self._seeds(i)
+        self._arrive(i)
         if not self.adds:
             self._hold(i)
         gradients = backward(self._cells[i], seeds, self._sums)
-        del self._cells[i]
+        self._forget(i)
         self._left_backwards -= 1
         self._arrival.put_gradients(i, gradients)
 
     def backward_input(self, i: int) -> None:
         seeds = self._seeds(i)
+        self._arrive(i)
         self._hold(i)
         self._arrival.put_gradients(i, backward_input(self._cells[i], seeds, self._sums, self.stage))
 
     def backward_weight(self, i: int) -> None:
-        backward_weight(self._cells.pop(i), self._sums)
+        backward_weight(self._cells[i], self._sums)
+        self._forget(i)
         self._left_backwards -= 1
 
     def loss(self, i: int) -> None:
@@ -206,6 +223,27 @@ class StageRun:
         self._offloaded.unload(ends=ends)
         if ends and self._spec.updates is not None:
             self._spec.updates.ended(self.stage.index)
+
+    def offload(self, i: int) -> None:
+        """Begin to copy what a cell has saved to the host."""
+        self._saved[i].offload()
+
+    def prefetch(self, i: int) -> None:
+        """Begin to copy it back."""
+        self._saved[i].prefetch()
+
+    def _arrive(self, i: int) -> None:
+        if i in self._saved:
+            self._saved[i].arrive()
+
+    def _forget(self, i: int) -> None:
+        del self._cells[i]
+        self._saved.pop(i, None)
+
+    def leave(self) -> None:
+        """Make later computations wait for copies to the device, which no backward has waited for after a failure."""
+        for saved in self._saved.values():
+            saved.arrive()
 
     def inputs_of(self, microbatch: int) -> Activation | None:
         """Return the inputs of a cell for messages; None before its forward and after its backward."""
@@ -232,7 +270,8 @@ class StageRun:
 
     def _compute_watched(self, inputs: Activation) -> Activation:
         self._looks_for_hooks = False
-        with TensorHooks() as hooks:
+        own = saved_tensors_hooks() if self._saved else None
+        with TensorHooks(own) as hooks:
             outputs = self.compute(inputs)
         self.stage.hooked = hooks.seen
         self._looks_for_hooks = not hooks.seen

@@ -17,11 +17,16 @@ _HOOKING = (Tensor.register_hook, Tensor.retain_grad, getattr_static(Tensor, "gr
 
 
 class TensorHooks(TorchFunctionMode):
-    """Sets ``seen`` if this thread registers hooks on tensors, accesses graph nodes, or uses saved-tensor hooks."""
+    """Sets ``seen`` if this thread registers hooks on tensors, accesses graph nodes, or uses saved-tensor hooks.
 
-    def __init__(self) -> None:
+    Args:
+        own: the saved-tensor hooks of the engine, which do not count.
+    """
+
+    def __init__(self, own: object = None) -> None:
         super().__init__()
         self.seen = False
+        self._own = None, own
 
     def __torch_function__(
         self,
@@ -34,5 +39,5 @@ class TensorHooks(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         kwargs = with_lost_weight(function, kwargs)
         # Saved-tensor hooks, such as the ones of torch.utils.checkpoint, expect to unpack each tensor once.
-        self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() is not None
+        self.seen = self.seen or function in _HOOKING or saved_tensors_hooks() not in self._own
         return function(*args, **kwargs)

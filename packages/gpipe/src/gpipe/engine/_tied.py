@@ -155,6 +155,13 @@ class Tied:
                 self._then.setdefault((each, ""), _state(each))
         return copy
 
+    def accept(self, tensor: Tensor) -> None:
+        """Take the state of ``tensor`` and its copies as unchanged, because it was changed before any stage used it."""
+        own = self.owner_of(tensor)
+        for each, name in [*self._then]:
+            if isinstance(each, Tensor) and self.owner_of(each) is own:
+                self._then[each, name] = _state(each)
+
     def guest_of(self, tensor: Tensor, stage: int) -> Tensor | None:
         """Return the copy of a parameter on the host with which a stage computes while it is loaded."""
         return self.offloaded[stage].find(self.owner_of(tensor)) if stage in self.offloaded else None
@@ -226,7 +233,7 @@ class Tied:
 
     def _name(self, changed: Tensor | nn.Module, what: str) -> str:
         is_tensor = isinstance(changed, Tensor)
-        own = self._owners[changed][1] if is_tensor else self._modules[changed]  # type: ignore[index]
+        own = self.owner_of(changed) if isinstance(changed, Tensor) else self._modules[changed]
         for stage in self._stages:
             module = stage.module
             named = (module.named_parameters, module.named_buffers) if is_tensor else (module.named_modules,)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
 from ..schedule._loads import expect_loaded, with_loads
 from ..schedule._named import BREADTH_FIRST
+from ..schedule._offloads import expect_prefetched, with_offloads
 
 
 class Size(NamedTuple):
@@ -17,12 +18,14 @@ class Size(NamedTuple):
         placement: the worker of each stage.
         checkpoint_stops: per stage, the index below which micro-batches are checkpointed.
         offloaded: the stages whose parameters are on the host.
+        offloading: the stages whose cells send their saved tensors to the host.
     """
 
     microbatches: int
     placement: tuple[int, ...]
     checkpoint_stops: tuple[int, ...]
     offloaded: tuple[int, ...] = ()
+    offloading: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -55,27 +58,28 @@ def waits(schedule: Schedule | str, size: Size) -> bool:
 def _own(schedule: Schedule, size: Size, has_loss: bool) -> Walk:
     validate(schedule, size.microbatches, size.placement)
     whole = schedule.with_loss() if has_loss else schedule
-    walk = _loading(whole.recomputing(size.checkpoint_stops).on(size.placement), size)
+    walk = _moving(whole.recomputing(size.checkpoint_stops).on(size.placement), size)
     expect_loaded(walk, size.offloaded)
+    expect_prefetched(walk, size.offloading)
     return walk
 
 
 @lru_cache(maxsize=64)
 def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> Walk:
     whole = named(name, *size.order, split)
-    return _loading((whole.with_loss() if has_loss else whole).on(size.placement), size)
+    return _moving((whole.with_loss() if has_loss else whole).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
 def forwards(size: Size, *, has_loss: bool = False) -> Walk:
     """Return all forwards, followed by the loss of the full mini-batch if ``has_loss``."""
     alone = halves(_fill_drain(size))[0]
-    return _loading((alone.with_loss() if has_loss else alone).on(size.placement), size)
+    return _moving((alone.with_loss() if has_loss else alone).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
 def backwards(size: Size) -> Walk:
-    return _loading(halves(_fill_drain(size))[1].on(size.placement), size)
+    return _moving(halves(_fill_drain(size))[1].on(size.placement), size)
 
 
 def _fill_drain(size: Size) -> Schedule:
@@ -85,5 +89,7 @@ def _fill_drain(size: Size) -> Schedule:
     return fill_drain(size.microbatches, len(size.placement), size.checkpoint_stops)
 
 
-def _loading(walk: Walk, size: Size) -> Walk:
-    return with_loads(walk, size.offloaded) if size.offloaded else walk
+def _moving(walk: Walk, size: Size) -> Walk:
+    """Add the transfers from and to the host."""
+    walk = with_loads(walk, size.offloaded) if size.offloaded else walk
+    return with_offloads(walk, size.offloading) if size.offloading else walk

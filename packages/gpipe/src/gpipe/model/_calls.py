@@ -81,6 +81,9 @@ class AnyRun(Moves, Protocol):
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
 
+    def expect_free(self, tensor: Tensor, stage: int, microbatch: int) -> None:
+        """Expect that no other stage uses ``tensor``, which an operation of ``stage`` has modified in place."""
+
     def expect_drawing(self, generators: Sequence[str]) -> None:
         """Raise an error unless the model may use these ``generators`` of Python or NumPy between its blocks."""
 
@@ -397,6 +400,8 @@ class Calls:
             raise through_blocks(type(self._run.model).__name__)
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
+        for tensor in self._owned.altered():
+            self._run.expect_free(tensor, self.tensors.stage, self._microbatch)
         self._owned.end(output, self.tensors.stage)
         return output if self._after is None else changed(output, self._after.made)
 

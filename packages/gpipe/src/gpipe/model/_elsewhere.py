@@ -6,8 +6,9 @@ values, as a mixture of experts does.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -82,23 +83,29 @@ class Elsewhere:
             RuntimeError: its code fails both on ``meta`` and on zeros.
         """
         leaves, tree = flatten((args, kwargs))
-        return _filled(self._described(name, module, function, leaves, tree), leaves)
+        return _filled(self._described(name, module, function, leaves, tree, hooks=True), leaves)
 
     def sizes(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Mapping[int, torch.Size]:
-        """Return the sizes of the tensors in the output of a block, by their number; none if its code fails."""
+        """Return the sizes of the tensors in the output of a block, by their number; none if its code fails.
+
+        Hooks are not called, because they have seen this call for each micro-batch.
+        """
         leaves, tree = flatten((args, kwargs))
         try:
-            output = self._described(name, module, function, leaves, tree)
+            output = self._described(name, module, function, leaves, tree, hooks=False)
         except RuntimeError:
             return {}
         return {k: leaf.size for k, leaf in enumerate(output.leaves) if isinstance(leaf, Like)}
 
-    def _described(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
+    def _described(
+        self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
+    ) -> Output:
         mode = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
-        key = (name, *mode, repr(tree), *map(_kind, leaves))
+        key = (name, hooks, *mode, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
-            output = self._learned(name, module, function, leaves, tree)
+            with nullcontext() if hooks else _without_hooks(module):
+                output = self._learned(name, module, function, leaves, tree)
             if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
@@ -253,6 +260,22 @@ def _with_state(module: nn.Module, make: Make) -> Iterator[None]:
     finally:
         for own, tensors in before:
             own.update(tensors)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks of ``module``, and of the modules inside it, in this context."""
+    before = [(vars(each), {kind: vars(each)[kind] for kind in _HOOKS}) for each in module.modules()]
+    try:
+        for own, hooks in before:
+            own.update({kind: OrderedDict[int, Any]() for kind in hooks})
+        yield
+    finally:
+        for own, hooks in before:
+            own.update(hooks)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Unnumbered:

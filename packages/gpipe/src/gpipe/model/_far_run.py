@@ -65,6 +65,9 @@ class FarRun(ModelRun):
     def tensors(self, microbatch: int) -> Tensors:
         return FarTensors(self, self.count, microbatch)
 
+    def expect_free(self, tensor: Tensor, stage: int, microbatch: int) -> None:
+        """Each process changes its own tensors, before its own turn."""
+
     def expect_drawing(self, generators: Sequence[str]) -> None:
         raise RuntimeError(
             f"between its blocks {type(self.model).__name__} draws from {generators[0]}, whose numbers may be others "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from threading import Semaphore
 from typing import Any
 
@@ -43,6 +44,7 @@ class Forward:
         self._error: BaseException | None = None
         self._work = current.work
         self._modes: list[Any] = []
+        self._saving: AbstractContextManager[None] = nullcontext()
         self._sections: Sections = ()
         self._threads, self._cores = 1, Cores()
 
@@ -63,22 +65,25 @@ class Forward:
         """The outputs of blocks that the model itself uses, on the last stage; known at the end."""
         return self._calls.used
 
-    def go_on(self, stage: int) -> Turn:
+    def go_on(self, stage: int, saving: AbstractContextManager[None]) -> Turn:
         """Resume the forward until it calls a block of a later stage of this process, or ends.
+
+        Args:
+            saving: the context of the operations of ``stage``, entered on the forward's thread.
 
         Returns:
             The turn of ``stage``.
         """
         self._calls.until = stage
         if not self._is_over:
-            self._work, self._modes = current.work, dispatch_modes()
+            self._work, self._modes, self._saving = current.work, dispatch_modes(), saving
             self._cores = usable()
             if not self._is_on:
                 self._is_on, self._sections, self._threads = True, sections_of_thread(), torch.get_num_threads()
                 self._run.start(self._compute)
             self._go.release()
             self._stopped.acquire()
-            self._work, self._modes = Work({}), []
+            self._work, self._modes, self._saving = Work({}), [], nullcontext()
         if self._error is not None:
             error, self._error = self._error, None
             try:
@@ -163,7 +168,7 @@ class Forward:
         """Apply the settings of a turn until the generator is closed."""
         current.work = self._work
         bind(self._cores)  # the worker, which waits, shares its cores
-        with use_device(self._run.places[self._calls.until][0]), with_dispatch_modes(self._modes):
+        with use_device(self._run.places[self._calls.until][0]), with_dispatch_modes(self._modes), self._saving:
             yield
 
     def _enter(self, stage: int, arguments: Any) -> None:

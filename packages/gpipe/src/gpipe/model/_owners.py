@@ -118,6 +118,10 @@ class Owned:
             return owner.microbatch != self._microbatch and not (is_earlier and owner.stage <= stage)
         return bool(self._microbatch) and owner.stage > stage
 
+    def altered(self) -> list[Tensor]:
+        """Return the tensors that the current operation has modified in place."""
+        return [tensor for tensor, before in self._given if version(tensor) != before]
+
     def clear(self) -> None:
         """Release the tensors of the current operation."""
         self._given = []
@@ -131,12 +135,11 @@ class Owned:
 
     def end_block(self, output: Any, stage: int) -> None:
         """Note the results of a block of ``stage``, as :meth:`end` does. They always depend on the rows."""
-        given, self._given = self._given, []
-        for tensor, before in given:
-            if version(tensor) != before:
-                for each in (tensor, tensor._base):
-                    if each is not None:
-                        self._owners.add(each, self._microbatch, stage, replaces=True)
+        for tensor in self.altered():
+            for each in (tensor, tensor._base):
+                if each is not None:
+                    self._owners.add(each, self._microbatch, stage, replaces=True)
+        self.clear()
         self.add(output, stage)
 
     def add(self, output: Any, stage: int) -> None:

@@ -29,6 +29,7 @@ from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
 from ._facts import Facts, joined_facts, kind_of
+from ._fixed import Fixed
 from ._forward import Forward
 from ._generators import Drawing, Numbers
 from ._left import Left
@@ -108,6 +109,12 @@ class ModelRun(StageRuns):
         found = outside(self.model, self._divided.division.blocks.values())
         return [module._buffers for module in found if module._buffers]
 
+    @cached_property
+    def fixed(self) -> Fixed:
+        """The parameters of the model, and the buffers of its blocks."""
+        blocks = self._divided.division.blocks.values()
+        return Fixed(self.model, self._divided.parts, blocks, self._tied.accept, is_host=self.offloads)
+
     @property
     def of(self) -> Callable[..., StageRun]:
         return partial(ModelStageRun, self)
@@ -150,6 +157,9 @@ class ModelRun(StageRuns):
 
     def answer(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         raise AssertionError("all blocks are in this process")
+
+    def expect_free(self, tensor: Tensor, stage: int, microbatch: int) -> None:
+        self.fixed.expect_free(tensor, stage, microbatch)
 
     def expect_drawing(self, generators: Sequence[str]) -> None: ...
 
@@ -281,7 +291,7 @@ class ModelStageRun(StageRun):
         inputs = self._arrived(i)
         forward = self._run.forward(i, inputs)
         self._cells[i] = cell = Cell(inputs)
-        turn = forward.go_on(self.stage.index)
+        turn = forward.go_on(self.stage.index, self._collecting(i))
         self._turns[i] = forward.turns
         if self.stage.index:
             cell.inputs = Activation(tuple([each.leaf for each in turn.leaves.values()]))
@@ -320,7 +330,7 @@ class ModelStageRun(StageRun):
     def backward(self, i: int) -> None:
         seeds = self._prepared(i)
         gradients = backward(self._cells[i], seeds, self._sums)
-        del self._cells[i]
+        self._forget(i)
         self._left_backwards -= 1
         self._deliver(i, gradients)
 
@@ -332,6 +342,7 @@ class ModelStageRun(StageRun):
         """Add the tensors that later stages used to the outputs of a cell. Return the gradients of all outputs."""
         cell, turn = self._cells[i], self._turns[i][self.stage.index]
         seeds = list(self._seeds(i))
+        self._arrive(i)
         self._expect_own(i)
         outputs = () if cell.outputs is None else cell.outputs.tensors
         arrived = [(turn.sent[key], [get() for get in gradients]) for key, gradients in turn.gradients.items()]

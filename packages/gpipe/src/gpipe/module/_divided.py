@@ -10,6 +10,7 @@ from torch import nn
 from ..engine._pipeline import Pipeline
 from ..engine._walks import Size
 from ..schedule import checkpoint_stops
+from ..schedule._modes import offloading_stages
 from ._modes import Modes
 from ._names import divide_names, tree_of
 
@@ -107,9 +108,11 @@ class Divided(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _size(self, microbatches: int, *, trains: bool) -> Size:
-        """Return the size of a run. Without a backward, and in evaluation mode, no stage is checkpointed."""
+        """Return the size of a run. Without a backward, and in evaluation mode, no mode of ``checkpoint`` applies."""
         modes = self._checkpoint if self.training and trains else "never"
-        return self._pipeline.size(microbatches, checkpoint_stops(modes, microbatches, len(self._balance)))
+        count = len(self._balance)
+        stops = checkpoint_stops(modes, microbatches, count)
+        return self._pipeline.size(microbatches, stops, offloading_stages(modes, count))
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

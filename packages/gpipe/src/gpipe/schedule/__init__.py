@@ -6,7 +6,8 @@ A **program** lists the actions of one stage in order; a **schedule** holds the 
     F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
 
 ``C`` (the criterion) computes the loss of the full mini-batch from all micro-batches. If the parameters of a stage are
-on the host, ``L`` loads them onto its device, and ``U`` unloads them; the number counts the loads of the stage.
+on the host, ``L`` loads them onto its device, and ``U`` unloads them; the number counts the loads of the stage. ``O``
+moves the saved tensors of a micro-batch to the host, and ``P`` moves them back (prefetches) before its backward.
 """
 
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, requirement

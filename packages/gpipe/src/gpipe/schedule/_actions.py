@@ -18,6 +18,8 @@ class Kind(str, Enum):
     LOSS = "loss"
     LOAD = "load"
     UNLOAD = "unload"
+    OFFLOAD = "offload"
+    PREFETCH = "prefetch"
 
     # Enum would hash the member's name, so a dict with members as keys would not find "forward".
     __hash__ = str.__hash__
@@ -34,11 +36,17 @@ class Kind(str, Enum):
         return self.replace("_", " ")
 
 
-_LETTERS = dict(zip(Kind, "FRBIWCLU", strict=True))
+_LETTERS = dict(zip(Kind, "FRBIWCLUOP", strict=True))
 
 
 MOVES = (Kind.LOAD, Kind.UNLOAD)
 """The kinds of actions that move the parameters of a stage, beside the computations of its worker."""
+
+TRIPS = (Kind.OFFLOAD, Kind.PREFETCH)
+"""The kinds of actions that move the saved tensors of a cell to the host and back, beside these computations."""
+
+TRANSFERS = (*MOVES, *TRIPS)
+"""The kinds of actions that compute nothing."""
 
 
 class Action(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain
 
-from ._actions import MOVES, Action, Kind, Step, Walk
+from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, Walk
 
 ROOM = 2
 """The number of stages whose parameters a worker holds at once: the one that computes, and the next one."""
@@ -30,7 +30,7 @@ def with_loads(walk: Walk, offloaded: Collection[int], room: int = ROOM) -> Walk
 
 
 def _loaded(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iterator[Step]:
-    visits = [(stage, [*steps]) for stage, steps in groupby(line, key=lambda step: step.stage)]
+    visits = _visits(line)
     visited = [stage for stage, _ in visits]
     loads = Counter[int]()
     resident: list[int] = []
@@ -53,6 +53,19 @@ def _loaded(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iter
     yield from [unloaded(stage) for stage in [*resident]]
 
 
+def _visits(line: Sequence[Step]) -> list[tuple[int, list[Step]]]:
+    """Return the steps of a worker, grouped by the stage that computes.
+
+    Transfers of saved tensors need no parameters, and belong to the group of the step before them.
+    """
+    visits: list[tuple[int, list[Step]]] = []
+    for step in line:
+        if not visits or (step.stage != visits[-1][0] and step.action.kind not in TRIPS):
+            visits.append((step.stage, []))
+        visits[-1][1].append(step)
+    return visits
+
+
 def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
     """Raise ValueError unless each stage of ``offloaded``, and no other, is loaded whenever it computes."""
     for step, resident in _residents(walk):
@@ -63,7 +76,7 @@ def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
             raise ValueError(
                 f"the schedule has {step} while stage {stage} is {'' if stage in resident else 'not '}loaded"
             )
-        if kind not in (*MOVES, Kind.LOSS) and stage in offloaded and stage not in resident:
+        if kind not in (*TRANSFERS, Kind.LOSS) and stage in offloaded and stage not in resident:
             raise ValueError(f"{step} needs the parameters of stage {stage}, which are not loaded before it (L)")
 
 

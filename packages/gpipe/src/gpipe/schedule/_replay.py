@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequen
 from itertools import chain
 from typing import NamedTuple
 
-from ._actions import MOVES, Action, Kind, Step, Walk, deadlock
+from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, Walk, deadlock
 
 Lane = Iterable[tuple[int, tuple[Kind, int]]]
 """The steps of a worker, in order: ``(stage, (kind, microbatch))``."""
@@ -129,8 +129,8 @@ def _worker(
     """Run the steps of a worker. While the input of a step is missing, yield the step."""
     clock, link = 0.0, _HostLink()
     for j, (kind, i) in lane:  # the hot loop of a replay, with up to millions of steps
-        if kind is _L or kind is _U:
-            start, end = link.moved(j, kind, clock, arrivals[j][kind][-1])
+        if kind in _TRANSFERS:
+            start, end = link.moved(j, kind, i, clock, arrivals[j][kind][-1])
             if spans is not None:
                 spans[Step(j, Action(kind, i))] = Span(start, end, 0.0)
             continue
@@ -138,40 +138,64 @@ def _worker(
         while (arrival := inbox[i]) < 0:
             yield j, (kind, i)
         start = arrival if arrival > clock else clock
-        if link.loaded:
-            start = max(start, link.loaded.get(j, 0.0))
-            link.last[j] = kind
+        if link.is_used:
+            start = link.start_of(j, kind, i, start)
         end = start + took
         outbox[i] = end + hop
         if spans is not None:
             spans[Step(j, Action(kind, i))] = Span(start, end, start - clock)
         clock = end
-    clocks[number] = max(clock, link.is_free[_U])
+    clocks[number] = max(clock, link.outward)
 
 
-_L, _U = Kind.LOAD, Kind.UNLOAD
+_TRANSFERS = frozenset(TRANSFERS)
 
 
 class _HostLink:
-    """The two directions of the link between a device and the host, over which the parameters of stages move.
+    """The two directions of the link between a device and the host.
+
+    Parameters and saved tensors share it.
 
     Attributes:
-        is_free: when each direction is free.
-        loaded: when the parameters of each stage have arrived.
-        last: the last action of each stage. Only after a backward does an unload copy gradients.
+        is_used: whether anything has moved.
+        inward, outward: when each direction is free.
     """
 
     def __init__(self) -> None:
-        self.is_free = {_L: 0.0, _U: 0.0}
-        self.loaded: dict[int, float] = {}
-        self.last: dict[int, Kind] = {}
+        self.is_used = False
+        self.inward = self.outward = 0.0
+        # When the parameters of each stage have arrived, and the saved tensors of each cell.
+        self._loaded: dict[int, float] = {}
+        self._arrived: dict[tuple[int, int], float] = {}
+        self._left: dict[tuple[int, int], float] = {}
+        # The last action of each stage. Only after a backward does an unload copy gradients.
+        self._last: dict[int, Kind] = {}
+        # When the memory of cells that have left is free, and whether the worker waits for it.
+        self._leaving = self._freed = 0.0
 
-    def moved(self, stage: int, kind: Kind, clock: float, seconds: float) -> tuple[float, float]:
+    def start_of(self, stage: int, kind: Kind, i: int, start: float) -> float:
+        """Return the start of a computation that could start at ``start`` if nothing had to arrive."""
+        self._last[stage] = kind
+        return max(start, self._loaded.get(stage, 0.0), self._arrived.get((stage, i), 0.0), self._freed)
+
+    def moved(self, stage: int, kind: Kind, i: int, clock: float, seconds: float) -> tuple[float, float]:
         """Return the start and end of a transfer that is queued at the time ``clock``."""
-        if kind is _U and self.last.get(stage) not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        self.is_used = True
+        if kind == Kind.UNLOAD and self._last.get(stage) not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             return clock, clock
-        start = max(clock, self.is_free[kind])
-        self.is_free[kind] = end = start + seconds
-        if kind is _L:
-            self.loaded[stage] = end
+        if kind in TRIPS:
+            self._freed = self._leaving
+            clock = max(clock, self._freed, self._left.get((stage, i), 0.0))
+        if kind in (Kind.LOAD, Kind.PREFETCH):
+            start = max(clock, self.inward)
+            self.inward = end = start + seconds
+        else:
+            start = max(clock, self.outward)
+            self.outward = end = start + seconds
+        if kind == Kind.LOAD:
+            self._loaded[stage] = end
+        elif kind == Kind.PREFETCH:
+            self._arrived[stage, i] = end
+        elif kind == Kind.OFFLOAD:
+            self._left[stage, i] = self._leaving = end
         return start, end

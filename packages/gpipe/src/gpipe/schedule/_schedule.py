@@ -10,6 +10,7 @@ from itertools import chain, zip_longest
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, deadlock, requirement
 from ._loads import ROOM, expect_loaded, with_loads
 from ._modes import Stops, stop_of_each
+from ._offloads import CELLS, expect_prefetched, with_offloads
 
 
 class Schedule(tuple[Program, ...]):
@@ -147,6 +148,34 @@ class Schedule(tuple[Program, ...]):
         expect_loaded(walk, stages)
         return Schedule(programs_of(walk, len(self)), walk)
 
+    def offloading(
+        self, placement: Sequence[int], stages: Collection[int] | None = None, room: int = CELLS
+    ) -> Schedule:
+        """Add the actions that move the saved tensors of cells to the host, and back before their backwards.
+
+        Add loads first, if the schedule has some: they are not moved.
+
+        Args:
+            placement: the worker of each stage, counted from 0.
+            stages: the indices of the stages whose saved tensors move, by default all.
+            room: the number of cells whose saved tensors a worker has on its device, at least 1: the one that computes,
+                and the next ones, which arrive meanwhile. One more may be leaving.
+
+        Returns:
+            A new schedule. If this one contains such actions, its steps remain as they are.
+
+        Raises:
+            ValueError: the programs wait for each other forever, or saved tensors are on the host in a backward.
+
+        >>> from gpipe.schedule import fill_drain
+        >>> print(fill_drain(4, 1).offloading([0]))
+        F0 O0 F1 O1 F2 O2 F3 P2 B3 P1 B2 P0 B1 B0
+        """
+        own = range(len(self)) if stages is None else stages
+        walk = with_offloads(self.on(placement), own, room)
+        expect_prefetched(walk, own)
+        return Schedule(programs_of(walk, len(self)), walk)
+
     @property
     def has_loss(self) -> bool:
         """True if the loss of the full mini-batch is one of the actions."""
@@ -192,15 +221,15 @@ class Schedule(tuple[Program, ...]):
         return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
 
 
-_WORD = re.compile(r"(?:([FRBIWLU])(\d+)|(C))(?:@(\d+))?")
+_WORD = re.compile(r"(?:([FRBIWLUOP])(\d+)|(C))(?:@(\d+))?")
 
 
 def _read(word: str, worker: int, line: int) -> Step:
     match = _WORD.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters "
-            "F R B I W L U, a number, and perhaps @stage, as in F0 or B3@2, or C for the loss of the full mini-batch"
+            f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters F R B I W L U O P, "
+            "a number, and perhaps @stage, as in F0 or B3@2, or C for the loss of the full mini-batch"
         )
     letter, microbatch, loss, stage = match.groups()
     kind = next(kind for kind in Kind if kind.letter == (letter or loss))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ._actions import LOSS_OF_ALL, MOVES, Action, Kind, Program, Step
+from ._actions import LOSS_OF_ALL, TRANSFERS, Action, Kind, Program, Step
+from ._offloads import expect_prefetched
 from ._replay import replay
 from ._schedule import Schedule
 
@@ -18,7 +19,8 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
 
     For each micro-batch, every stage runs one forward, then an optional recomputation, then either one backward or one
     backward for the inputs followed by one for the weights. The last stage may compute the loss of the full mini-batch
-    once, after all its forwards and before all its backwards.
+    once, after all its forwards and before all its backwards. Saved tensors that leave for the host return before their
+    backward. Whether stages are loaded is not checked.
 
     Args:
         schedule: the program of each stage.
@@ -26,8 +28,9 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
         placement: the worker of each stage.
 
     Raises:
-        ValueError: a stage runs other actions for a micro-batch, the loss is misplaced, the workers wait for each other
-            forever, or ``schedule`` and ``placement`` have different numbers of stages. The message names the actions.
+        ValueError: a stage runs other actions for a micro-batch, the loss is misplaced, saved tensors are on the host
+            in a backward, the workers wait for each other forever, or ``schedule`` and ``placement`` have different
+            numbers of stages. The message names the actions.
     """
     if len(schedule) != len(placement):
         raise ValueError(f"the schedule is for {len(schedule)} stages, but the pipe has {len(placement)}")
@@ -36,7 +39,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
         done: dict[int, list[Action]] = {i: [] for i in range(microbatches)}
         _expect_loss(schedule, j)
         for action in program:
-            if action.kind in (Kind.LOSS, *MOVES):
+            if action.kind in (Kind.LOSS, *TRANSFERS):
                 continue
             i = action.microbatch
             if i not in done:
@@ -50,7 +53,9 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
                     f"stage {j} does {' '.join(map(str, actions)) or 'nothing'} for micro-batch {i}; expected F{i}, "
                     f"perhaps R{i}, and then B{i}, or I{i} and W{i}"
                 )
-    replay(schedule.on(placement))
+    walk = schedule.on(placement)
+    expect_prefetched(walk, range(len(schedule)))
+    replay(walk)
 
 
 def _expect_loss(schedule: Schedule, stage: int) -> None:
@@ -66,11 +71,15 @@ def _expect_loss(schedule: Schedule, stage: int) -> None:
         )
 
 
+_BEGINS = (Kind.FORWARD, Kind.PREFETCH)
+_ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLOAD)
+
+
 def in_flight(program: Program) -> int:
     """Return the maximum number of micro-batches whose activations a stage holds at once.
 
     Args:
-        program: the actions of a stage.
+        program: the actions of a stage. A micro-batch does not count while its saved tensors are on the host.
 
     Returns:
         The peak number of micro-batches in flight.
@@ -78,6 +87,6 @@ def in_flight(program: Program) -> int:
     held = most = 0
     for kind, _ in program:
         # A backward for the weights still reads some activations after the backward for the inputs.
-        held += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        held += (kind in _BEGINS) - (kind in _ENDS)
         most = max(most, held)
     return most

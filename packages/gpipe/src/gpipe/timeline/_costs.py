@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
-from ..schedule._actions import MOVES
+from ..schedule._actions import TRANSFERS
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class StageCost:
         loss: the seconds of the loss of the full mini-batch, on the last stage, if the schedule has it; 0 by default.
         load: the seconds in which the stage's parameters are copied from the host, if they are offloaded; 0 by default.
         unload: the seconds in which their gradients are copied to the host; 0 by default.
+        offload, prefetch: the seconds in which the saved tensors of a micro-batch are copied to the host, and back; 0
+            by default. They are ``activation_bytes - boundary_bytes``, because a stage keeps its input.
         activation_bytes: bytes of activations that the stage saves for the backward.
         boundary_bytes: bytes of the stage's input, and of the input's gradient, which cross the link from the previous
             stage. A checkpointed micro-batch keeps only the input until its recomputation.
@@ -43,6 +45,8 @@ class StageCost:
     loss: float | None = None
     load: float | None = None
     unload: float | None = None
+    offload: float | None = None
+    prefetch: float | None = None
     activation_bytes: int = 0
     boundary_bytes: int = 0
     layers: str = ""
@@ -67,7 +71,7 @@ class StageCost:
             return given
         if kind == Kind.RECOMPUTE:
             return self.forward
-        if kind in (Kind.LOSS, *MOVES):
+        if kind in (Kind.LOSS, *TRANSFERS):
             return 0.0
         other = self.backward_weight if kind == Kind.BACKWARD_INPUT else self.backward_input
         return self.backward / 2 if other is None else self.backward - other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..schedule import Action, Kind, Step
-from ..schedule._actions import MOVES
+from ..schedule._actions import TRANSFERS
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Event:
 
     @property
     def moves(self) -> bool:
-        """Whether the action loads or unloads parameters, beside the computations of its worker."""
-        return self.kind in MOVES
+        """Whether the action copies tensors from or to the host, beside the computations of its worker."""
+        return self.kind in TRANSFERS
 
     @property
     def action(self) -> Action:

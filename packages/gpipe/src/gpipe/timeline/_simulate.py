@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from ..schedule import Action, Kind, Program, Schedule, Step, Walk, checkpoint_stops, replay
+from ..schedule import Action, Kind, Program, Schedule, Step, Walk, checkpoint_stops, named, replay
+from ..schedule._modes import offloading_stages
 from ..schedule._named import lanes as named_lanes
 from ..schedule._named import usual_placement
 from ..schedule._replay import Lane
@@ -40,7 +41,8 @@ def simulate(
         costs: the cost of each stage.
         microbatches: the number of micro-batches, required with the name of a schedule.
         checkpoint: a mode, or one per stage. Checkpointed micro-batches are recomputed just before their backwards,
-            unless the schedule contains the recomputation. By default only recomputations in ``schedule`` run.
+            unless the schedule contains the recomputation; with ``"offload"``, their saved tensors move to the host
+            and back. By default only recomputations and transfers in ``schedule`` run.
         placement: the worker of each stage. By default the schedule's placement if it has one, as V-shaped schedules
             do, else one worker per stage.
         transfer: the seconds of a transfer between workers, or a function from bytes to seconds such as a
@@ -113,7 +115,11 @@ def _lanes(
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(len(costs), placement=place)
-        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
+        modes = checkpoint or "never"
+        stops = checkpoint_stops(modes, microbatches, len(costs))
+        if stages := offloading_stages(modes, len(costs)):
+            whole = named(schedule, microbatches, place, stops).offloading(place, stages)
+            return whole.on(place), place, microbatches
         return named_lanes(schedule, microbatches, place, stops), place, microbatches
     if microbatches is not None:
         raise ValueError("microbatches: expected None, because schedule is not a name and has its own number")
@@ -125,6 +131,8 @@ def _lanes(
     count = 1 + max((action.microbatch for program in whole for action in program), default=-1)
     if checkpoint is not None:
         whole = whole.recomputing(checkpoint_stops(checkpoint, count, len(whole)))
+        if stages := offloading_stages(checkpoint, len(whole)):
+            whole = whole.offloading(place, stages)
     return whole.on(place), place, count
 
 
@@ -149,8 +157,10 @@ def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
         whole, bare = costs[j].activation_bytes, costs[j].boundary_bytes
         if kind == Kind.FORWARD:
             now[j] += bare if (j, i) in recomputed else whole
-        elif kind == Kind.RECOMPUTE:
+        elif kind in (Kind.RECOMPUTE, Kind.PREFETCH):
             now[j] += whole - bare
+        elif kind == Kind.OFFLOAD:  # its memory is free when the next one leaves, which is not counted
+            now[j] -= whole - bare
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):  # weight gradients still read the saved tensors
             now[j] -= whole
         found[step] = now[j]

@@ -12,6 +12,7 @@ from profiler.text import format_bytes, format_seconds, format_share
 
 from .._page import escaped
 from ..schedule import Kind
+from ..schedule._actions import MOVES
 from ._events import Event
 from ._table import heading
 
@@ -22,7 +23,7 @@ LEFT, RIGHT, TOP, LANE, PITCH, BELOW = 92, 60, 34, 30, 40, 76
 """Pixels: the margins left of, right of and above the lanes, the height and distance of lanes, and the space below."""
 
 STRIP = 7
-"""The height of a load or unload."""
+"""The height of a transfer from or to the host."""
 
 COLOURS: dict[Kind, str] = {
     Kind.FORWARD: "#7fb0f2",
@@ -33,6 +34,8 @@ COLOURS: dict[Kind, str] = {
     Kind.LOSS: "#f0976a",
     Kind.LOAD: "#a7dbe0",
     Kind.UNLOAD: "#c9cdd4",
+    Kind.OFFLOAD: "#b9a48c",
+    Kind.PREFETCH: "#7fc8c0",
 }
 
 _STYLE = """
@@ -98,7 +101,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
     x, width = LEFT + (event.start - begin) * pace, event.seconds * pace
     # A gap after each narrow cell would make a busy worker look idle.
     drawn = width - 1 if width >= 5 else width
-    # Loads run beside the computations of their worker, so they are drawn as a strip below these.
+    # Transfers run beside the computations of their worker, so they are drawn as a strip below these.
     y, height = (top + LANE, STRIP) if event.moves else (top, LANE)
     yield (
         f'<rect class="cell" x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{height}" fill="{COLOURS[event.kind]}" '
@@ -119,7 +122,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
 def describe(event: Event, begin: float) -> str:
     """Return the text of a cell's tooltip."""
     held = "unknown" if event.held_bytes is None else format_bytes(event.held_bytes)
-    microbatch = "all" if event.kind == Kind.LOSS or event.moves else event.microbatch
+    microbatch = "all" if event.kind in (Kind.LOSS, *MOVES) else event.microbatch
     return (
         f"stage: {event.stage} ({event.layers})\nmicro-batch: {microbatch}\nkind: {event.kind.label}\n"
         f"device: {event.device}\nstart: {format_seconds(event.start - begin)}\n"

@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def utilisation(self) -> dict[int, float]:
-        """The fraction of the makespan that each worker computes. Loads and unloads do not count."""
+        """The fraction of the makespan that each worker computes. Transfers from and to the host do not count."""
         # An empty run counts as busy, and rounded sums may exceed the makespan.
         whole = self.makespan
         computed = {worker: [each for each in lane if not each.moves] for worker, lane in self.lanes.items()}

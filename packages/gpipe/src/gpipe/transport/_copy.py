@@ -84,7 +84,7 @@ class Copy:
     def __init__(self, source: Place, target: Place) -> None:
         self._source = source
         self._target = target
-        self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
+        self._pins = source.device.type == "cpu" and can_pin(target.device.type)
 
     def send(self, payload: Payload, after: AbstractEvent | None = None) -> Parcel:
         """Queue the copy.
@@ -119,11 +119,11 @@ class Copy:
         return copy.requires_grad_() if tensor.requires_grad else copy
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if self._pins and type(tensor) is Tensor and tensor.layout is torch.strided:
-            if self._target.device.type == "cpu":
-                return _pinned_like(tensor).copy_(tensor, non_blocking=True)
-            if self._source.device.type == "cpu":  # even pinned memory: its owner may change it before it is read
-                tensor = _pinned_like(tensor).copy_(tensor)
+        if self._target.device.type == "cpu":
+            return to_host(tensor)
+        if self._pins and _is_plain(tensor):
+            # Even pinned memory: its owner may change it before it is read.
+            tensor = _pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
 
 
@@ -144,6 +144,17 @@ def can_pin(kind: str) -> bool:
     except RuntimeError:
         return False
     return kind != "cpu"
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Queue a copy of ``tensor`` to the host on the current stream, to pinned memory if the system has any."""
+    if can_pin(tensor.device.type) and _is_plain(tensor):
+        return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""Digests of the mini-batch that each rank was given, so that ranks with different rows raise an error.
+
+The inputs are read on the rank of the first stage, and the target on the rank of the last one. If each rank has its own
+``DistributedSampler``, inputs of one mini-batch would be trained on targets of another. A digest of a tensor on the CPU
+is known at once, and compared before the run. A digest of a tensor on an accelerator is computed there, and compared at
+the end of the run, so that the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import flatten, leaf_paths, unwrap
+from streams import CPUStream, current_stream, record_event, wait_event
+
+SAMPLE: Final = 4096
+"""The approximate number of elements that a digest covers. Tensors with up to twice as many are covered in full."""
+
+
+class Digest(NamedTuple):
+    """The properties of a tensor that ranks compare.
+
+    Attributes:
+        value: a hash of the elements; None if it is not known, or not known yet.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: int | None
+
+    def differs(self, other: Digest) -> bool:
+        are_known = self.value is not None and other.value is not None
+        return self[:2] != other[:2] or (are_known and self.value != other.value)
+
+
+class Digests:
+    """The digests of all tensors in ``given``.
+
+    Args:
+        given: the arguments of a call, by the names used in error messages.
+
+    Attributes:
+        known: the digests by the path of the tensor. Those of tensors on accelerators have no value yet.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.known: dict[str, Digest] = {}
+        self._pending: dict[str, tuple[Tensor, Any]] = {}
+        for root, value in given.items():
+            value, _ = unwrap(value, root=root)
+            leaves, paths = flatten(value)[0], leaf_paths(value, root)
+            for path, leaf in zip(paths, leaves, strict=True):
+                if isinstance(leaf, Tensor):
+                    self._add(path, leaf)
+
+    def _add(self, path: str, tensor: Tensor) -> None:
+        value = None
+        if _has_elements(tensor):
+            with torch.no_grad():
+                found = _hashed(tensor)
+                value = _known(found)
+                if value is None:
+                    there = found.to("cpu", non_blocking=True)  # pinned memory
+                    self._pending[path] = there, record_event(current_stream(found.device))
+        self.known[path] = Digest(tuple(tensor.shape), str(tensor.dtype), value)
+
+    def late(self, first: Mapping[str, Digest]) -> dict[str, Digest]:
+        """Return the digests to compare at the end of a run: those that this rank, or the ``first`` one, did not know.
+
+        Args:
+            first: the digests that the rank of the first stage has announced.
+        """
+        for path, (value, event) in self._pending.items():
+            wait_event(CPUStream, event)
+            self.known[path] = self.known[path]._replace(value=int(value))
+        wanted = {path for path, digest in first.items() if digest.value is None} | {*self._pending}
+        self._pending = {}
+        return {path: digest for path, digest in self.known.items() if path in wanted}
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or not tensor.numel())
+
+
+def _known(hashed: Tensor) -> int | None:
+    return int(hashed) if hashed.device.type == "cpu" else None
+
+
+def _hashed(tensor: Tensor) -> Tensor:
+    """Return a hash of the bytes of a sample of elements, on the tensor's device."""
+    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if data.numel() > 2 * SAMPLE:
+        data = data[:: data.numel() // SAMPLE | 1]  # an odd step does not always meet the same column
+    size = min(data.element_size(), 8)  # a complex128 is two numbers
+    numbers = data.contiguous().view(_INTEGERS[size]).to(torch.int64)
+    return (numbers * _weights(len(numbers), numbers.device)).sum()  # overflow wraps around
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        found = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _ODD
+        return (found ^ (found >> 29)) * _ODD | 1
+
+
+_ODD: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as an int64
+
+
+def different_rows(told: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueError | None:
+    """Return the error for a tensor that is not equal on all ranks that have it; None if there is none.
+
+    Args:
+        told: ranks and their digests. A rank may occur more than once.
+    """
+    first: dict[str, tuple[int, Digest]] = {}
+    for rank, digests in told:
+        for path, digest in digests.items():
+            other_rank, other = first.setdefault(path, (rank, digest))
+            if other.value is None and not digest.differs(other):
+                first[path] = rank, digest
+            if digest.differs(other):
+                return ValueError(
+                    f"the ranks of a pipe got different mini-batches: {path} of rank {other_rank} "
+                    f"{_text(other, digest)} of rank {rank}, so inputs would be trained with the targets of "
+                    f"other rows; {_REMEDY}"
+                )
+    return None
+
+
+def _text(one: Digest, other: Digest) -> str:
+    if one[:2] == other[:2]:
+        return "has other values than that"
+    texts = [f"shape {each.shape} and dtype {each.dtype.removeprefix('torch.')}" for each in (one, other)]
+    return f"has {texts[0]}, but {texts[1]}"
+
+
+_REMEDY = (
+    "iterate over the same rows on all ranks of a pipe, as with the same seed and no sampler per process "
+    "(DistributedSampler(..., num_replicas=<number of pipes>, rank=<index of this pipe>), no "
+    "accelerator.prepare(loader)), read them on one rank with gpipe.distributed.broadcast_batches, or pass None "
+    "where an argument is not needed"
+)

@@ -1,0 +1,213 @@
+"""Ranks of a pipe train on the same rows: a mini-batch that differs between two ranks is refused on all of them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from gpipe.distributed import Rank, RemoteError, _digests
+from gpipe.distributed._digests import SAMPLE, Digest, Digests, different_rows
+from microbatch import Replicate, Split
+
+from ..layers import Layer
+from .planted import expect_gradients, mesh_of_four, network
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
+shapes = st.lists(st.integers(1, 5), max_size=3) | st.just([8, SAMPLE]) | st.just([64, 1000])
+
+
+def _random(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(100, shape, generator=generator).to(dtype)
+
+
+def _digest(tensor: Any) -> Digest:
+    (found,) = Digests({"x": tensor}).known.values()
+    return found
+
+
+@given(shapes, st.sampled_from(DTYPES))
+def test_the_digest_of_equal_values_is_equal(shape: list[int], dtype: torch.dtype) -> None:
+    """In whatever memory they are, and however they will be split."""
+    x = _random(shape, dtype)
+    apart = torch.stack([x, x], -1)[..., 0]
+    for other in (
+        x.clone(),
+        apart,
+        x.clone().requires_grad_() if dtype.is_floating_point else x,
+        Split(x),
+        Replicate(x),
+    ):
+        assert _digest(other) == _digest(x)
+    assert _digest(x).value is not None
+
+
+@given(shapes, st.sampled_from(DTYPES), st.data())
+def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    """Rows in another order, of a later mini-batch, or one element of a small tensor."""
+    x = _random(shape, dtype)
+    y = x.clone()
+    if x.numel() <= 2 * SAMPLE:
+        at = data.draw(st.integers(0, x.numel() - 1))
+        y.view(-1)[at] = ~y.view(-1)[at] if dtype is torch.bool else y.view(-1)[at] + 1
+        assert _digest(x) != _digest(y)
+    for other in (x.roll(1, 0) if x.dim() else x, torch.cat([x[1:], x[:1] + 1]) if x.dim() else x):
+        assert torch.equal(other, x) == (not _digest(x).differs(_digest(other)))
+
+
+def test_what_has_no_elements_to_read_is_compared_by_shape() -> None:
+    for value in (torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0)):
+        assert _digest(value).value is None
+    assert not Digests({"x": None, "y": [1, "two", object()]}).known
+
+
+def test_a_value_that_is_known_later_is_compared_with_all() -> None:
+    unknown, one, two = (Digest((3,), "torch.float32", value) for value in (None, 1, 2))
+    assert different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": one})]) is None
+    error = different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": two})])
+    assert "x of rank 1 has other values than that of rank 0" in str(error)
+    error = different_rows([(0, {"x": one}), (3, {"x": one._replace(shape=(4,))})])
+    assert "x of rank 0 has shape (3,) and dtype float32, but shape (4,) and dtype float32 of rank 3" in str(error)
+
+
+ARGUMENTS = ["input", "target"]
+
+
+@st.composite
+def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
+    """For each rank and argument, the seed of its values; None if that rank omits it and does not need it."""
+    size = draw(st.sampled_from([2, 3]))
+    found = [{name: draw(st.sampled_from([0, 0, 0, 1, None])) for name in ARGUMENTS} for _ in range(size)]
+    found[0]["input"] = found[0]["input"] or 0
+    found[-1]["target"] = found[-1]["target"] or 0
+    return found
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=max(16, settings().max_examples // 4),
+)
+@given(mini_batches(), st.sampled_from(["step", "evaluate", "forward"]), st.booleans(), st.booleans())
+def test_ranks_with_other_rows_are_refused(
+    worlds: Any, seeds: list[dict[str, int | None]], method: str, late: bool, nested: bool
+) -> None:
+    """By all ranks, before any gradient; or at the end of the step if the values were on a device."""
+    used = ARGUMENTS[:1] if method == "forward" else ARGUMENTS
+    apart = [
+        (name, k)
+        for name in used
+        for k, own in enumerate(seeds)
+        if None not in (own[name], seeds[0][name]) and own[name] != seeds[0][name]
+    ]
+    found = worlds(len(seeds)).run(_expect_told, seeds, method, late, nested)
+    for text in found:
+        assert (text is not None) == bool(apart)
+        if text is not None:
+            assert any(f"{name}{'[0]' * nested} of rank 0 has " in text and f"of rank {k}" in text for name, k in apart)
+            assert "DistributedSampler" in text
+
+
+def _expect_told(seeds: list[dict[str, int | None]], method: str, late: bool, nested: bool) -> str | None:
+    plain, size = network(), dist.get_world_size()
+    first = Layer(lambda s, x: x[0] if isinstance(x, tuple) else x * 1.0)
+    model = nn.Sequential(first, *copy.deepcopy(plain))
+    rank = Rank(model, [9 - 2 * (size - 1), *[2] * (size - 1)], chunks=2)
+
+    def made(seed: int | None) -> Any:
+        x = None if seed is None else torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        return (x,) if nested else x
+
+    def loss_fn(output: Any, target: Any) -> Tensor:
+        return nn.functional.mse_loss(output, target[0] if nested else target)
+
+    own = seeds[dist.get_rank()]
+    given, found = [made(own["input"]), made(own["target"])], None
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            patch.setattr(_digests, "_known", lambda hashed: None)
+        try:
+            if method == "forward":
+                rank(given[0])
+            else:
+                getattr(rank, method)(*given, loss_fn=loss_fn, reduction="mean")
+        except ValueError as error:
+            found = str(error)
+            assert late or all(p.grad is None for p in rank.parameters())
+    rank.zero_grad()
+    rank.step(made(7), made(8), loss_fn=loss_fn, reduction="mean")
+    loss_fn(plain(torch.randn(4, 6, generator=torch.Generator().manual_seed(7))), made(8)).backward()
+    for layer, other in zip(rank.parameters(), _own(rank, plain), strict=True):
+        torch.testing.assert_close(layer.grad, other.grad)
+    rank.close()
+    return found
+
+
+def _own(rank: Rank, plain: nn.Module) -> list[nn.Parameter]:
+    named = dict(plain.named_parameters())
+    return [named[f"{int(name.split('.')[0]) - 1}.{name.split('.')[1]}"] for name, _ in rank.named_parameters()]
+
+
+@pytest.mark.parametrize("how", ["sampler", "skips", "shuffles"])
+def test_loaders_of_their_own_are_refused(worlds: Any, how: str) -> None:
+    for at, text in worlds(2).run(_loads, how):
+        assert "input of rank 0 has other values than that of rank 1" in text
+        assert at == (2 if how == "skips" else 0)
+
+
+def _loads(how: str) -> tuple[int, str]:
+    """The mini-batch that is refused, and the error."""
+    x = torch.arange(96.0).view(16, 6)
+    data, me = TensorDataset(x, x), dist.get_rank()
+    if how == "skips" and me == 1:
+        data = TensorDataset(*[torch.cat([x[:9], x[10:]])] * 2)  # a sample that cannot be read there
+    sampler = DistributedSampler(data, shuffle=False) if how == "sampler" else None
+    generator = torch.Generator().manual_seed(me) if how == "shuffles" else None
+    loader = DataLoader(data, 4, sampler=sampler, shuffle=how == "shuffles", generator=generator, drop_last=True)
+    rank = Rank(network(), [4, 4], chunks=2)
+    for at, (x, y) in enumerate(loader):
+        try:
+            rank.step(x, y, loss_fn=nn.functional.mse_loss)
+        except ValueError as error:
+            rank.close()
+            return at, str(error)
+    raise AssertionError("all mini-batches were trained")
+
+
+def test_each_pipe_has_rows_of_its_own(worlds: Any) -> None:
+    """And a difference in one of them is raised by all."""
+    worlds(4).run(_expect_own_rows)
+
+
+def _expect_own_rows() -> None:
+    mesh = mesh_of_four()
+    x = torch.arange(96.0).view(16, 6) / 96
+    sampler = DistributedSampler(
+        TensorDataset(x), num_replicas=2, rank=mesh["replicas"].get_local_rank(), shuffle=False
+    )
+    rank = Rank(network(), [4, 4], chunks=2, group=mesh["stages"], replicas=mesh["replicas"])
+    own = x[list(sampler)]
+    rank.step(own, own, loss_fn=nn.functional.mse_loss)
+    rank.zero_grad()
+    other = own + 1 if dist.get_rank() == 3 else own
+    with pytest.raises((ValueError, RemoteError), match="input of rank 2 has other values than that of rank 3"):
+        rank.step(other, own, loss_fn=nn.functional.mse_loss)
+    assert all(p.grad is None for p in rank.parameters())
+
+
+def test_a_rank_may_omit_what_it_does_not_need(worlds: Any) -> None:
+    worlds(2).run(_expect_omitted)
+
+
+def _expect_omitted() -> None:
+    plain, rank = network(), Rank(network(), [4, 4], chunks=2)
+    x, y = torch.ones(4, 6), torch.zeros(4, 6)
+    given = {"target": y} if dist.get_rank() else {}
+    rank.step(*([] if given else [x]), loss_fn=nn.functional.mse_loss, reduction="mean", **given)
+    nn.functional.mse_loss(plain(x), y).backward()
+    expect_gradients(rank, plain)

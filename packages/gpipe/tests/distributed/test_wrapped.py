@@ -1,0 +1,66 @@
+"""Wrappers that treat ranks of a pipe as copies of one model are refused, and change no weight."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe.distributed import Rank
+
+from ..layers import Layer
+from .planted import expect_gradients, network
+
+
+def _model() -> nn.Module:
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        for block in s.blocks:
+            x = block(x)
+        return x
+
+    torch.manual_seed(0)
+    return Layer(forward, blocks=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)))
+
+
+def test_wrapping_a_rank_is_refused_and_changes_no_weight(worlds: Any) -> None:
+    worlds(2).run(_expect_refused)
+
+
+def _expect_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = torch.ones(4, 6), torch.zeros(4, 6)
+    for make in (network, _model):
+        plain = make()
+        nn.functional.mse_loss(plain(x), y).backward()
+        for wrap in (nn.parallel.DistributedDataParallel, _prepared_by_accelerate, fully_shard):
+            rank = Rank(copy.deepcopy(plain), chunks=2, **({"balance": [4, 4]} if make is network else {}))
+            with pytest.raises(TypeError, match=r"(?s)(rank\)|prepare\(rank\)).*is not supported.*replicas=") as caught:
+                wrap(rank)
+            assert ("new Rank" in str(caught.value)) == (wrap is fully_shard)
+            if wrap is not fully_shard:
+                rank.zero_grad()
+                rank.step(x, y, loss_fn=nn.functional.mse_loss, reduction="mean")
+                expect_gradients(rank, plain)
+                for name, parameter in rank.named_parameters():
+                    assert torch.equal(parameter, plain.get_parameter(name))
+            rank.close()
+
+
+def _prepared_by_accelerate(rank: nn.Module) -> nn.Module:
+    """As its ``prepare_model`` does in several processes."""
+    return nn.parallel.DistributedDataParallel(rank, broadcast_buffers=False, find_unused_parameters=True)
+
+
+def test_a_module_around_a_rank_that_is_wrapped_is_refused_in_the_first_step(worlds: Any) -> None:
+    worlds(2).run(_expect_refused_around)
+
+
+def _expect_refused_around() -> None:
+    rank = Rank(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), [2, 2], chunks=2)
+    around = nn.ModuleDict({"pipe": rank, "other": nn.Linear(2, 2)})
+    wrapped = nn.parallel.DistributedDataParallel(around)
+    with pytest.raises((TypeError, RuntimeError), match="DistributedDataParallel"):
+        rank.step(torch.ones(4, 6), loss_fn=Tensor.mean, reduction="mean")
+    assert isinstance(wrapped.module["pipe"], Rank)
