@@ -67,6 +67,9 @@ def plan(
     optimizer: str = "adam",
     memory: Texts | None = None,
     chunks: Numbers = None,
+    offload: Switch = False,
+    host_memory: str | None = None,
+    host_bandwidth: str | None = None,
     quick: Switch = False,
     json: Json = False,
     html: str | None = None,
@@ -84,6 +87,9 @@ def plan(
         optimizer: The optimizer, such as adam or sgd, for the memory of its state.
         memory: The memory limit of all devices, or one per device, such as 80GB or 24GiB.
         chunks: Numbers of micro-batches to try.
+        offload: Keep parameters on the host.
+        host_memory: The host's memory for parameters, gradients and the optimizer's state, such as 64GB.
+        host_bandwidth: Bytes per second between the host and each device, such as 25GB.
         quick: Do not train a copy for a few steps to choose between the best plans.
         html: Save the plan to this file, as a page.
     """
@@ -102,6 +108,9 @@ def plan(
             calibrate=not quick,
             bandwidth=bandwidth,
             latency=latency,
+            offload=offload,
+            host_memory=host_memory,
+            host_bandwidth=host_bandwidth,
         )
     except Infeasible as error:  # a result and not an error, with a separate status and JSON
         facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}

@@ -24,7 +24,7 @@ from ._fake_devices import LINK
 if TYPE_CHECKING:
     from ._costs import Measured
 
-STAGES = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80)
+STAGES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The numbers of stages per device to search. With two, nothing would be unloaded."""
 
 NOTE = "bytes: summed over the layers, with the two largest neighboring stages on each device"

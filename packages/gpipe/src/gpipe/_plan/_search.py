@@ -28,6 +28,9 @@ NEAR = 0.01
 REPLAYED = 300_000
 """The most actions to replay in a local search, for one schedule and number of chunks."""
 
+_LOADED = 15_000
+"""The same for stages on the host, where a replay also inserts loads, and all balances take about as long."""
+
 ENOUGH = 100
 """The most micro-batches per stage to search. More of them save 1 % at most."""
 
@@ -118,7 +121,8 @@ class _Way:
 
     def improved(self) -> _Way:
         """Return the fastest one that a local search reaches by single changes."""
-        best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
+        costs = self._options.costs
+        best, left = self, (REPLAYED if costs.measured.host is None else _LOADED) // (2 * len(self._sizes) * costs.chunks)
         while left > 0:
             near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
             left -= len(near[:left])
