@@ -38,9 +38,7 @@ def made(devices: Any = "1x200KB", **given: Any) -> Plan:
     return plan(model(), batch(), devices, **options)
 
 
-@given(
-    st.integers(1, 3), st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(0, 99), min_size=36, max_size=36)
-)
+@given(st.integers(1, 3), st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(0, 99), min_size=36, max_size=36))
 def test_a_device_holds_no_more_than_is_planned(devices: int, each: int, chunks: int, sizes: list[int]) -> None:
     """The bytes of the loaded stages at any time, under the schedule that is planned."""
     placement = looped_placement(devices * each, devices)
@@ -60,7 +58,7 @@ def test_a_device_holds_no_more_than_is_planned(devices: int, each: int, chunks:
 
 
 def test_a_model_that_does_not_fit_is_planned_and_trains_as_planned() -> None:
-    with pytest.raises(Infeasible, match="what would fit: .*offload=True, which keeps parameters on the host"):
+    with pytest.raises(Infeasible, match=r"what would fit: .*offload=True, which keeps parameters on the host"):
         made(offload=False)
     found = made(chunks=4)
     (place,) = found.predicted.bytes
