@@ -135,9 +135,10 @@ def apart() -> Iterator[None]:
     """Inside, stages copy what they share as if each was on another device."""
     real = _tied.copy_of
 
-    def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         there = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return real(nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there, device)
+        held = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+        return real(held, device, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tied, "copy_of", copy_of)
