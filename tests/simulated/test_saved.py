@@ -124,6 +124,7 @@ CELL = ROWS * WIDTH * 4
 """Bytes between two layers, for one micro-batch."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("how", ["call", "fill_drain", "looped_bfs"])
 def test_a_device_holds_what_two_cells_save(how: str, own_forward: bool):
