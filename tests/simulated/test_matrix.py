@@ -30,7 +30,7 @@ def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool,
 
 @pytest.mark.parametrize(
     ("placement", "how", "streams", "mode", "inline", "shares"),
-    some_of(PLACEMENTS, OF_ALL, ["default", "own"], MODES, [False, True], [False, True], every=17),
+    some_of(PLACEMENTS, OF_ALL, ["default", "own"], MODES, [False, True], [False, True], every=29),
 )
 def test_a_loss_of_all_rows(placement: str, how: str | None, streams: str, mode: str, inline: bool, shares: bool):
     plain = test_tied.model() if shares else model()

@@ -32,7 +32,7 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("placement", "how", "streams", "inline", "shares", "offload"),
-    some_of(PLACEMENTS, HOWS, STREAMS, [False, True], [False, True], [False, True], every=23),
+    some_of(PLACEMENTS, HOWS, STREAMS, [False, True], [False, True], [False, True], every=47),
 )
 def test_in_order_and_equal(placement: str, how: str, streams: str, inline: bool, shares: bool, offload: bool):
     if how == "interleaved" and placement in UNEVEN:
@@ -46,7 +46,7 @@ def test_in_order_and_equal(placement: str, how: str, streams: str, inline: bool
 @pytest.mark.parametrize(
     ("name", "placement", "how", "streams", "whole"),
     some_of(
-        test_model.MODELS, PLACEMENTS, [how for how in HOWS if how != "interleaved"], STREAMS, [False, True], every=31
+        test_model.MODELS, PLACEMENTS, [how for how in HOWS if how != "interleaved"], STREAMS, [False, True], every=61
     ),
 )
 def test_a_model_with_operations_between_blocks(name: str, placement: str, how: str, streams: str, whole: bool):
@@ -57,7 +57,7 @@ def test_a_model_with_operations_between_blocks(name: str, placement: str, how: 
         assert_trains_like(plain, pipe, how, streams, **loss)
 
 
-@pytest.mark.parametrize(("placement", "schedule"), some_of(PLACEMENTS, OF_ALL, every=4))
+@pytest.mark.parametrize(("placement", "schedule"), some_of(PLACEMENTS, OF_ALL, every=11))
 def test_a_loss_of_all_rows(placement: str, schedule: str | None):
     plain = model()
     with accelerator.no_races():
