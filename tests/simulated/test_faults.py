@@ -135,8 +135,8 @@ SAVES_AND_FAILS = Check(test_saved.test_a_failure_in_a_backward_leaves_nothing, 
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"
-TO_HOST = "return _pinned_like(tensor).copy_(tensor, non_blocking=True)"
-TO_DEVICE = "tensor = _pinned_like(tensor).copy_(tensor)"
+TO_HOST = "return pinned_like(tensor).copy_(tensor, non_blocking=True)"
+TO_DEVICE = "tensor = pinned_like(tensor).copy_(tensor)"
 ALL_WAIT = "            _all_wait(now, self._streams)"
 FINALLY = "        finally:  # even after a failure, the caller may read or zero .grad"
 ON_STREAM = "with use_stream(self.stream):\n            "

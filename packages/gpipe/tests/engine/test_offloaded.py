@@ -84,12 +84,7 @@ def test_the_forward_of_a_model(ties: bool, how: str, mode: str) -> None:
         for _ in range(2):
             for each in (pipe, plain):
                 each.zero_grad()
-            if how == "call":
-                pipe(x).square().sum().backward()
-            else:
-                reduction = None if how == "whole" else "sum"
-                schedule = None if how == "whole" else how
-                pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction=reduction, schedule=schedule)
+            stepped(pipe, x, how)
             plain(x).square().sum().backward()
             assert_same(model, plain)
             for each in (model, plain):
@@ -145,15 +140,20 @@ def test_the_forward_of_a_model_in_another_dtype(ties: bool, how: str) -> None:
         model.head.weight = model.embed.weight
     plain, x = copy.deepcopy(model).float(), rows(6).float()
     with closing(offloaded(model, 4, offload=torch.float32)) as pipe:
-        if how == "call":
-            pipe(x).square().sum().backward()
-        else:
-            reduction = None if how == "whole" else "sum"
-            schedule = None if how == "whole" else how
-            pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction=reduction, schedule=schedule)
+        stepped(pipe, x, how)
         plain(x).square().sum().backward()
         for own, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad, other.grad.double(), rtol=1e-5, atol=1e-5)
+
+
+def stepped(pipe: GPipe, x: Tensor, how: str) -> None:
+    """Compute gradients by a call, by a loss of all rows ("whole"), or under a schedule."""
+    if how == "call":
+        pipe(x).square().sum().backward()
+    else:
+        reduction = None if how == "whole" else "sum"
+        schedule = None if how == "whole" else how
+        pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction=reduction, schedule=schedule)
 
 
 def test_a_stage_holds_its_parameters_only_while_it_is_loaded() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..schedule import LOSS_OF_ALL, Action, Kind, Schedule, Step, checkpoint_stops, named
+from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
 from ..schedule._loads import with_loads
 from ..schedule._named import BREADTH_FIRST, lanes
-from ..schedule._replay import Lane, makespan
+from ..schedule._replay import Lane, makespan, walk_of
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
 from ._costs import Costs, Measured, bounds
@@ -117,10 +117,32 @@ class Candidate:
         return len(self.sizes), self.chunks, (*SCHEDULES, BREADTH_FIRST).index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
-        measured, stops = self.costs.measured, stops_of(self.modes, microbatches)
-        found = named(self.schedule, microbatches, measured.placement, stops, self.split)
-        found = found if measured.host is None else found.loading(measured.placement)
-        return found.with_loss() if measured.whole_loss else found
+        measured = self.costs.measured
+        return program_of(
+            self.schedule,
+            microbatches,
+            measured.placement,
+            self.modes,
+            self.split,
+            offload=measured.host is not None,
+            whole_loss=measured.whole_loss,
+        )
+
+
+def program_of(
+    schedule: str,
+    microbatches: int,
+    placement: Sequence[int],
+    modes: Sequence[str],
+    split: Sequence[int],
+    *,
+    offload: bool,
+    whole_loss: bool,
+) -> Schedule:
+    """Return the planned schedule, with the loads of stages on the host, and the loss of the full mini-batch."""
+    found = named(schedule, microbatches, placement, stops_of(modes, microbatches), split)
+    found = found.loading(placement) if offload else found
+    return found.with_loss() if whole_loss else found
 
 
 def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[str]) -> Candidate:
@@ -132,8 +154,7 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
     if costs.measured.host is not None:
-        walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in steps)
-        steps = with_loads(walk, range(len(stages)))
+        steps = with_loads(walk_of(steps), range(len(stages)))
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)

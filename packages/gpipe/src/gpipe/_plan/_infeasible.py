@@ -39,8 +39,9 @@ class Infeasible(ValueError):  # noqa: N818 — a result of the search rather th
 
 def expect_host(host: Host | None, measured: Measured) -> None:
     """Raise Infeasible if the host has no memory for what is there."""
-    if host is not None and host.memory is not None and (short := host_bytes(measured) - host.memory) > 0:
-        change = f"host_memory={host_bytes(measured)} ({format_bytes(host_bytes(measured))})"
+    needed = host_bytes(measured)
+    if host is not None and host.memory is not None and (short := needed - host.memory) > 0:
+        change = f"host_memory={needed} ({format_bytes(needed)})"
         raise Infeasible(
             f"nothing fits: the host has {format_bytes(host.memory)}, and parameters, gradients and the optimizer's "
             f"state need {format_bytes(short)} more; what would fit: {change}",
@@ -94,8 +95,8 @@ def relaxations(space: Space) -> dict[str, Space]:
     if any(measured.optimizer) and measured.host is None:
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which has no state"] = replace(space, measured=stateless)
-    deepest = [*looped(measured.devices, measured.layers)][-1:] if measured.host is None else []
-    for placement in deepest:
+    if measured.host is None and (deeper := [*looped(measured.devices, measured.layers)]):
+        placement = deeper[-1]  # the most stages, which need the least memory
         on_host = replace(
             measured, host=Host(None, LINK.bandwidth), placement=placement, links=(Link(),) * len(placement)
         )

@@ -16,7 +16,7 @@ from ..engine._loss_value import LossFunction, LossValue, loss_value
 from ..module._keywords import NOTHING, Call
 from ..module._rule import SeenSums, of_model_under, rule_of, unlike
 from ..module._training import takes_output_alone
-from ._arguments import SCHEDULES, WAITING
+from ._arguments import WAITING
 
 
 def waiting(schedules: Sequence[str]) -> list[str]:
@@ -79,12 +79,12 @@ class StepLoss:
             return of_model_under(self.own, schedule)
         return unlike(self._call, schedule)(LossValue(torch.zeros(()), None, None))
 
-    def note(self, *, whole: bool) -> str:
-        """Return a note for the plan that says how the loss is computed."""
+    def note(self, schedule: str, *, whole: bool) -> str:
+        """Return a note for a plan with this schedule that says how the loss is computed."""
         if whole:
             return (
                 "the loss is computed once, on the outputs of the full mini-batch, since it is not known how the "
-                f"losses of micro-batches add up; only {', '.join(waiting(SCHEDULES))} can wait for it"
+                f"losses of micro-batches add up; only {schedule} can wait for it"
             )
         if self.loss_fn is None and self.own is None:
             return "no loss_fn was given: the loss counts as free, and as computed per micro-batch"

@@ -259,7 +259,7 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
         offload=request.host is not None,
         notes=(
             *notes,
-            request.loss.note(whole=measured.whole_loss),
+            request.loss.note(best.schedule, whole=measured.whole_loss),
             best.note,
             *([told(request.host, measured)] if request.host else []),
         ),

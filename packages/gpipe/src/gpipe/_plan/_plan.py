@@ -17,11 +17,11 @@ from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
 from ..module._modes import checked_modes
 from ..module._partition import expect_sequential
-from ..schedule import SCHEDULES, named
+from ..schedule import SCHEDULES
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
 from ._arguments import WAITING, rows_of
-from ._candidate import stops_of
+from ._candidate import program_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
 from ._loss import StepLoss, fresh
@@ -102,10 +102,16 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The predicted timeline of a step."""
-        stops = stops_of(self.modes, self.chunks)
-        schedule = named(self.schedule, self.chunks, self.placement, stops, self.split)
-        schedule = schedule.loading(self.placement) if self.offload else schedule
-        return simulate(schedule.with_loss() if self.whole_loss else schedule, self.stages, transfer=self.hops[1:])
+        program = program_of(
+            self.schedule,
+            self.chunks,
+            self.placement,
+            self.modes,
+            self.split,
+            offload=self.offload,
+            whole_loss=self.whole_loss,
+        )
+        return simulate(program, self.stages, transfer=self.hops[1:])
 
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any

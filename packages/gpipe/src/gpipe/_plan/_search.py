@@ -122,10 +122,8 @@ class _Way:
     def improved(self) -> _Way:
         """Return the fastest one that a local search reaches by single changes."""
         costs = self._options.costs
-        best, left = (
-            self,
-            (REPLAYED if costs.measured.host is None else _LOADED) // (2 * len(self._sizes) * costs.chunks),
-        )
+        most = REPLAYED if costs.measured.host is None else _LOADED
+        best, left = self, most // (2 * len(self._sizes) * costs.chunks)
         while left > 0:
             near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
             left -= len(near[:left])

@@ -36,7 +36,7 @@ from streams import (
 )
 
 from .._torch import uses_of
-from ..transport._copy import can_pin, to_host
+from ..transport._copy import can_pin, pinned_like, to_host
 from ..values._leaves import storage_id, version
 
 _log = logging.getLogger("gpipe")
@@ -107,9 +107,9 @@ class Guest(NamedTuple):
     @property
     def settles(self) -> bool:
         """Whether the copy can use the memory of the parameter."""
-        (part,) = self.parts if type(self.home) is nn.Parameter else (None,)
-        is_like_home = part is not None and part.dtype == self.home.dtype
-        return is_like_home and _are_compatible(self.home.device.type, self.leaf.device.type)
+        home, part = self.home, self.parts[0]
+        is_plain = type(home) is nn.Parameter and part.dtype == home.dtype
+        return is_plain and _are_compatible(home.device.type, part.device.type)
 
     def free(self) -> None:
         for part in self.parts:
@@ -189,7 +189,7 @@ def _converted(source: Tensor, part: Tensor) -> Tensor:
     """Return ``source`` in the dtype of ``part``, in pinned memory, because a device copies but does not convert."""
     if source.dtype == part.dtype or not can_pin(part.device.type):
         return source
-    return torch.empty_like(source, dtype=part.dtype, pin_memory=True).copy_(source)
+    return pinned_like(source, part.dtype).copy_(source)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Pipeline:
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
         offloaded: the stages whose parameters are on the host.
-        host_links: the streams of their devices that load parameters.
+        host_links: the streams that :meth:`host_link` has returned, by device.
         trainers: the threads that have run the pipe with gradients.
         has_warned_of_one: whether the first mini-batch that trains was checked for being a single micro-batch.
     """
@@ -74,8 +74,7 @@ class Pipeline:
         for stage in stages if offload else ():
             stage.guests = Guests(offload)
         self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
-        places = {stage.device for stage in stages if stage.guests is not None}
-        self.host_links = {device: HostLink.of(device) for device in places}
+        self.host_links: dict[torch.device, HostLink] = {}
         self.trainers = WeakSet[Thread]()
         self.has_warned_of_one = False
         self._room_for_gradients = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from ._actions import Action, Step
 from ._lanes import (
     Steps,
     adapted,
@@ -16,7 +15,7 @@ from ._lanes import (
     zero_bubble_steps,
 )
 from ._modes import Stops, stop_of_each
-from ._replay import Lane
+from ._replay import Lane, walk_of
 from ._schedule import Schedule, programs_of
 from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
@@ -69,7 +68,7 @@ def named(
     F0@1 F0@2 I0@2 W0@2 I0@1 W0@1
     """
     own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
-    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in own)
+    walk = walk_of(own)
     return Schedule(programs_of(walk, len(placement)), walk)
 
 

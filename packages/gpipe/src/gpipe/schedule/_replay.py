@@ -39,6 +39,11 @@ class Span(NamedTuple):
     wait: float
 
 
+def walk_of(lanes: Iterable[Lane]) -> Walk:
+    """Return the steps of each worker as a walk."""
+    return tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in lanes)
+
+
 def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float] | None = None) -> dict[Step, Span]:
     """Compute when each step of ``walk`` runs, if every step starts as soon as it can.
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from ..schedule import Action, Kind, Program, Schedule, Step, Walk, checkpoint_stops, named, replay
+from ..schedule import Kind, Program, Schedule, Step, Walk, checkpoint_stops, named, replay
 from ..schedule._modes import offloading_stages
 from ..schedule._named import lanes as named_lanes
 from ..schedule._named import usual_placement
-from ..schedule._replay import Lane
+from ..schedule._replay import Lane, walk_of
 from ..schedule._replay import makespan as replayed
 from ._costs import StageCost
 from ._events import Event
@@ -61,7 +61,7 @@ def simulate(
     17.0
     """
     lanes, place, _ = _lanes(schedule, costs, microbatches, checkpoint, placement)
-    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in lanes)
+    walk = walk_of(lanes)
     crossing, held = _crossing(costs, place), _held(walk, costs)
     seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
     events = list[Event]()

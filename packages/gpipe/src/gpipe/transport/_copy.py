@@ -123,7 +123,7 @@ class Copy:
             return to_host(tensor)
         if self._pins and _is_plain(tensor):
             # Even pinned memory: its owner may change it before it is read.
-            tensor = _pinned_like(tensor).copy_(tensor)
+            tensor = pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
 
 
@@ -149,7 +149,7 @@ def can_pin(kind: str) -> bool:
 def to_host(tensor: Tensor) -> Tensor:
     """Queue a copy of ``tensor`` to the host on the current stream, to pinned memory if the system has any."""
     if can_pin(tensor.device.type) and _is_plain(tensor):
-        return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+        return pinned_like(tensor).copy_(tensor, non_blocking=True)
     return tensor.to("cpu", non_blocking=True)
 
 
@@ -157,8 +157,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+def pinned_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
