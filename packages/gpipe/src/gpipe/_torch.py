@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch._functorch import utils as functorch_utils
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
@@ -294,13 +293,18 @@ def function_modes() -> Iterator[Any]:
     return map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))
 
 
-def change_arguments_of_functions(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Let ``change`` replace the arguments of each ``torch.autograd.Function``, which torch shows to no function mode.
+def call_functions_by(call: Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+    """Let ``call`` call each ``torch.autograd.Function``, which torch shows to no function mode.
 
-    Without it: a function between blocks would get tensors of earlier stages, and parameters of other devices.
+    It receives the class, a function that calls it, and the arguments. Without it: a function between blocks would get
+    tensors of earlier stages, parameters of other devices, and tensors of other processes, which have no values.
     """
-    own = functorch_utils.unwrap_dead_wrappers
-    functorch_utils.unwrap_dead_wrappers = lambda args: own(change(args))
+    single: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(kind: type, *args: Any) -> Any:
+        return call(kind, super(single, kind).apply, args)
+
+    single.apply = classmethod(apply)
 
 
 def uses_of(tensor: Tensor) -> int:

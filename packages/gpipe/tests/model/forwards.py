@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import Function
 
 import gpipe
 
@@ -193,6 +194,21 @@ def _counted(model: Any, a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
+class WithValues(Function):
+    """Reads values in its forward, so that it cannot run on ``meta``."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, weight: Tensor) -> Tensor:
+        assert a.isfinite().all()
+        ctx.save_for_backward(a, weight)
+        return a @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, weight = ctx.saved_tensors
+        return gradient @ weight.t(), a.t() @ gradient
+
+
 STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "add": lambda model, a, b: a + b,
     "gate": lambda model, a, b: a * b.sigmoid(),
@@ -219,6 +235,7 @@ STATEMENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "branch": _branched,
     "counted": _counted,
     "function": lambda model, a, b: OnGradient.apply(a * 1, lambda gradient: gradient * 0.5),
+    "function with values": lambda model, a, b: WithValues.apply(a, model.linear.weight),
 }
 
 IN_PLACE = ("in place", "added to view")

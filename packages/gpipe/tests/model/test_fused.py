@@ -15,7 +15,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from gpipe import GPipe
+from gpipe.distributed import Rank
 
+from ..distributed.planted import expect_gradients
 from ..layers import gradients
 from .losses import CLASSES, IGNORED
 
@@ -192,3 +194,24 @@ def test_it_is_the_loss_of_the_plain_model(
                 pipe.step(**batch(items))
             assert sum(threads.values()) == 3
             assert all(name.startswith("gpipe forward") for name in threads)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("total", [*TOTALS, mean_by_labels])
+def test_on_ranks_it_is_the_loss_of_the_plain_model(worlds: Any, total: Total, tied: bool) -> None:
+    """On the rank of the last stage alone; others have no hidden states of it."""
+    worlds(2).run(_expect_on_ranks, total, tied)
+
+
+def _expect_on_ranks(total: Total, tied: bool) -> None:
+    torch.manual_seed(0)
+    plain = Model(total, tied=tied)
+    expected = plain(**batch(None))["loss"]
+    expected.backward()
+    with closing(Rank(copy.deepcopy(plain), chunks=3)) as rank:
+        for _ in range(2):
+            rank.zero_grad()
+            torch.testing.assert_close(rank.step(**batch(None)), expected.detach())
+            expect_gradients(rank, plain)
+        torch.testing.assert_close(rank.evaluate(**batch(None)), expected.detach())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import (
-    change_arguments_of_functions,
+    call_functions_by,
     function_modes,
     pop_function_mode,
     push_function_mode,
@@ -20,6 +20,7 @@ from .._torch import (
     with_lost_weight,
 )
 from ..module._transforms import not_compiled
+from ..values._leaves import tensors_of
 
 
 class Looks(Protocol):
@@ -44,7 +45,7 @@ class Between(TorchFunctionMode):
 
     def __init__(self, looks: Looks) -> None:
         super().__init__()
-        self._looks = looks
+        self.looks = looks
         self.is_off = False
         self._outside: object = None
         self._region: object = None
@@ -64,18 +65,24 @@ class Between(TorchFunctionMode):
         kind = _kind(function)
         if kind is not None:
             if kind and args and isinstance(args[0], Tensor):
-                self._looks.read(args[0])
+                self.looks.read(args[0])
             found = function(*args, **kwargs)
             # The model must not see that tensors of other processes are on meta.
-            return self._looks.device if isinstance(found, torch.device) and found.type == "meta" else found
+            return self.looks.device if isinstance(found, torch.device) and found.type == "meta" else found
         self.expect_no_checkpoint(is_block=False)
-        return self._looks.operate(function, args, kwargs)
+        return self.looks.operate(function, args, kwargs)
 
-    def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of a ``torch.autograd.Function`` as tensors of the current stage."""
-        self.expect_no_checkpoint(is_block=False)
-        found: tuple[Any, ...] = self._looks.operate(lambda *given: given, args, {})
-        return found
+    def apply(self, applied: Applied, args: tuple[Any, ...]) -> Any:
+        """Call a ``torch.autograd.Function`` with tensors of the current stage."""
+        with self.off():
+            self.expect_no_checkpoint(is_block=False)
+            given = self.looks.operate(_arguments, args, {})
+            if any(tensor.is_meta for tensor in tensors_of(given)):
+                return self.looks.operate(applied, args, {})
+        # Its own operations are the model's. They may use tensors that are no arguments, or even call blocks.
+        output = applied(*given)
+        with self.off():
+            return self.looks.operate(lambda *_: output, args, {})
 
     def expect_no_checkpoint(self, *, is_block: bool) -> None:
         """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
@@ -111,17 +118,33 @@ class Between(TorchFunctionMode):
                 push_function_mode(self)
 
 
-def _arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a ``torch.autograd.Function``; between blocks, as tensors of the current stage."""
+class Applied:
+    """Calls a ``torch.autograd.Function``.
+
+    Attributes:
+        kind: its class.
+    """
+
+    def __init__(self, kind: type, compute: Callable[..., Any]) -> None:
+        self.kind, self.__name__, self._compute = kind, kind.__name__, compute
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compute(*args)
+
+
+def _applied(kind: type, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a ``torch.autograd.Function``; between blocks, with tensors of the current stage."""
     mode = next((each for each in function_modes() if isinstance(each, Between)), None)
     if mode is None or mode.is_off:
-        return args
-    with mode.off():
-        found: tuple[Any, ...] = mode.arguments(args)
-    return found
+        return compute(*args)
+    return mode.apply(Applied(kind, compute), args)
 
 
-change_arguments_of_functions(_arguments)
+call_functions_by(_applied)
+
+
+def _arguments(*args: Any) -> tuple[Any, ...]:
+    return args
 
 
 def _kind(function: Callable[..., Any]) -> bool | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from microbatch import flatten, unflatten
 from .._current import doing
 from ..values._constants import is_constant
 from ..values._leaves import AsNonleaf, version
+from ._between import Applied
 from ._collected import collector
 from ._generators import generators_restored
 from ._tree import changed
@@ -66,15 +68,22 @@ class Same(NamedTuple):
 
 Make = Callable[[Tensor], Tensor]
 
+_CPU = torch.device("cpu")
+
 _MOST = 1 << 12
 """The number of calls whose outputs are remembered."""
 
 
 class Elsewhere:
-    """The blocks of other processes, and their outputs for arguments of each kind."""
+    """The blocks and functions of other processes, and their outputs for arguments of each kind.
 
-    def __init__(self) -> None:
+    Args:
+        device: a device of this process, where zeros are tried first.
+    """
+
+    def __init__(self, device: torch.device = _CPU) -> None:
         self._known: dict[Any, Output] = {}
+        self._makes: Sequence[Make] = bare, *(partial(_zeros, device=each) for each in dict.fromkeys((device, _CPU)))
 
     def call(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of the block ``name`` of another process. Its new tensors are on ``meta``.
@@ -83,7 +92,36 @@ class Elsewhere:
             RuntimeError: its code fails both on ``meta`` and on zeros.
         """
         leaves, tree = flatten((args, kwargs))
-        return _filled(self._described(name, module, function, leaves, tree, hooks=True), leaves)
+        try:
+            output = self._described(name, module, function, leaves, tree, hooks=True)
+        except Exception as error:
+            raise RuntimeError(
+                f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
+                f"the shapes of its outputs; that fails: {first_line(error)}; use a GPipe, or give the "
+                "block, by blocks=, to a stage of the same rank as what uses its outputs"
+            ) from error
+        for k in output.altered:
+            if not leaves[k].is_meta:
+                raise RuntimeError(
+                    "a block on another rank changes one of the inputs of the model in place, or a tensor made of them "
+                    "alone, of which each rank has its own; let it change a clone"
+                )
+        return _filled(output, leaves)
+
+    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Return the output of an operation between blocks, and the tensors with values that it would modify in place.
+
+        Raises:
+            RuntimeError, NotImplementedError: it fails on ``meta``; a ``torch.autograd.Function`` on zeros, too.
+        """
+        if not isinstance(function, Applied):
+            return computed_on_meta(function, args, kwargs)
+        leaves, tree = flatten((args, kwargs))
+        try:
+            output = self._described(function.kind, None, function, leaves, tree, hooks=True)
+        except Exception as error:
+            raise RuntimeError(first_line(error)) from error
+        return _filled(output, leaves), [leaves[k] for k in output.altered if not leaves[k].is_meta]
 
     def sizes(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Mapping[int, torch.Size]:
         """Return the sizes of the tensors in the output of a block, by their number; none if its code fails.
@@ -93,37 +131,31 @@ class Elsewhere:
         leaves, tree = flatten((args, kwargs))
         try:
             output = self._described(name, module, function, leaves, tree, hooks=False)
-        except RuntimeError:
+        except Exception:
             return {}
         return {k: leaf.size for k, leaf in enumerate(output.leaves) if isinstance(leaf, Like)}
 
     def _described(
-        self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
+        self, name: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
     ) -> Output:
-        mode = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
+        trains = module is not None and module.training
+        mode = trains, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
         key = (name, hooks, *mode, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
-            with nullcontext() if hooks else _without_hooks(module):
-                output = self._learned(name, module, function, leaves, tree)
+            with nullcontext() if hooks or module is None else _without_hooks(module):
+                output = self._learned(module, function, leaves, tree)
             if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
                 self._known[key] = output
         return output
 
-    def _learned(self, name: str, module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
-        try:
-            return _output(module, function, leaves, tree, bare)
-        except Exception:  # its code needs values
-            try:
-                return _output(module, function, leaves, tree, _zeros)
-            except Exception as error:
-                raise RuntimeError(
-                    f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
-                    f"the shapes of its outputs; that fails: {first_line(error)}; use a GPipe, or give the "
-                    "block, by blocks=, to a stage of the same rank as what uses its outputs"
-                ) from error
+    def _learned(self, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
+        for make in self._makes[:-1]:
+            with suppress(Exception):  # its code needs values, or has kernels for some devices only
+                return _output(module, function, leaves, tree, make)
+        return _output(module, function, leaves, tree, self._makes[-1])
 
 
 def first_line(error: Exception) -> str:
@@ -170,8 +202,8 @@ def _on_meta(value: Any) -> Any:
     )
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    return _as_given(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor.requires_grad)
+def _zeros(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
+    return _as_given(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device), tensor.requires_grad)
 
 
 def _as_given(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -186,13 +218,13 @@ def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _output(module: nn.Module, function: Any, leaves: Sequence[Any], tree: Any, make: Make) -> Output:
-    """Call a block with its tensor arguments replaced by ``make``, and describe its output."""
+def _output(module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, make: Make) -> Output:
+    """Call a block or function with its tensor arguments replaced by ``make``, and describe its output."""
     given = [make(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     before = [version(each) if isinstance(each, Tensor) else 0 for each in given]
     sizes = {kind: len(values) for kind, values in collector().items() if isinstance(values, list)}
     try:
-        with _with_state(module, make), undrawn():
+        with nullcontext() if module is None else _with_state(module, make), undrawn():
             args, kwargs = unflatten(given, tree)
             written = Written((args, kwargs), (args, kwargs))
             output = function(*args, **kwargs)
@@ -222,13 +254,9 @@ def _described(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], 
 def _filled(output: Output, leaves: Sequence[Any]) -> Any:
     """Return the output for the arguments ``leaves``, and add to the values that hooks collect."""
     for k in output.altered:
-        if not leaves[k].is_meta:
-            raise RuntimeError(
-                "a block on another rank changes one of the inputs of the model in place, or a tensor made of them "
-                "alone, of which each rank has its own; let it change a clone"
-            )
-        with torch.no_grad():
-            leaves[k].zero_()  # increments the version, as the block does
+        if leaves[k].is_meta:
+            with torch.no_grad():
+                leaves[k].zero_()  # increments the version, as the block does
     found: list[Any] = []
     for leaf in output.leaves:
         if isinstance(leaf, Argument):

@@ -21,7 +21,7 @@ from .._current import current
 from ..transport._transport import AnyChannel
 from ..values._by_tensor import ByTensor
 from ..values._leaves import Activation, storage_id, version
-from ._elsewhere import bare, computed_on_meta, first_line
+from ._elsewhere import Elsewhere, bare, first_line
 from ._tensors import Leaf, Moves, Tensors
 from ._tree import changed
 
@@ -31,10 +31,12 @@ class FarMoves(Moves, Protocol):
 
     Attributes:
         model: the model.
+        elsewhere: the outputs of what other processes compute.
         into: the channel between each stage and each earlier stage, if exactly one of the two is in this process.
     """
 
     model: nn.Module
+    elsewhere: Elsewhere
     into: Mapping[int, Mapping[int, AnyChannel]]
 
     def is_own(self, stage: int) -> bool:
@@ -169,7 +171,7 @@ class FarTensors(Tensors):
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation of another process on ``meta``."""
         try:
-            output, changes = computed_on_meta(function, args, kwargs)
+            output, changes = self._far.elsewhere.operation(function, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(

@@ -26,7 +26,7 @@ class FarRun(ModelRun):
     """The forwards of all micro-batches, in a process that has some of the stages.
 
     Args:
-        elsewhere: answers calls of blocks of other processes.
+        elsewhere: the outputs of what other processes compute.
         args: as for :class:`ModelRun`.
 
     Attributes:
@@ -36,7 +36,7 @@ class FarRun(ModelRun):
 
     def __init__(self, elsewhere: Elsewhere, *args: Any) -> None:
         super().__init__(*args)
-        self.answer = elsewhere.call  # type: ignore[method-assign]
+        self.elsewhere, self.answer = elsewhere, elsewhere.call  # type: ignore[method-assign]
         into: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
         out_of: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
         for number, (a, b) in numbered_pairs(self.count).items():

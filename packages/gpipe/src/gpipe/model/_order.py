@@ -71,7 +71,7 @@ class Rehearsal:
         self.called: list[str] = []
         self.after: dict[nn.Module, str | None] = {}
         self._last: str | None = None
-        self._elsewhere = Elsewhere()
+        self.elsewhere = Elsewhere()
         self._outside = {*outside(model, blocks.values())}
         self._holders: dict[int, list[nn.Module]] = {}
         for module in self._outside:
@@ -106,7 +106,7 @@ class Rehearsal:
             self.called.append(name)
         self._last = name
         with self._between.off(), answered_by(None):
-            return self._tensors.made(self._elsewhere.call(name, module, function, args, kwargs), (args, kwargs))
+            return self._tensors.made(self.elsewhere.call(name, module, function, args, kwargs), (args, kwargs))
 
     @property
     def device(self) -> torch.device:

@@ -42,11 +42,18 @@ class Past:
     """The calls of modules on the caller's thread that bypass the forward of the pipe.
 
     Args:
+        on_device: returns a context whose operations compute on the device of the model's outputs.
         section: held while the interception of calls begins and ends, so that no run is in progress then.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], section: Section) -> None:
-        self._model, self._blocks, self._section = model, blocks, section
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        section: Section,
+        on_device: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model, self._blocks, self._section, self._on_device = model, blocks, section, on_device
         self._count = 0  # of threads inside
         self._scope = ExitStack()
 
@@ -61,7 +68,7 @@ class Past:
                 self._scope.enter_context(self._intercepted(compute))
             self._count += 1
         try:
-            with answered_by(self):
+            with answered_by(self), self._on_device():
                 yield
         finally:
             with self._section.entered():

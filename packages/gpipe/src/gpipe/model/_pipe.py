@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ._division import division_of, seconds_on
 from ._generate import generate
 from ._inner import through
 from ._instance import InstanceOfModel
+from ._moved import on_last_device
 from ._parts import parts_of
 from ._past import Past
 from ._pick import Pick, picker
@@ -195,7 +197,8 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
-        past = Past(self._whole_model, self._blocks, workers.section)
+        on_device = partial(on_last_device, devices, self._offload)
+        past = Past(self._whole_model, self._blocks, workers.section, on_device)
         self.__dict__.update(_laid_out=[], _pipelines={}, _past=past)
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
         object.__setattr__(

@@ -78,7 +78,7 @@ class ModelPipeline(Pipeline):
         self.threads = Threads()
         self.conventions = Conventions(divided.model, {**divided.others, **divided.division.blocks})
         self._known: dict[Any, Facts] = {}
-        self.elsewhere = Elsewhere()
+        self.elsewhere = Elsewhere(divided.stages[0].device)
         self._drawing: Drawing = {}
         self._owners = Owners()
         self._run: ModelRun | None = None  # until the facts from its forwards are read

@@ -20,7 +20,7 @@ from streams import current_stream, wait_stream
 from .._torch import next_sequence_number
 from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
-from ..engine._offloaded import Offload, dtype_of_guest
+from ..engine._offloaded import Offload
 from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
 from ..values._sharing import marks_of, with_marks
@@ -29,9 +29,10 @@ from ._buffers import copies_of, give_back, kept, outside, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
-from ._elsewhere import Elsewhere, computed_on_meta
+from ._elsewhere import Elsewhere
 from ._facts import Answer, Facts, Place, Shape
 from ._grad import Leaves, differentiated, through_blocks
+from ._moved import Moved
 from ._row_order import Entries, are_in_order, dims_of, numbers_of
 from ._rows import Argument, dim_between, dim_by, joined, order_of, size_of_whole
 from ._tree import changed
@@ -76,7 +77,7 @@ class Replay:
         *,
         offload: Offload = False,
     ) -> None:
-        self._owner_of, self._offload = owner_of, offload
+        self._owner_of, self._moved = owner_of, Moved(devices, offload)
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
@@ -88,14 +89,12 @@ class Replay:
         self._calls = self._stage = 0
         self._number = 0  # of the next node of the graph, after the last call
         self._leaves = Leaves()
-        self._moves = bool(offload) or len({*devices}) > 1
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
         around = outside(model, blocks) if model.training else []
         self._buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
         self._held = copies_of(module._buffers for module in around)
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
@@ -198,7 +197,7 @@ class Replay:
     def _without_data(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute an operation with parameters of another process, whose result only blocks may use."""
         try:
-            output, changes = computed_on_meta(function, args, kwargs)
+            output, changes = self._elsewhere.operation(function, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise self._of_others() from error
         if changes:
@@ -276,27 +275,13 @@ class Replay:
         self.read(tensor)
         # A tied parameter is a single leaf here, whichever module holds it.
         tensor = self._owner_of(tensor) if tensor.is_leaf else tensor
-        if not self._moves:
-            return tensor
-        # A copy replaces its tensor permanently, because it may be modified in place.
-        while (known := self._moved.get(id(tensor))) is not None and known[0] is tensor:
-            tensor = known[1]
-        copy = self._on_device(tensor).to(dtype_of_guest(tensor, self._offload))
-        if copy is not tensor:
-            self._moved[id(tensor)] = tensor, copy
-        return copy
+        return self._moved.here(tensor, self.device)
 
     def made(self, output: Any) -> Any:
         """Move the output of an operation to the current stage's device. The operation may have set a different one."""
-        return changed(output, self._on_device) if self._moves else output
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        device = self._devices[self._stage]
-        if tensor.device == device:
-            return tensor
-        if tensor.device not in self._devices and not (self._offload and tensor.device.type == "cpu"):
-            return tensor
-        return tensor if not tensor.dim() and tensor.device.type == "cpu" else tensor.to(device)
+        return (
+            changed(output, lambda tensor: self._moved.made(tensor, self.device)) if self._moved.is_needed else output
+        )
 
     def _returned(self, tensor: Tensor) -> Tensor:
         if tensor in self._draws:

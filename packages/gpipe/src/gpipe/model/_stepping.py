@@ -32,6 +32,7 @@ from ._convention import Convention
 from ._count import with_whole_count
 from ._documents import Packed, are_apart, cut_between, mean_of_row, pieces_of, share_a_row
 from ._entries import with_entries
+from ._moved import where_they_are
 from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
@@ -86,6 +87,7 @@ class ModelStepping(Stepping):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
+    @where_they_are()
     def _computed(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
         """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
         given = self._checked(inputs)

@@ -1,0 +1,105 @@
+"""A forward that is set on a pipe computes on the last device, where the model's outputs are."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from gpipe import GPipe
+
+from .accelerator import device
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden
+
+
+class Model(nn.Module):
+    """The weight of its head is the embedding's, on the first device, or one of its own on the last."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.trunk, self.head = Trunk(), nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.trunk.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.trunk(tokens))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return _module(self, tokens)
+
+
+class Product(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
+
+
+def _function(self: Any, tokens: Tensor) -> Tensor:
+    return _loss(Product.apply(self.trunk(tokens), self.head.weight), tokens)
+
+
+def _operation(self: Any, tokens: Tensor) -> Tensor:
+    return _loss(F.linear(self.trunk(tokens), self.head.weight), tokens)
+
+
+def _module(self: Any, tokens: Tensor) -> Tensor:
+    return _loss(self.head(self.trunk(tokens)), tokens)
+
+
+def _to_weight(self: Any, tokens: Tensor) -> Tensor:
+    """As TRL does."""
+    hidden = self.trunk(tokens).to(self.head.weight.device)
+    return _loss(hidden @ self.head.weight.t(), tokens.to(hidden.device))
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    labels = tokens[:, 1:].clone()
+    labels[:, 0] = -100
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("forward", [_function, _operation, _module, _to_weight, None])
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"checkpoint": "always"}], ids=["", "offload", "always"])
+def test_it_trains_as_the_plain_model(forward: Callable[..., Tensor] | None, tied: bool, options: Any) -> None:
+    """So does a method of the model."""
+    torch.manual_seed(0)
+    plain, tokens = Model(tied=tied), torch.randint(9, (6, 5))
+    pipe = GPipe(copy.deepcopy(plain), devices=[device(0), device(1)], chunks=3, **options)
+    compute = [plain.loss, pipe.loss]
+    if forward is not None:
+        pipe.forward = MethodType(forward, weakref.proxy(pipe))
+        compute = [lambda tokens: forward(plain, tokens), pipe]
+    with closing(pipe):
+        for _ in range(2):
+            expected, loss = compute[0](tokens), compute[1](tokens.to(device(0)))
+            torch.testing.assert_close(loss.detach().to("cpu"), expected.detach())
+            expected.backward()
+            loss.backward()
+        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.to("cpu"), other.grad)
