@@ -1,10 +1,12 @@
-"""A plugin of pytest: the suite of transformers' trainer, with its models in pipes.
+"""A plugin of pytest: the suites of transformers' trainer and of PEFT, with their models in pipes.
 
 Run it in a checkout of transformers, once plain and once with pipes, with this folder on PYTHONPATH, and compare:
 
     PIPES=none PIPES_OUT=plain.jsonl python -m pytest -p piped tests/trainer
     PIPES=trainer PIPES_OUT=piped.jsonl python -m pytest -p piped tests/trainer
     python piped.py plain.jsonl piped.jsonl
+
+In a checkout of PEFT, it is ``PIPES=peft``, and each model with adapters is in a pipe.
 
 A model without a list of blocks, or one that a pipe refuses, stays as it is, which the files say.
 """
@@ -39,7 +41,9 @@ def pytest_configure() -> None:
         _wrap_trainers()
 
 
-def pytest_collection_modifyitems() -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PIPES == "peft":
+        _wrap_adapters({item.module for item in items if isinstance(item, pytest.Function)})
     module = sys.modules.get("tests.trainer.trainer_test_utils")
     for name in WITHOUT_BLOCKS:
         if hasattr(module, name):
@@ -74,7 +78,7 @@ def piped(model: Any) -> Any:
     """A pipe of the model, if it has a list of blocks."""
     if not isinstance(model, nn.Module) or isinstance(model, GPipe):
         return model
-    if not any(isinstance(each, nn.ModuleList) and len(each) > 1 for each in model.modules()):
+    if PIPES == "trainer" and not any(isinstance(each, nn.ModuleList) and len(each) > 1 for each in model.modules()):
         seen["without_blocks"] += 1
         return model
     try:
@@ -130,6 +134,20 @@ def _wrap_trainers() -> None:
         return piped(from_function(self, *args, **kwargs))
 
     Trainer.__init__, Trainer.call_model_init = made, called
+
+
+def _wrap_adapters(modules: set[Any]) -> None:
+    import peft
+
+    own = peft.get_peft_model
+
+    @functools.wraps(own)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return piped(own(*args, **kwargs))
+
+    for module in [*modules, *(each for name, each in sys.modules.items() if name.endswith("testing_common"))]:
+        if getattr(module, "get_peft_model", None) is own:
+            module.get_peft_model = made
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from microbatch import Split, flatten, map_tensors
 
 from ..layers import ALL_ROWS, DOUBLE, MODES, assert_same, assert_trains_like, each_mode, rows, running, trained
 from ..schedules import balance_by, suited
-from .forwards import Told, models
+from .forwards import LISTS, Told, models
 from .residuals import plain_of, residuals, two_stages
 
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble", "interleaved")
@@ -172,6 +172,12 @@ def expected_of(plain: nn.Module, batch: dict[str, Any], way: Way) -> tuple[Any,
     return (loss, output) if loss.requires_grad and loss.isfinite() else None
 
 
+def is_out_of_order(told: Told) -> bool:
+    """Whether blocks are called in another order than the one in which the model registers them."""
+    called = [name for name, _, _ in told.statements if name in (*LISTS, "again")]
+    return "again" in called or called != sorted(called, key=LISTS.index)
+
+
 def expect_trained(told: Told, way: Way) -> None:
     """Some steps leave what those of the plain model leave."""
     model = told.model()
@@ -194,7 +200,13 @@ def expect_trained(told: Told, way: Way) -> None:
 
 @given(models(in_place=False), ways)
 def test_a_pipe_trains_as_its_model(told: Told, way: Way) -> None:
-    expect_trained(told, way)
+    try:
+        expect_trained(told, way)
+    except RuntimeError as refusal:
+        # A later stage runs a block of an earlier one, which counts in a buffer.
+        assert "blocks in the order of their calls" in str(refusal), refusal  # noqa: PT017
+        assert "counting" in told.kinds
+        assert is_out_of_order(told)
 
 
 @given(models(), ways)

@@ -52,7 +52,9 @@ class Fixed:
         raise RuntimeError(
             f"between its blocks {type(self._model).__name__} changes {name!r} of stage {max(stages)} in place during "
             f"the turn of stage {stage}, for micro-batch {microbatch}; the other stage may use it at the same time, "
-            "for a different micro-batch; change it in its block, or before the run"
+            "for a different micro-batch; change it in its block, or before the run; a block that is called after "
+            "blocks of later stages belongs to the last of them: name the blocks in the order of their calls, "
+            "GPipe(model, blocks=[...])"
         )
 
     @cached_property
