@@ -6,7 +6,7 @@ Run it in a checkout of transformers, once plain and once with pipes, with this 
     PIPES=trainer PIPES_OUT=piped.jsonl python -m pytest -p piped tests/trainer
     python piped.py plain.jsonl piped.jsonl
 
-In a checkout of PEFT, it is ``PIPES=peft``, and each model with adapters is in a pipe.
+In a checkout of PEFT, it is ``PIPES=peft``, and each model with adapters is in a pipe, which ignores ``to("cpu")``.
 
 A model without a list of blocks, or one that a pipe refuses, stays as it is, which the files say.
 """
@@ -139,7 +139,8 @@ def _wrap_trainers() -> None:
 def _wrap_adapters(modules: set[Any]) -> None:
     import peft
 
-    own = peft.get_peft_model
+    own, move = peft.get_peft_model, GPipe.to
+    GPipe.to = lambda self, *args, **kwargs: self if args == ("cpu",) else move(self, *args, **kwargs)
 
     @functools.wraps(own)
     def made(*args: Any, **kwargs: Any) -> Any:

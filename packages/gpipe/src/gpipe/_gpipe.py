@@ -216,7 +216,7 @@ class GPipe(Stepping):
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)
-        self._warn_of_one(len(batches))
+        self._warn_of_batch(len(batches))
         with self._pipeline.section.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(self._pipeline, spec, batches, versions)

@@ -48,7 +48,7 @@ class Pipeline:
         offloaded: the stages whose parameters are on the host.
         host_links: the streams that :meth:`host_link` has returned, by device.
         trainers: the threads that have run the pipe with gradients.
-        has_warned_of_one: whether the first mini-batch that trains was checked for being a single micro-batch.
+        has_warned_of_batch: whether the first mini-batch that trains was checked for being a single micro-batch.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
         self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
         self.host_links: dict[torch.device, HostLink] = {}
         self.trainers = WeakSet[Thread]()
-        self.has_warned_of_one = False
+        self.has_warned_of_batch = False
         self._room_for_gradients = 0
         interception.prepare()
         _attention.prepare()

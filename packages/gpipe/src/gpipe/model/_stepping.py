@@ -92,7 +92,7 @@ class ModelStepping(Stepping):
         """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
         given = self._checked(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
-        self._warn_of_one(len(batches))
+        self._warn_of_batch(len(batches))
         with pipeline.section.entered():
             spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)

@@ -29,7 +29,16 @@ from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
-from ._training import Unlike, expect_grad_mode, losses_of, returned, warn_about_settings, warn_of_one, whole_loss_of
+from ._training import (
+    Unlike,
+    expect_grad_mode,
+    losses_of,
+    returned,
+    warn_about_settings,
+    warn_of_mixing,
+    warn_of_one,
+    whole_loss_of,
+)
 from ._transforms import not_compiled, refuse_transforms
 
 _log = logging.getLogger("gpipe")
@@ -71,7 +80,7 @@ class Prepared(NamedTuple):
 
 def without_advice(pipe: Stepping) -> None:
     """Disable the warnings about the settings of ``pipe``, because it is only used for a trial."""
-    pipe._has_warned = pipe._has_warned_of_whole = pipe._has_warned_of_one = True
+    pipe._has_warned = pipe._has_warned_of_whole = pipe._has_warned_of_batch = True
 
 
 class Stepping(Divided):
@@ -205,7 +214,7 @@ class Stepping(Divided):
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
         with self._pipeline.section.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)
-            self._warn_of_one(len(prepared.batches))
+            self._warn_of_batch(len(prepared.batches))
             self._train(prepared._replace(updates=updates), schedule)
             return self._returned(prepared, call)
 
@@ -345,20 +354,22 @@ class Stepping(Divided):
         return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
 
     @property
-    def _has_warned_of_one(self) -> bool:
+    def _has_warned_of_batch(self) -> bool:
         # Not an attribute of the pipe: a layer may contain it, and its recomputation must not see a changed attribute.
-        return self._pipeline.has_warned_of_one
+        return self._pipeline.has_warned_of_batch
 
-    @_has_warned_of_one.setter
-    def _has_warned_of_one(self, has_warned: bool) -> None:
-        self._pipeline.has_warned_of_one = has_warned
+    @_has_warned_of_batch.setter
+    def _has_warned_of_batch(self, has_warned: bool) -> None:
+        self._pipeline.has_warned_of_batch = has_warned
 
-    def _warn_of_one(self, microbatches: int) -> None:
-        """Warn that nothing overlaps, if the first mini-batch that trains is a single micro-batch."""
-        if not self._has_warned_of_one and torch.is_grad_enabled():
-            self._has_warned_of_one = True
+    def _warn_of_batch(self, microbatches: int) -> None:
+        """Warn, at the first mini-batch that trains, if nothing overlaps or if layers mix rows."""
+        if not self._has_warned_of_batch and torch.is_grad_enabled():
+            self._has_warned_of_batch = True
             if microbatches == 1 and len(self._balance) > 1:
                 warn_of_one(chunks=self._chunks, stages=len(self._balance))
+            elif microbatches > 1:
+                warn_of_mixing(self)
 
     def _warn_of_whole(self, asked: Asked) -> None:
         """Warn once that the outputs of all micro-batches are kept, unless the caller has chosen the schedule."""

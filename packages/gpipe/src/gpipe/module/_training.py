@@ -20,6 +20,7 @@ from ..engine._whole_loss import WholeLoss
 from ..values._sharing import gathered, gathered_activation
 from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
+from ._mixing import mixing_layers
 from ._rule import Rule
 from ._signature import binds
 
@@ -65,6 +66,21 @@ def warn_of_one(*, chunks: int, stages: int) -> None:
             "pass at least chunks=%d rows; GPipe(..., in_spec=gpipe.Packed()) splits a row of several documents",
             stages,
             chunks,
+        )
+
+
+def warn_of_mixing(model: nn.Module) -> None:
+    """Warn about layers that compute a row from all rows of a micro-batch."""
+    found = [*mixing_layers(model)]
+    if found:
+        name, why = found[0]
+        more = f", as do {len(found) - 1} more" if len(found) > 1 else ""
+        _log.warning(
+            "layer %r computes each row from all rows of a micro-batch: %s%s; micro-batches give other results than "
+            "the full mini-batch, as without a pipeline; gpipe.check(pipe, input) shows by how much",
+            name,
+            why,
+            more,
         )
 
 
