@@ -273,7 +273,7 @@ def outside(session: nox.Session) -> None:
     """Compare models of timm and diffusers, and adapters of PEFT, with the plain models, in half an hour.
 
     If TRANSFORMERS_REPOSITORY names a checkout of its repository, models of transformers' own tests are also compared,
-    which takes an hour more. Arguments are passed to pytest.
+    which takes an hour more; the tests need a similar version of the package. Arguments are passed to pytest.
     """
     install_all(session, "outside")
     # The tests of transformers have markers of their own.

@@ -245,7 +245,8 @@ class GPipe(Stepping):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("balance", "devices", "partitions"):
             raise AttributeError(f"{name} of a pipe cannot be set{self._ANEW}")
-        if name in self.__dict__ or hasattr(type(self), name) or not self._is_of_model(name):
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if is_own or not self._is_of_model(name):
             super().__setattr__(name, value)
         else:
             setattr(self._model, name, value)
@@ -260,9 +261,11 @@ class GPipe(Stepping):
             return getattr(self._model, name)
 
     def _is_of_model(self, name: str) -> bool:
-        """Return whether the model has a public attribute ``name``, or one of the private ones that Trainer reads."""
-        is_private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
-        return not is_private and hasattr(vars(self).get("_model"), name)
+        """Return whether the model has an attribute ``name``, which Python does not look up by itself.
+
+        Libraries also read private attributes of an instance of their class, which a pipe claims to be.
+        """
+        return not name.startswith("__") and hasattr(vars(self).get("_model"), name)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer decides by the name of a model's class whether to shift labels.
@@ -410,7 +413,6 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 # The private attribute of models that Hugging Face's Trainer reads.
-_PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums", "_past", "_pipelines")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 

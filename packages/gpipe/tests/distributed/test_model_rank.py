@@ -31,6 +31,7 @@ REFUSALS = (
     "changes one of the inputs of the model in place",
     "has changed in place; the output of the full mini-batch",
     "changes a tensor in place on a later stage",
+    "input of checkpointed layers was changed in place",
     "depends on parameters of another rank",
     "which shows the order",
 )
@@ -44,6 +45,7 @@ class Way:
     Attributes:
         cut: which of the balances with so many stages.
         sampled: whether the order of uses is known from a sample.
+        offload: whether parameters are on the host.
         rows: the rows of each mini-batch.
     """
 
@@ -54,6 +56,7 @@ class Way:
     rows: tuple[int, ...]
     chunks: int
     mode: str
+    offload: bool
 
 
 ways = st.builds(
@@ -65,6 +68,7 @@ ways = st.builds(
     st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
     st.integers(1, 4),
     st.sampled_from(MODES),
+    st.booleans(),
 )
 many = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
@@ -103,7 +107,8 @@ def _expect_as_plain(told: Told, way: Way, ranks: list[int]) -> str:
     if len(balance) < dist.get_world_size():
         return "too few blocks"
     sample = batches(way)[0] if way.sampled else None
-    rank = Rank(model, balance, ranks=ranks, sample=sample, chunks=way.chunks, checkpoint=way.mode)
+    options = {"chunks": way.chunks, "checkpoint": way.mode, "offload": way.offload}
+    rank = Rank(model, balance, ranks=ranks, sample=sample, **options)
     try:
         for batch in batches(way):
             expected = stepped_plainly(plain, batch, way)

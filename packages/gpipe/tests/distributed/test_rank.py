@@ -36,15 +36,16 @@ from .planted import Planted, batch, expect_gradients, network, planted_in
     st.integers(0, 2**16),
     st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]) | CHOICES,
     st.sampled_from(["mean", "counted", "whole"]),
+    st.sampled_from([False, False, True, torch.bfloat16]),
 )
-def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str):
+def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
     layers = len(recipe.model())
     assume(layers >= size)
     stages = min(layers, max(size, recipe.stages))
     modes = recipe.checkpoint
     modes = modes if isinstance(modes, str) else (*modes, "never", "always")[:stages]
     recipe = replace(recipe, stages=stages, checkpoint=modes)
-    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, loss)
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, loss, offload)
 
 
 def _placement(stages: int, size: int, seed: int) -> list[int]:
@@ -54,13 +55,14 @@ def _placement(stages: int, size: int, seed: int) -> list[int]:
     return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
 
 
-def _expect_as_in_one_process(recipe: Recipe, ranks: list[int], schedule: Any, loss: str) -> None:
+def _expect_as_in_one_process(recipe: Recipe, ranks: list[int], schedule: Any, loss: str, offload: Any) -> None:
     model = recipe.model()
     balance = recipe.balance(len(model))
     options = {
         "chunks": recipe.chunks,
         "checkpoint": recipe.modes(recipe.stages),
         "deferred_batch_norm": recipe.deferred,
+        "offload": offload,
     }
     one = GPipe(copy.deepcopy(model), balance, devices=[f"cpu:{rank}" for rank in ranks], **options)
     rank = Rank(model, balance, ranks=ranks, **options)

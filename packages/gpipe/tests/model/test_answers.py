@@ -41,7 +41,8 @@ def test_attributes_properties_and_methods() -> None:
     assert (pipe.config, pipe.tags, pipe.width, pipe.sizes()) == (model.config, ("small",), 2, model.sizes())
     assert pipe.config is model.config
     assert pipe.chunks == 1  # its own come first
-    for name in ("_hidden", "nothing"):
+    assert pipe._hidden == 1
+    for name in ("__hidden", "nothing"):
         with pytest.raises(AttributeError, match=f"Pipe.*{name}"):
             getattr(pipe, name)
     torch.testing.assert_close(pipe.generate(torch.ones(1, 2)), model(torch.ones(1, 2)))

@@ -84,6 +84,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
         with identities_kept(self._whole_model):
             self._whole_model._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._pin()
         return self
 
     def _divide(
@@ -127,7 +128,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             self._whole_model, self._division, picker(None), share.every, stages, common, named, stages_of_others
         )
         workers = Workers(share.devices)
-        self._pipeline = ModelPipeline(divided, layout, self._copy_streams(share), workers, processes)
+        streams = self._copy_streams(share)
+        self._pipeline = ModelPipeline(divided, layout, streams, workers, processes, offload=self._offload)
 
     def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
         return {"blocks": [*self._blocks], **super()._made_alike(module, transport)}

@@ -60,6 +60,8 @@ def own_share(
     device: Device | Sequence[Device],
     initializer: Initializer | None,
     norm_chunks: int = 0,
+    *,
+    offload: bool = False,
 ) -> Share:
     """Move the partitions of rank ``me`` to their devices. If an error is raised, no layer has moved.
 
@@ -70,6 +72,7 @@ def own_share(
         device: the device of this rank's stages, or a list with one device per stage.
         initializer: initializes the layers, if any.
         norm_chunks: convert batch norms to deferred ones with this number of micro-batches; 0 to keep them.
+        offload: whether parameters are moved to the host instead.
     """
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
@@ -80,7 +83,7 @@ def own_share(
     with torch.random.fork_rng(devices=[], enabled=initializer is not None):
         if initializer is not None and not isinstance(initializer, Loaded):
             torch.manual_seed(next_seed() + me)
-        place_partitions(layers, list(own), places, initializer, norm_chunks)
+        place_partitions(layers, list(own), places, initializer, norm_chunks, offload=offload)
     return Share(list(every), numbers, own, places, tied, ties)
 
 

@@ -22,10 +22,11 @@ from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs, train
+from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_flag, whole
+from ..module._arguments import Device, checked_flag, checked_offload, whole
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
@@ -35,6 +36,7 @@ from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
 from ..module._step import Asked, Prepared, Stepping
+from ..module._tied import pin_parameters
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
 from ..module._transforms import refuse_transforms
@@ -69,7 +71,7 @@ class Rank(Stepping):
             keeps its other layers on ``meta``, and its forward runs on each rank.
         balance: the number of layers, or blocks, of each stage. It is optional for a model with a custom forward, whose
             blocks are balanced by the bytes of their parameters over ``ranks``, or over all processes.
-        blocks, sample, deferred_batch_norm, in_spec, out_spec, init: see :class:`gpipe.GPipe`.
+        blocks, sample, deferred_batch_norm, in_spec, out_spec, init, offload: see :class:`gpipe.GPipe`.
         chunks: the number of micro-batches per mini-batch.
         checkpoint: which micro-batches are recomputed, or send what they save to the host: a mode of
             :class:`gpipe.GPipe`, or a list with one mode per stage.
@@ -127,6 +129,7 @@ class Rank(Stepping):
         init: Any = None,
         timeout: float | timedelta | None = None,
         transport: str = "auto",
+        offload: Offload = False,
     ) -> None:
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
@@ -137,7 +140,7 @@ class Rank(Stepping):
             with agreement(rendezvous) as found:
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-                self.__dict__["_least_rows"] = 2 if self._deferred else 1
+                self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
                 initializer, ranks = initializer_of(init), None if ranks is None else [*ranks]
                 kept = take_off_hooks(module)
                 stages = len(groups.members if ranks is None else ranks)
@@ -148,7 +151,8 @@ class Rank(Stepping):
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
-                share = own_share(every, self._ranks, groups.me, device, initializer or kept, norm_chunks)
+                own = every, self._ranks, groups.me, device, initializer or kept, norm_chunks
+                share = own_share(*own, offload=bool(self._offload))
                 placed.told = share.told(transport)
             self.training = module.training
             self._guards: list[RemovableHandle] = []
@@ -202,7 +206,8 @@ class Rank(Stepping):
         stages = [every[j] for j in share.numbers]
         routes = [(source, target) for _, source, target in layout.routes]
         processes = self._joined(share, routes, groups, told)
-        self._pipeline = Pipeline(stages, layout, self._copy_streams(share), Workers(share.devices), processes)
+        streams, workers = self._copy_streams(share), Workers(share.devices)
+        self._pipeline = Pipeline(stages, layout, streams, workers, processes, offload=self._offload)
 
     def _joined(
         self, share: Share, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
@@ -224,6 +229,7 @@ class Rank(Stepping):
             **described(module),
             "deferred_batch_norm": self._deferred,
             "checkpoint": self._checkpoint,
+            "offload": self._offload,
             "transport": transport,
         }
 
@@ -249,7 +255,14 @@ class Rank(Stepping):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rank:
         """Apply ``fn`` to all tensors, when the rank or a module around it is moved or cast; only a cast is allowed."""
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._pin()
+        return self
+
+    def _pin(self) -> None:
+        """Pin the memory of parameters on the host again, after a cast."""
+        if self._offload:
+            pin_parameters(self._partitions, self._devices)
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -444,7 +457,7 @@ class Rank(Stepping):
         """Return the schedule to run for ``schedule``. Nothing is measured, so ``"auto"`` means the default."""
         if isinstance(schedule, Schedule):
             return choice_of(schedule)
-        name = named_for(schedule, whole=whole).lower()
+        name = named_for(schedule, whole=whole, offloads=bool(self._offload)).lower()
         # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 

@@ -45,7 +45,7 @@ class Pipeline:
         devices: the devices of the stages in this process.
         count: the number of stages in all processes.
         begins, ends: whether the first and the last stage are in this process.
-        offloaded: the stages whose parameters are on the host.
+        offloaded: the stages whose parameters are on the host, in all processes.
         host_links: the streams that :meth:`host_link` has returned, by device.
         trainers: the threads that have run the pipe with gradients.
         has_warned_of_batch: whether the first mini-batch that trains was checked for being a single micro-batch.
@@ -73,7 +73,7 @@ class Pipeline:
         self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
         for stage in stages if offload else ():
             stage.guests = Guests(offload)
-        self.offloaded = tuple(stage.index for stage in stages if stage.guests is not None)
+        self.offloaded = tuple(range(self.count)) if offload else ()
         self.host_links: dict[torch.device, HostLink] = {}
         self.trainers = WeakSet[Thread]()
         self.has_warned_of_batch = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,9 +29,15 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def expect_documents_apart(model: nn.Module, inputs: Inputs) -> None:
+def expect_same_without_cache(model: nn.Module, inputs: Inputs) -> None:
     """Raise ValueError if ``model`` would compute something different with its cache, which is off in a pipe."""
     given, config = inputs.named(model.forward), vars(model).get("config")
+    if given.get("use_cache") is None and (name := _shares_by_cache(model)):
+        raise ValueError(
+            f"layer {name!r} takes keys and values of an earlier layer from the cache, which a pipe turns off, so that "
+            "it would compute its own; pass use_cache=True, or update transformers, whose later versions pass them "
+            "from layer to layer"
+        )
     # Without a cache, models start a new document when the positions in a row begin again. With one, they do not.
     positions = given.get("position_ids")
     if not _caches(config) or not isinstance(positions, Tensor) or positions.dim() != 2:
@@ -41,3 +48,15 @@ def expect_documents_apart(model: nn.Module, inputs: Inputs) -> None:
             "those before in its row, and a pipe has no cache; pass use_cache=False, with which both keep documents "
             "apart, or an attention_mask of ones, with which neither does"
         )
+
+
+def _shares_by_cache(model: nn.Module) -> str | None:
+    """Return the name of a layer that takes keys and values of an earlier layer from the cache, or None."""
+    config = vars(model).get("config")
+    if not any(getattr(each, "num_kv_shared_layers", 0) for each in (config, getattr(config, "text_config", None))):
+        return None
+    for name, module in model.named_modules():
+        shares = getattr(module, "is_kv_shared_layer", False) and _caches(getattr(module, "config", None))
+        if shares and "shared_kv_states" not in signature(module.forward).parameters:
+            return name
+    return None

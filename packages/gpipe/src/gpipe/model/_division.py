@@ -16,7 +16,7 @@ from ..module._data import has_data
 from ..module._inputs import Inputs
 from ..module._partition import checked_balance
 from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks, ordered_by
-from ._cache import expect_documents_apart
+from ._cache import expect_same_without_cache
 from ._elsewhere import first_line
 from ._order import order_of
 from ._pick import Pick
@@ -75,7 +75,7 @@ def seconds_on(
     from ._measure import measured, seconds_of
 
     inputs = Inputs.of(unwrap(sample)[0])
-    expect_documents_apart(model, inputs)
+    expect_same_without_cache(model, inputs)
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     # Stages compute at the same time, each with its share of the threads.
     with intra_op_threads(max(1, torch.get_num_threads() // len(devices))):

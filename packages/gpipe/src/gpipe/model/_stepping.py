@@ -27,7 +27,7 @@ from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._apart import unchanged
 from ._blocks import Blocks, Division
-from ._cache import expect_documents_apart, without_cache
+from ._cache import expect_same_without_cache, without_cache
 from ._convention import Convention
 from ._count import with_whole_count
 from ._documents import Packed, are_apart, cut_between, mean_of_row, pieces_of, share_a_row
@@ -66,7 +66,7 @@ class ModelStepping(Stepping):
             inputs: the arguments of ``part``, by default of the whole model.
         """
         self._expect_blocks()
-        expect_documents_apart(self._whole_model if part is None else part, Inputs.of(inputs))
+        expect_same_without_cache(self._whole_model if part is None else part, Inputs.of(inputs))
 
     def _expect_blocks(self) -> None:
         model = self._whole_model
