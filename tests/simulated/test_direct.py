@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -87,11 +88,19 @@ def test_ranks_train_as_one_process(worlds, placement: str, schedule: str, check
     assert sum(opened) == 2 * ranks.direct
 
 
-def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str) -> int:
+@pytest.mark.parametrize(
+    ("placement", "schedule", "checkpoint"), some_of(PLACEMENTS, ["fill_drain", "1f1b", "zero_bubble"], MODES, every=12)
+)
+def test_stages_of_ranks_may_live_on_the_host(worlds, placement: str, schedule: str, checkpoint: str):
+    ranks = PLACEMENTS[placement]
+    worlds(ranks.size).run(partial(_expect_one_process, offload=True), ranks, schedule, checkpoint)
+
+
+def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str, **more: Any) -> int:
     """How many communicators there are, once the results are those of a pipe in this process."""
-    before = len(communicators.opened)
+    before, options = len(communicators.opened), {"checkpoint": checkpoint, **more}
     with accelerator.no_races():
-        rank, pipe = ranks.rank(model(), checkpoint=checkpoint), ranks.pipe(model(), checkpoint=checkpoint)
+        rank, pipe = ranks.rank(model(), **options), ranks.pipe(model(), **options)
         expect_alike(rank, pipe, schedule, steps=2)
         outputs = rank(rows())
         if outputs is not None:
@@ -145,13 +154,19 @@ def test_weights_that_ranks_share_go_from_device_to_device(worlds, placement: st
     assert sum(opened) == 2 * ranks.direct
 
 
-def _expect_tied(ranks: Ranks, schedule: str) -> int:
+@pytest.mark.parametrize(("placement", "schedule"), some_of(TIED, ["fill_drain", "1f1b", "zero_bubble"], every=4))
+def test_weights_that_ranks_share_may_live_on_their_hosts(worlds, placement: str, schedule: str):
+    ranks = TIED[placement]
+    worlds(ranks.size).run(partial(_expect_tied, offload=True), ranks, schedule)
+
+
+def _expect_tied(ranks: Ranks, schedule: str, **options: Any) -> int:
     """How many communicators there are, once gradients are those of the plain model."""
     before, plain = len(communicators.opened), tied()
     squares(plain(rows())).backward()
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     with accelerator.no_races():
-        rank = ranks.rank(tied())
+        rank = ranks.rank(tied(), **options)
         for _ in range(2):
             rank.zero_grad()
             rank.step(rows(), loss_fn=squares, reduction="sum", schedule=schedule)

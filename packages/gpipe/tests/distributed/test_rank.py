@@ -171,6 +171,7 @@ def _outputs_and_metrics() -> Any:
         ({"ranks": [1, 0]}, "ranks is"),
         ({"checkpoint": "always"}, "checkpoint is"),
         ({"checkpoint": ["always", "never"]}, "checkpoint is"),
+        ({"offload": True}, "offload is"),
         ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
     ],
 )
@@ -378,6 +379,20 @@ def _changes() -> list[str]:
             change(*arguments)
         found.append(type(refused.value).__name__)
     return found
+
+
+def test_an_optimizer_cannot_step_inside_of_a_step(worlds):
+    """Even if parameters are on the host, where that of a pipe can."""
+    worlds(2).run(_expect_no_optimizer)
+
+
+def _expect_no_optimizer() -> None:
+    rank = Rank(network(), [4, 4], chunks=4, offload=True)
+    before = [parameter.clone() for parameter in rank.parameters()]
+    optimizer = torch.optim.SGD(rank.parameters())
+    with pytest.raises(ValueError, match=r"call optimizer\.step\(\) after step\(\)"):
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    torch.testing.assert_close([*rank.parameters()], before)
 
 
 def tied() -> nn.Sequential:

@@ -305,3 +305,26 @@ def test_pipe_is_instance_of_class_of_model() -> None:
             torch.testing.assert_close(twin(x), plain(x))
             torch.testing.assert_close(twin.first(x), plain.first(x))
             twin.close()
+
+
+class OfRNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(3, 3, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+    def copied(self) -> nn.Module:
+        return copy.deepcopy(self.layers[1])
+
+
+def test_a_method_may_copy_a_block() -> None:
+    """As PEFT does when it adds an adapter. An RNN copies all of its attributes."""
+    with closing(GPipe(OfRNN(), devices=["cpu"] * 2, chunks=2)) as pipe:
+        found = pipe.copied()
+        assert vars(found).get("_compiled_call_impl") is None
+        x = torch.ones(2, 2, 3)
+        torch.testing.assert_close(found(x), pipe[:].layers[1](x))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -400,6 +400,12 @@ class Rank(Stepping):
             end_collectives(group)
         if shared:
             self._processes.leave()
+
+    def _updates_by(self, optimizer: Any) -> NoReturn:
+        raise ValueError(
+            "optimizer= is for a GPipe in one process; gradients that ranks and replicas share are complete only at "
+            "the end of a step: call optimizer.step() after step()"
+        )
 
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         assert self._last is not None

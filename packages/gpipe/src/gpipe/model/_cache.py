@@ -55,8 +55,8 @@ def _shares_by_cache(model: nn.Module) -> str | None:
     config = vars(model).get("config")
     if not any(getattr(each, "num_kv_shared_layers", 0) for each in (config, getattr(config, "text_config", None))):
         return None
-    for name, module in model.named_modules():
-        shares = getattr(module, "is_kv_shared_layer", False) and _caches(getattr(module, "config", None))
-        if shares and "shared_kv_states" not in signature(module.forward).parameters:
-            return name
+    layers = {name: each for name, each in model.named_modules() if getattr(each, "is_kv_shared_layer", False)}
+    for name, layer in layers.items():
+        if _caches(getattr(layer, "config", None)) and "shared_kv_states" not in signature(layer.forward).parameters:
+            return str(name)
     return None

@@ -68,11 +68,22 @@ def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
     before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in calls}
     try:
         for module, call in calls.items():
-            vars(module)["_compiled_call_impl"] = partial(call, before[module] or module._call_impl)
+            vars(module)["_compiled_call_impl"] = _Interception(call, before[module] or module._call_impl)
         yield
     finally:
         for module, own in before.items():
             vars(module)["_compiled_call_impl"] = own
+
+
+class _Interception(partial[Any]):
+    """The call of a module while it is intercepted. A copy of the module is not, even of an RNN, which copies this."""
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
 
 
 @not_compiled  # the caller may be compiled: a method around blocks, or a module
