@@ -55,6 +55,7 @@ def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
     pipe.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble", "zbv"])
 def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(schedule: str):
     plain, x, y = linears(5), rows(8), rows(8) * 2

@@ -116,7 +116,7 @@ def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, 
             assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.25)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(nets)
 def test_without_data_the_same_is_counted(net: Net) -> None:
     x = torch.randn(ROWS, WIDTH)
