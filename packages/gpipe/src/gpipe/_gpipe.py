@@ -245,11 +245,16 @@ class GPipe(Stepping):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("balance", "devices", "partitions"):
             raise AttributeError(f"{name} of a pipe cannot be set{self._ANEW}")
-        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if is_own or not self._is_of_model(name):
+        if name in self.__dict__ or hasattr(type(self), name) or not self._is_of_model(name):
             super().__setattr__(name, value)
         else:
             setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or not self._is_of_model(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes that the pipe lacks, such as ``config``, on the model."""

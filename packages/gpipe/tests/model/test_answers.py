@@ -48,6 +48,19 @@ def test_attributes_properties_and_methods() -> None:
     torch.testing.assert_close(pipe.generate(torch.ones(1, 2)), model(torch.ones(1, 2)))
 
 
+def test_attributes_that_are_set_or_deleted_are_the_models() -> None:
+    model = Model()
+    pipe = GPipe(model, devices=["cpu"] * 2)
+    model._steps = model.steps = 0
+    pipe._steps += 1
+    pipe.steps += 1
+    assert (model._steps, model.steps) == (1, 1)
+    del pipe._steps, pipe.steps
+    assert not hasattr(model, "_steps")
+    with pytest.raises(AttributeError, match="_steps"):
+        del pipe._steps
+
+
 def test_a_sequential_model_answers_nothing() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
     with pytest.raises(AttributeError, match="append"):

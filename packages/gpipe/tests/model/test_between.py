@@ -1,7 +1,7 @@
 """Custom functions between blocks get tensors of their own stage, as operations do."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from gpipe import GPipe
+from gpipe.distributed import Rank
 
+from ..distributed.planted import expect_gradients
 from ..layers import gradients
 
 WIDTH = 4
@@ -142,3 +144,99 @@ def test_functions_elsewhere_get_their_arguments_as_they_are() -> None:
     assert seen[0] is x
     assert seen[1] is weight
     assert seen[2:] == ["text", None]
+
+
+class Doubled(Function):
+    """Modifies its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Several(Function):
+    """Returns several tensors, None, and a number; one tensor has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> tuple[Any, ...]:
+        large = x > 0
+        ctx.mark_non_differentiable(large)
+        ctx.save_for_backward(large)
+        return x * width, large, None, width
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+        return gradient * WIDTH, None
+
+
+def _view(x: Tensor, mask: Tensor) -> Tensor:
+    x = x * 1
+    Doubled.apply(x[:, :2])
+    return x
+
+
+def _output(x: Tensor, mask: Tensor) -> Tensor:
+    return Doubled.apply(x)
+
+
+def _common(x: Tensor, mask: Tensor) -> Tensor:
+    return x * Doubled.apply(mask)
+
+
+def _several(x: Tensor, mask: Tensor) -> Tensor:
+    scaled, large, _, width = Several.apply(x, WIDTH)
+    return torch.where(large, scaled, x * width)
+
+
+class Masked(nn.Module):
+    """A function gets an output of a block, or a tensor that is made of the inputs alone, which is used later."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        x = self.function(self.layers[0](x), mask)
+        for layer in self.layers[1:]:
+            x = layer(x).tanh() * (mask + 1)
+        return x
+
+
+def _squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("function", [_view, _output, _common, _several])
+def test_a_function_may_modify_tensors_and_return_several(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    plain, x = Masked(function), torch.randn(6, WIDTH)
+    pipe = GPipe(deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    _squares(plain(x)).backward()
+    pipe.step(x, loss_fn=_squares, reduction="mean")
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    pipe.zero_grad()
+    _squares(pipe(x)).backward()
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    pipe.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("function", [_view, _output, _common, _several])
+def test_so_it_may_on_ranks(worlds: Any, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    worlds(2).run(_expect_on_ranks, function)
+
+
+def _expect_on_ranks(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    plain, x = Masked(function), torch.randn(6, WIDTH)
+    with closing(Rank(deepcopy(plain), chunks=3)) as rank:
+        _squares(plain(x)).backward()
+        rank.step(x, loss_fn=_squares, reduction="mean")
+        expect_gradients(rank, plain)

@@ -20,7 +20,7 @@ from .._torch import (
     with_lost_weight,
 )
 from ..module._transforms import not_compiled
-from ..values._leaves import tensors_of
+from ..values._leaves import tensors_of, version
 
 
 class Looks(Protocol):
@@ -79,10 +79,18 @@ class Between(TorchFunctionMode):
             given = self.looks.operate(_arguments, args, {})
             if any(tensor.is_meta for tensor in tensors_of(given)):
                 return self.looks.operate(applied, args, {})
+        before = [(tensor, version(tensor)) for tensor in tensors_of(given)]
         # Its own operations are the model's. They may use tensors that are no arguments, or even call blocks.
         output = applied(*given)
+        altered = [tensor for tensor, then in before if version(tensor) != then]
+
+        def ended(*_: Any) -> Any:
+            for tensor in altered:  # an operation that ends now has modified them
+                tensor.detach().as_strided((0,), (1,)).zero_()
+            return output
+
         with self.off():
-            return self.looks.operate(lambda *_: output, args, {})
+            return self.looks.operate(ended, args, {})
 
     def expect_no_checkpoint(self, *, is_block: bool) -> None:
         """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
@@ -90,7 +98,7 @@ class Between(TorchFunctionMode):
         The backward would recompute both, and there blocks save different tensors than in the forward.
         """
         hooks: Any = saved_tensors_hooks()
-        is_checkpoint = hooks is not None and hooks != self._outside and hooks[0].__module__ == _CHECKPOINT
+        is_checkpoint = hooks is not None and hooks != self._outside and hooks[0].__module__ == CHECKPOINT
         if not is_checkpoint or not torch.is_grad_enabled():
             return
         if hooks[0] is not self._region:
@@ -153,13 +161,16 @@ def _kind(function: Callable[..., Any]) -> bool | None:
         return True
     if function in _ABOUT:
         return False
+    if getattr(function, "__name__", "") == "__set__":
+        # After a function has modified a view, torch sets these while it holds a lock that reading ``grad_fn`` needs.
+        return False if getattr(getattr(function, "__self__", None), "__name__", "") == "_backward_hooks" else None
     if getattr(function, "__name__", "") == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")
         return None if name in _VALUES else name == "shape"
     return None
 
 
-_CHECKPOINT = "torch.utils.checkpoint"
+CHECKPOINT = "torch.utils.checkpoint"
 """The module whose hooks recompute saved tensors. Hooks of other modules may move or compress them instead."""
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}

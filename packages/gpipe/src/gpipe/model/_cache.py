@@ -52,8 +52,9 @@ def expect_same_without_cache(model: nn.Module, inputs: Inputs) -> None:
 
 def _shares_by_cache(model: nn.Module) -> str | None:
     """Return the name of a layer that takes keys and values of an earlier layer from the cache, or None."""
-    config = vars(model).get("config")
-    if not any(getattr(each, "num_kv_shared_layers", 0) for each in (config, getattr(config, "text_config", None))):
+    found = [getattr(module, "config", None) for module in (model, *model.children())]
+    configs = [*found, *(getattr(config, "text_config", None) for config in found)]
+    if not any(getattr(config, "num_kv_shared_layers", 0) for config in configs):
         return None
     layers = {name: each for name, each in model.named_modules() if getattr(each, "is_kv_shared_layer", False)}
     for name, layer in layers.items():
