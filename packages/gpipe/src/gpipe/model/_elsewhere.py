@@ -139,8 +139,9 @@ class Elsewhere:
         self, name: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
     ) -> Output:
         trains = module is not None and module.training
-        mode = trains, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
-        key = (name, hooks, *mode, repr(tree), *map(_kind, leaves))
+        mode = trains, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        casts = torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")  # the first one is CUDA's
+        key = (name, hooks, *mode, *casts, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
             with nullcontext() if hooks or module is None else _without_hooks(module):
