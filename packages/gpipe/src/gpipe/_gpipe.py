@@ -417,7 +417,6 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
     return balance_by_parameters(partitions, module)
 
 
-# The private attribute of models that Hugging Face's Trainer reads.
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out", "_sums", "_past", "_pipelines")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 

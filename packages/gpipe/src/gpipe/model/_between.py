@@ -98,8 +98,7 @@ class Between(TorchFunctionMode):
         The backward would recompute both, and there blocks save different tensors than in the forward.
         """
         hooks: Any = saved_tensors_hooks()
-        is_checkpoint = hooks is not None and hooks != self._outside and hooks[0].__module__ == CHECKPOINT
-        if not is_checkpoint or not torch.is_grad_enabled():
+        if hooks == self._outside or not is_checkpoint(hooks) or not torch.is_grad_enabled():
             return
         if hooks[0] is not self._region:
             self._region, self._has = hooks[0], set()
@@ -124,6 +123,11 @@ class Between(TorchFunctionMode):
             self.is_off = before
             if is_top:
                 push_function_mode(self)
+
+
+def is_checkpoint(hooks: Any) -> bool:
+    """Return whether these ``hooks`` for saved tensors, if any, are those of a ``torch.utils.checkpoint``."""
+    return hooks is not None and hooks[0].__module__ == _CHECKPOINT
 
 
 class Applied:
@@ -170,7 +174,7 @@ def _kind(function: Callable[..., Any]) -> bool | None:
     return None
 
 
-CHECKPOINT = "torch.utils.checkpoint"
+_CHECKPOINT = "torch.utils.checkpoint"
 """The module whose hooks recompute saved tensors. Hooks of other modules may move or compress them instead."""
 
 _SHAPES = {Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, torch.numel}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,46 @@ from torch import Tensor, nn
 from .._torch import function_modes, saved_tensors_hooks
 from ..engine._offloaded import Offload, dtype_of_guest
 from ..values._leaves import tensors_of, version
-from ._between import CHECKPOINT, Between
+from ._between import Between, is_checkpoint
 from ._tree import changed
+
+
+class Places(NamedTuple):
+    """The places of the tensors of a model.
+
+    Attributes:
+        devices: the device of each stage.
+        offload: whether parameters are on the host, and in which dtype stages compute.
+    """
+
+    devices: Sequence[torch.device]
+    offload: Offload
+
+    @property
+    def are_several(self) -> bool:
+        return bool(self.offload) or len({*self.devices}) > 1
+
+    def have(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is in one of them, and operations of other devices cannot use it."""
+        if not tensor.dim() and tensor.device.type == "cpu":
+            return False
+        return tensor.device in self.devices or (bool(self.offload) and tensor.device.type == "cpu")
+
+    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return ``tensor`` for an operation of a stage on ``device``. Its gradient reaches it, even in ``no_grad``."""
+        with torch.enable_grad() if tensor.requires_grad else nullcontext():
+            there = device if self.have(tensor) else tensor.device
+            return tensor.to(there, dtype_of_guest(tensor, self.offload))
 
 
 class Moved:
     """Copies of tensors on the devices of stages.
 
     A copy replaces its tensor permanently, because it may be modified in place.
-
-    Args:
-        devices: the device of each stage.
-        offload: whether parameters are on the host, and in which dtype stages compute.
-
-    Attributes:
-        is_needed: whether tensors may be on several devices.
     """
 
-    def __init__(self, devices: Sequence[torch.device], offload: Offload) -> None:
-        self.is_needed = bool(offload) or len({*devices}) > 1
-        self._devices, self._offload = devices, offload
+    def __init__(self, places: Places) -> None:
+        self._places, self.is_needed = places, places.are_several
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def here(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -40,29 +60,14 @@ class Moved:
             return tensor
         while (known := self._copies.get(id(tensor))) is not None and known[0] is tensor:
             tensor = known[1]
-        is_here = self._is_here(tensor, device)
-        copy = _moved(tensor, tensor.device if is_here else device, self._offload)
+        copy = self._places.moved(tensor, device)
         if copy is not tensor:
             self._copies[id(tensor)] = tensor, copy
         return copy
 
     def made(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return ``tensor``, which an operation on ``device`` has computed, on it. It may have set a different one."""
-        return tensor if not self.is_needed or self._is_here(tensor, device) else tensor.to(device)
-
-    def _is_here(self, tensor: Tensor, device: torch.device) -> bool:
-        """Return whether an operation on ``device`` can use ``tensor`` as it is."""
-        if tensor.device == device:
-            return True
-        if tensor.device not in self._devices and not (self._offload and tensor.device.type == "cpu"):
-            return True
-        return not tensor.dim() and tensor.device.type == "cpu"
-
-
-def _moved(tensor: Tensor, device: torch.device, offload: Offload) -> Tensor:
-    """Return ``tensor`` on ``device``, in the dtype of stages. Its gradient reaches it, even if made in ``no_grad``."""
-    with torch.enable_grad() if tensor.requires_grad else nullcontext():
-        return tensor.to(device, dtype_of_guest(tensor, offload))
+        return tensor.to(device) if self.is_needed and self._places.have(tensor) else tensor
 
 
 class OnLastDevice:
@@ -73,16 +78,15 @@ class OnLastDevice:
     such as those of an optimizer or of ``state_dict``, compute where their tensors are.
     """
 
-    def __init__(self, devices: Sequence[torch.device], offload: Offload) -> None:
-        self.device, self._devices, self._offload = devices[-1], devices, offload
+    def __init__(self, places: Places) -> None:
+        self.device, self._places = places.devices[-1], places
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # of parameters, which are often used several times
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of((args, kwargs))
         if not self._combines(tensors):
             return function(*args, **kwargs)
-        hooks: Any = saved_tensors_hooks()
-        if hooks is not None and hooks[0].__module__ == CHECKPOINT:
+        if is_checkpoint(saved_tensors_hooks()):
             raise RuntimeError(
                 "a forward that was set on the pipe, or a method of the model, combines tensors of several devices in "
                 "torch.utils.checkpoint, whose recomputation would not move them; move them to the device of the "
@@ -100,7 +104,7 @@ class OnLastDevice:
         if any(version(copy) != before for copy, before in moved):
             raise RuntimeError(
                 "a forward that was set on the pipe, or a method of the model, changes a tensor in place with values "
-                f"of another device; the change would be lost; move the values to the tensor's device first, or the "
+                "of another device; the change would be lost; move the values to the tensor's device first, or the "
                 f"tensor to {self.device}"
             )
         return output
@@ -109,23 +113,18 @@ class OnLastDevice:
         """Return whether an operation with these ``tensors`` would fail, as they have several devices or dtypes."""
         if len(tensors) < 2:
             return False
-        is_last = [tensor.device == self.device and not isinstance(tensor, nn.Parameter) for tensor in tensors]
-        if isinstance(self._offload, torch.dtype):  # stages return this dtype, and parameters have another one
-            is_last = [
-                is_own and tensor.dtype == self._offload for is_own, tensor in zip(is_last, tensors, strict=True)
-            ]
-            return any(is_last) and any(self._is_elsewhere(tensor) for tensor in tensors)
-        return len({tensor.device for tensor in tensors if self._is_of_stage(tensor)}) > 1
-
-    def _is_of_stage(self, tensor: Tensor) -> bool:
-        """Return whether the device of ``tensor`` matters, and is one of a stage or the host of its parameters."""
-        if not tensor.dim() and tensor.device.type == "cpu":
-            return False
-        return tensor.device in self._devices or (bool(self._offload) and tensor.device.type == "cpu")
+        if not isinstance(offload := self._places.offload, torch.dtype):
+            return len({tensor.device for tensor in tensors if self._places.have(tensor)}) > 1
+        # Stages return this dtype, and parameters have another one.
+        returned = any(
+            each.device == self.device and each.dtype == offload and not isinstance(each, nn.Parameter)
+            for each in tensors
+        )
+        return returned and any(map(self._is_elsewhere, tensors))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
-        is_moved = self._is_of_stage(tensor) and tensor.device != self.device
-        return is_moved or dtype_of_guest(tensor, self._offload) != tensor.dtype
+        is_moved = tensor.device != self.device and self._places.have(tensor)
+        return is_moved or dtype_of_guest(tensor, self._places.offload) != tensor.dtype
 
     def _here(self, tensor: Tensor) -> Tensor:
         if not self._is_elsewhere(tensor):
@@ -133,7 +132,7 @@ class OnLastDevice:
         known = self._copies.get(id(tensor))
         if known is not None and known[0] is tensor and known[1] == version(tensor):
             return known[2]
-        copy = _moved(tensor, self.device if self._is_of_stage(tensor) else tensor.device, self._offload)
+        copy = self._places.moved(tensor, self.device)
         if isinstance(tensor, nn.Parameter):
             self._copies[id(tensor)] = tensor, version(tensor), copy
         return copy
@@ -143,8 +142,8 @@ class OnLastDevice:
 
 def on_last_device(devices: Sequence[torch.device], offload: Offload) -> AbstractContextManager[Any]:
     """Return a context whose operations compute on the last device."""
-    is_needed = bool(offload) or len({*devices}) > 1
-    return Between(OnLastDevice(devices, offload)) if is_needed else nullcontext()
+    places = Places(devices, offload)
+    return Between(OnLastDevice(places)) if places.are_several else nullcontext()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from ._drawn import Draws
 from ._elsewhere import Elsewhere
 from ._facts import Answer, Facts, Place, Shape
 from ._grad import Leaves, differentiated, through_blocks
-from ._moved import Moved
+from ._moved import Moved, Places
 from ._row_order import Entries, are_in_order, dims_of, numbers_of
 from ._rows import Argument, dim_between, dim_by, joined, order_of, size_of_whole
 from ._tree import changed
@@ -77,7 +77,7 @@ class Replay:
         *,
         offload: Offload = False,
     ) -> None:
-        self._owner_of, self._moved = owner_of, Moved(devices, offload)
+        self._owner_of, self._moved = owner_of, Moved(Places(devices, offload))
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
