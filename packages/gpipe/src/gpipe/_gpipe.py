@@ -37,7 +37,6 @@ from .module._partition import BalanceError, checked_balance, divide, expect_seq
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
 from .module._step import Prepared, Stepping
-from .module._tied import pin_parameters
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
@@ -308,8 +307,7 @@ class GPipe(Stepping):
         held = self._partitions if self._model is None else self._model
         with identities_kept(held):
             held._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._offload:
-            pin_parameters(self._partitions, self._devices)
+        self._pin()
         return self
 
     def extra_repr(self) -> str:

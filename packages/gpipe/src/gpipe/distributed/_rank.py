@@ -36,7 +36,6 @@ from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
 from ..module._rule import Rule, SeenSums, is_left_open, named_for
 from ..module._step import Asked, Prepared, Stepping
-from ..module._tied import pin_parameters
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
 from ..module._transforms import refuse_transforms
@@ -151,8 +150,9 @@ class Rank(Stepping):
             with agreement(rendezvous) as placed:
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
-                own = every, self._ranks, groups.me, device, initializer or kept, norm_chunks
-                share = own_share(*own, offload=bool(self._offload))
+                share = own_share(
+                    every, self._ranks, groups.me, device, initializer or kept, norm_chunks, offload=bool(self._offload)
+                )
                 placed.told = share.told(transport)
             self.training = module.training
             self._guards: list[RemovableHandle] = []
@@ -258,11 +258,6 @@ class Rank(Stepping):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._pin()
         return self
-
-    def _pin(self) -> None:
-        """Pin the memory of parameters on the host again, after a cast."""
-        if self._offload:
-            pin_parameters(self._partitions, self._devices)
 
     @property
     def last_schedule(self) -> Choice | None:

@@ -48,7 +48,7 @@ class Pipeline:
         offloaded: the stages whose parameters are on the host, in all processes.
         host_links: the streams that :meth:`host_link` has returned, by device.
         trainers: the threads that have run the pipe with gradients.
-        has_warned_of_batch: whether the first mini-batch that trains was checked for being a single micro-batch.
+        has_warned_of_batch: whether the first mini-batch that trains was checked for warnings.
     """
 
     def __init__(

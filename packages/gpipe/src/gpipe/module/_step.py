@@ -29,6 +29,7 @@ from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
+from ._tied import pin_parameters
 from ._training import (
     Unlike,
     expect_grad_mode,
@@ -263,6 +264,11 @@ class Stepping(Divided):
                 spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
                 evaluate(self._pipeline, spec, prepared.batches)
             return self._returned(prepared, call)
+
+    def _pin(self) -> None:
+        """Pin the memory of parameters on the host again, after a cast."""
+        if self._offload:
+            pin_parameters(self._partitions, self._devices)
 
     def _updates_by(self, optimizer: Any) -> Updates:
         if not isinstance(optimizer, torch.optim.Optimizer):
