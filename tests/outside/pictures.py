@@ -62,7 +62,19 @@ def _made(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Arguments]:
             try:
                 with torch.no_grad():
                     model.eval()(pictures[:1])
+                    _settle(model, pictures)
             except Exception:
                 continue
             return model.train(), Arguments((pictures,), {})
     raise NotComparableError(f"{name} takes no pictures of {SIZES}")
+
+
+def _settle(model: nn.Module, pictures: torch.Tensor) -> None:
+    """Give batch norms the statistics of these pictures; with those of a new model, values of deep ones vanish."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    model.train()(pictures)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

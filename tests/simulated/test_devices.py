@@ -1,10 +1,12 @@
 """What else a pipe promises of devices: their names, their generators, their times."""
 
+import copy
 import re
 from threading import Event, Thread
 
 import pytest
 import torch
+from packages.gpipe.tests.in_rows import InRows
 from torch import Tensor, nn
 
 import gpipe
@@ -110,3 +112,20 @@ def small(own: bool) -> nn.Module:
             return self.head(x)
 
     return Model()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_a_layer_keeps_of_packed_weights_moves_with_them(is_used: bool):
+    """The attribute that is the weight stays it, so that no bytes are held twice."""
+    torch.manual_seed(0)
+    layers = [InRows().to("cpu") for _ in range(3)]
+    x = torch.randn(4, 6)
+    expected = copy.deepcopy(nn.Sequential(*layers))(x)
+    if is_used:
+        nn.Sequential(*layers)(x)
+    pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=[device(0), device(1), "cpu"], chunks=2)
+    for layer in layers:
+        weight, state = layer.weight, layer.state if is_used else layer.weight
+        assert {state.CB.device, state.SCB.device} == {weight.device}
+        assert state.CB.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    torch.testing.assert_close(pipe(x), expected)

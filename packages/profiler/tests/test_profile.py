@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from profiler import profile
+from profiler.memory import owned_bytes
 
 from .strategies import WIDTH, fewer, models, samples
 
@@ -75,3 +77,22 @@ def test_what_iterates_over_its_layers_is_as_good_as_a_sequential():
         profile(kind, torch.rand(4, 6), device="meta") for kind in (Chain(layers), nn.Sequential(*layers))
     )
     assert found == expected
+
+
+@given(st.integers(1, 8), st.booleans())
+def test_a_weight_that_its_layer_keeps_in_several_places_counts_once(rows, is_taken):
+    class Rows(nn.Parameter):
+        pass
+
+    class InRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Rows(torch.ones(rows, 4, dtype=torch.int8), requires_grad=False)
+            self.bias = nn.Parameter(torch.ones(rows))
+            self.state = SimpleNamespace(weight=None, scales=None)
+            holder = self.state if is_taken else self.weight
+            holder.weight, holder.scales = self.weight.data, torch.ones(rows)
+
+    (found,) = owned_bytes([InRows()])
+    assert found["trainable_bytes"] == found["largest_parameter_bytes"] == 4 * rows
+    assert found["frozen_bytes"] + found["buffer_bytes"] == 4 * rows + 4 * rows

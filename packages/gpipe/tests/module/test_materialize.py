@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from gpipe import GPipe
 from profiler import AllocationTracker
 
+from ..in_rows import InRows
 from ..layers import Layer, running
 from ..models import CHANNELS, PARTS, WIDTH, counts
 from ..schedules import balances
@@ -348,17 +349,23 @@ class InHalves(nn.Module):
         return x
 
 
-FORMS = {"layers": lambda: nn.Sequential(*(Halved() for _ in range(4))), "model": InHalves}
+FORMS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: nn.Sequential(*(Halved() for _ in range(4))),
+    "model": InHalves,
+    "rows": lambda: nn.Sequential(*(InRows() for _ in range(4))),
+}
 
 
-@pytest.mark.parametrize("saved", ["packed", "plain"])
+@pytest.mark.parametrize("saved", ["packed", "used", "plain"])
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_weights(form: str, saved: str) -> None:
     """They are read as they are, or packed as they arrive, layer by layer."""
     plain, x = FORMS[form](), torch.randn(4, 6)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     plain.to("cpu")
-    if saved == "packed":
+    if saved == "used":
+        plain(x)
+    if saved != "plain":
         state = dict(plain.state_dict())
     model = on_meta(FORMS[form])
     pipe = GPipe(model, [2, 2], devices=["cpu"] * 2, init=state)
@@ -366,8 +373,15 @@ def test_packed_weights(form: str, saved: str) -> None:
     torch.testing.assert_close(pipe(x), plain(x))
 
 
-def test_a_packed_checkpoint_of_a_model_that_is_not() -> None:
-    plain = FORMS["layers"]().to("cpu")
+@pytest.mark.parametrize(("form", "part"), [("layers", "weight.scale"), ("rows", "SCB")])
+def test_a_packed_checkpoint_of_a_model_that_is_not(form: str, part: str) -> None:
+    plain = FORMS[form]().to("cpu")
     model = on_meta(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
-    with pytest.raises(ValueError, match=r"unexpected: '0\.weight\.scale'.*needs a model with quantized layers"):
+    with pytest.raises(ValueError, match=rf"unexpected: '0\.{part}'.*needs a model with quantized layers"):
         GPipe(model, [2, 2], devices=["cpu"] * 2, init=plain.state_dict())
+
+
+def test_a_packed_checkpoint_without_scales() -> None:
+    state = {name: value for name, value in FORMS["rows"]().to("cpu").state_dict().items() if "SCB" not in name}
+    with pytest.raises(ValueError, match=r"unexpected: '0\.weight_format'"):
+        GPipe(on_meta(FORMS["rows"]), [2, 2], devices=["cpu"] * 2, init=state)

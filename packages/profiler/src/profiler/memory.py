@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+Memory = tuple[int, int, int]
+"""The storage, and the offset and number of bytes in it."""
+
 __all__ = ["attached", "has_memory", "held_bytes", "is_plain", "owned_bytes"]
 
 
@@ -29,29 +32,39 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of memory that `tensors` hold, including inner tensors and attributes of subclasses.
 
     Args:
-        tensors: parameters or buffers. A repeated tensor counts once.
+        tensors: parameters or buffers. Tensors with the same memory count once.
 
     Returns:
         The number of bytes. A view counts the bytes of its elements, but at most the bytes of its storage.
     """
-    parts = {id(part): part for tensor in tensors for part in _parts(tensor)}
-    return sum(map(_size, parts.values()))
+    return _new_bytes(tensors, set())
+
+
+def _new_bytes(tensors: Iterable[Tensor], counted: set[Memory]) -> int:
+    """Return the bytes that are not ``counted`` yet, and add them there."""
+    parts = {_memory_of(part): part for tensor in tensors for part in _parts(tensor)}
+    new = parts.keys() - counted
+    counted |= new
+    return sum(_size(parts[memory]) for memory in new)
 
 
 def attached(module: nn.Module) -> Iterator[Tensor]:
-    """Return the tensors in attributes of a module with integer parameters, such as their scales.
+    """Return the tensors in attributes of a module with integer parameters, and of these, such as their scales.
 
     Args:
         module: a module. Its children are not searched.
 
     Returns:
-        An iterator over the tensors in attributes, and in dicts, lists and tuples there. It is empty if all parameters
-        are floating-point or complex.
+        An iterator over the tensors in attributes, and in objects, dicts, lists and tuples there. Some may share the
+        memory of a parameter. It is empty if all parameters are floating-point or complex.
     """
-    if all(parameter.is_floating_point() or parameter.is_complex() for parameter in module.parameters(recurse=False)):
+    own = [*module.parameters(recurse=False)]
+    if all(parameter.is_floating_point() or parameter.is_complex() for parameter in own):
         return iter(())
     registered = ("_parameters", "_buffers", "_modules")
-    return _reached([value for name, value in vars(module).items() if name not in registered], set(), objects=False)
+    values = [value for name, value in vars(module).items() if name not in registered]
+    values += [value for parameter in own if not is_plain(parameter) for value in _attributes(parameter)]
+    return _reached(values, set(map(id, own)), objects=True)
 
 
 def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
@@ -65,23 +78,17 @@ def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
         ``frozen_bytes``, ``buffer_bytes``, which include tensors attached to packed weights, and
         ``largest_parameter_bytes``, among trainable ones.
     """
-    seen: set[int] = set()
-
-    def first_seen(tensors: Iterable[Tensor]) -> list[Tensor]:
-        new = [x for x in tensors if id(x) not in seen]
-        seen.update(map(id, new))
-        return new
-
+    counted: set[Memory] = set()
     found = []
     for module in modules:
-        parameters, buffers = first_seen(module.parameters()), first_seen(module.buffers())
-        buffers += first_seen(x for child in module.modules() for x in attached(child))
-        trainable = [held_bytes([p]) for p in parameters if p.requires_grad]
+        parameters = [*module.parameters()]
+        trainable = [_new_bytes([p], counted) for p in parameters if p.requires_grad]
+        beside = [x for child in module.modules() for x in attached(child)]
         found.append(
             {
                 "trainable_bytes": sum(trainable),
-                "frozen_bytes": held_bytes(parameters) - sum(trainable),
-                "buffer_bytes": held_bytes(buffers),
+                "frozen_bytes": _new_bytes((p for p in parameters if not p.requires_grad), counted),
+                "buffer_bytes": _new_bytes([*module.buffers(), *beside], counted),
                 "largest_parameter_bytes": max(trainable, default=0),
             }
         )
@@ -136,7 +143,18 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
+def _memory_of(tensor: Tensor) -> Memory:
+    """Identify the memory of a tensor while the tensor exists."""
+    if _has_no_storage(tensor):
+        return id(tensor), 0, 0
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
+
+
 def _size(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
+    if _has_no_storage(tensor):
         return tensor.numel() * tensor.itemsize
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor)

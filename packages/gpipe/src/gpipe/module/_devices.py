@@ -17,9 +17,8 @@ from .._torch import swap_implementations
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers in ``block``, and scales of packed weights, which may be no buffers."""
     place = torch.device("cpu") if device.type == "cpu" else device
-    with identities_kept(block):
+    with _attached_moved(block, place), identities_kept(block):
         block.to(place)
-    _move_attached(block, place)
 
 
 def move_to_host(block: nn.Module, device: torch.device) -> None:
@@ -29,19 +28,40 @@ def move_to_host(block: nn.Module, device: torch.device) -> None:
     for buffer in block.buffers():
         if buffer.device != place:
             give_data(buffer, buffer.detach().to(place))
-    _move_attached(block, place)
+    with _attached_moved(block, place):
+        pass
 
 
-def _move_attached(block: nn.Module, place: torch.device) -> None:
-    """Move the tensors in attributes of packed weights, such as scales, but no parameters."""
+@contextmanager
+def _attached_moved(block: nn.Module, place: torch.device) -> Iterator[None]:
+    """Move the tensors in attributes of packed weights and of their modules, such as scales, but no parameters.
+
+    Some libraries keep a weight in an attribute as well. It has the memory of the parameter before and afterwards.
+    """
     if all(each.is_floating_point() or each.is_complex() for each in block.parameters()):
+        yield
         return
     from profiler.memory import attached  # imported here, because plain models do not need it
 
-    kept = {id(parameter) for parameter in block.parameters()}
-    for tensor in (each for module in block.modules() for each in attached(module)):
-        if id(tensor) not in kept and tensor.device != place and not tensor.is_meta:
+    def others() -> Iterator[Tensor]:
+        kept = {id(parameter) for parameter in block.parameters()}
+        found = (tensor for module in block.modules() for tensor in attached(module))
+        return (tensor for tensor in found if id(tensor) not in kept and not tensor.is_meta)
+
+    weights = {_memory(parameter): parameter for parameter in block.parameters()}
+    same = [(tensor, weights[_memory(tensor)]) for tensor in others() if _memory(tensor) in weights]
+    yield
+    for tensor, weight in same:
+        give_data(tensor, weight.detach())
+    for tensor in others():
+        if tensor.device != place:
             give_data(tensor, tensor.detach().to(place))
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype
 
 
 @contextmanager

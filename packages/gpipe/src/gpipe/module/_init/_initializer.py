@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._names import Flattened
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefix_of
+from ._packed import is_part, packed, unpack
 from ._sources import state_dict_at
 
 Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
@@ -94,17 +95,20 @@ class Loaded:
         # A tied tensor may be saved under only one of its names.
         saved = {id(expected[key]): key for key in self._state if key in expected}
         self._saved = {key: saved[id(tensor)] for key, tensor in expected.items() if id(tensor) in saved}
-        self._packed = _packed(expected, self._state)
-        parts = {key for keys in self._packed.values() for key in keys}
+        self._packed = packed(expected, self._state)
+        parts = {key for keys in self._packed.values() for key in keys.values()}
         missing = [key for key in expected if key not in self._saved]
         extra = [key for key in self._state if key not in expected and key not in parts]
         unexpected = [key for key in extra if not _is_allowed(layers, key)]
         if missing or unexpected:
-            is_packed = any(key.rpartition(".")[0] in expected for key in unexpected)
             raise ValueError(
                 f"init: the state dict does not fit the model; missing: {_listed(missing)}; unexpected: "
                 f"{_listed(unexpected)}; if the checkpoint contains more than the model, pass the model's state dict"
-                + ("; a quantized checkpoint needs a model with quantized layers on 'meta'" if is_packed else "")
+                + (
+                    "; a quantized checkpoint needs a model with quantized layers on 'meta'"
+                    if any(is_part(expected, key) for key in unexpected)
+                    else ""
+                )
             )
 
     def __call__(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
@@ -112,17 +116,16 @@ class Loaded:
             _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
         names = names_of(layers, name)
         read = {key for key, value in names.items() if key in self._state or id(value) in fresh}
-        packed = read & self._packed.keys()
-        read -= packed
+        arrived = read & self._packed.keys()
+        read -= arrived
         # Already loaded through a tied tensor: load it with its own values.
         state = OrderedDict(
             {key: self._state[self._saved[key]] if key in read else value.detach() for key, value in names.items()}
         )
         state._metadata = getattr(self._state, "_metadata", None)  # type: ignore[attr-defined]  # versions of modules
         _load(layers[name], name, state)
-        for key in packed:
-            parts = {part.removeprefix(f"{key}."): self._state[part] for part in self._packed[key]}
-            _unpack(names[key], self._state[key], parts)
+        for key in arrived:
+            unpack(names[key], self._state[key], {part: self._state[own] for part, own in self._packed[key].items()})
 
 
 def _load(layer: nn.Module, name: str, state: OrderedDict[str, Any]) -> None:
@@ -136,31 +139,6 @@ def _load(layer: nn.Module, name: str, state: OrderedDict[str, Any]) -> None:
         key[size:]: value for key, value in versions.items() if f"{key}.".startswith(prefix_of(name))
     }
     layer.load_state_dict(own)
-
-
-def _packed(expected: Mapping[str, Any], saved: Iterable[str]) -> dict[str, list[str]]:
-    """The names of packed tensors in ``saved``, each with those of its parts, such as scales.
-
-    A packed tensor is a parameter of a class with a method ``from_prequantized``, which takes these.
-    """
-    found: dict[str, list[str]] = {}
-    for key in saved:
-        owner = key
-        while owner not in expected and "." in owner:
-            owner = owner.rpartition(".")[0]
-        if owner != key and hasattr(type(expected.get(owner)), "from_prequantized"):
-            found.setdefault(owner, []).append(key)
-    return found
-
-
-def _unpack(parameter: Any, data: Tensor, parts: Mapping[str, Tensor]) -> None:
-    """Let ``parameter`` hold packed ``data`` and its parts, on its device."""
-    module = getattr(parameter, "module", None)
-    made = type(parameter).from_prequantized(
-        data=data, quantized_stats=dict(parts), requires_grad=False, device=parameter.device, module=module
-    )
-    parameter.data = made.data
-    vars(parameter).update(vars(made))
 
 
 def _is_allowed(layers: Layers, name: str) -> bool:
