@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import GPipe
+from gpipe import GPipe, check
 
 from .families import transformers
 from .pipelined import pipelined
@@ -73,5 +73,6 @@ def test_as_the_model(quantize: Callable[[nn.Module], None], checkpoint: str) ->
     torch.testing.assert_close(pipe.evaluate(**BATCH), expected.detach())
     ways = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(pipe.generate(TOKENS[:2], **ways), plain.generate(TOKENS[:2], **ways))
+    assert check(plain, BATCH).ok
     if quantize is not by_quanto:  # whose weights no deepcopy takes
         torch.testing.assert_close(copy.deepcopy(pipe).evaluate(**BATCH), expected.detach())

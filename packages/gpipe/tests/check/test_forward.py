@@ -1,5 +1,6 @@
 """check() of a model with a forward of its own names the module at fault, or what the forward computes itself."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packages.profiler.tests.packed import Adapted, PackedLinear
 from torch import Tensor, nn
 
 from gpipe import check
@@ -189,3 +191,11 @@ def test_the_model_stays_as_it_is() -> None:
     assert {name: {*vars(module)} for name, module in model.named_modules()} == attributes
     assert all(parameter.grad is None for parameter in model.parameters())
     assert (model.calls, model.head.weight.dtype) == (0, torch.float32)
+
+
+def test_weights_that_deepcopy_refuses() -> None:
+    """As those of quanto."""
+    model = Listed(nn.Sequential(*(Adapted(PackedLinear(6), 6) for _ in range(3))))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    assert check(model, torch.randn(6, 6)).ok

@@ -153,7 +153,8 @@ class OwnForward(nn.Module):
 
     def __init__(self, model: nn.Module, units: Collection[str], calls: Sequence[str], *, ends: bool) -> None:
         super().__init__()
-        self.model, self.units, self.calls, self.ends = model, units, calls, ends
+        # Only the names: this layer is copied, and must not copy the units of another model.
+        self.model, self.units, self.calls, self.ends = model, [*units], calls, ends
 
     def forward(self, value: tuple[Any, Sequence[Any]]) -> tuple[list[Any], Any]:
         inputs, outputs = value
