@@ -146,6 +146,8 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     assert run([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == ["fake 1GB"] * 2
+    assert run([*given[:5], "1GB", "2GB", "--speeds", "1", "2", "--json"]) == 0
+    assert {*json.loads(capsys.readouterr().out)["devices"]} == {"fake 1GB", "fake 2GB"}
 
 
 @pytest.mark.parametrize(

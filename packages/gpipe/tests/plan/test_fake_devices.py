@@ -3,6 +3,7 @@
 from dataclasses import replace
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import Infeasible, Plan, plan
+from gpipe._plan import _speeds
 from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._fake_devices import LINK, read_fake
 from gpipe._plan._request import read_placements, read_places
 from gpipe._plan._search import NEAR, search
+from gpipe._plan._speeds import at_full_speed, measured_speeds
 from gpipe.distributed import Rank
 from gpipe.simulate import Link
 
-from ..plans import everything, few, links_of, measurements
+from ..plans import everything, few, links_of, measurements, profile_of
 
 counts = st.integers(1, 12)
 WIDTH, ROWS = 2**13, 64
@@ -164,8 +167,75 @@ def test_links(options: dict[str, Any], link: Link) -> None:
 
 
 @pytest.mark.parametrize(
+    ("devices", "names", "memory"),
+    [
+        ("2x80GB", ["80GB"] * 2, [80_000_000_000] * 2),
+        (["24GB", "12 GiB"], ["24GB", "12 GiB"], [24_000_000_000, 12 * 2**30]),
+        (["2xh100", "A100"], ["H100", "H100", "A100"], [80_000_000_000] * 3),
+        (("8GB",), ["8GB"], [8_000_000_000]),
+    ],
+)
+def test_devices_as_text(devices: Any, names: list[str], memory: list[int]) -> None:
+    found = read_fake(devices)
+    assert found is not None
+    assert ([each.name for each in found.each], [each.memory for each in found.each]) == (names, memory)
+
+
+@pytest.mark.parametrize("devices", [["8GB", "4GB"], ["4GB", "8GB"]])
+def test_the_larger_of_two_devices_gets_what_it_has_room_for(devices: list[str]) -> None:
+    """Its place is by its memory: under 1F1B, the first stage holds more micro-batches."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(16)))
+    found = plan(model, torch.zeros(ROWS, WIDTH, device="meta"), devices, optimizer="sgd")
+    sizes = dict(zip(found.devices, found.predicted.bytes, strict=True))
+    assert sizes["fake 8GB"].total > 4e9 > sizes["fake 4GB"].total
+    assert dict(zip(found.devices, found.memory, strict=True)) == {"fake 8GB": 8e9, "fake 4GB": 4e9}
+    assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("speeds", "share"), [([1, 1], 1 / 2), ([3, 1], 3 / 4), ([1, 3], 3 / 4), ([1, 0.5], 2 / 3)])
+def test_a_faster_device_gets_more_layers(speeds: list[float], share: float) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(12)))
+    x = torch.zeros(256, WIDTH, device="meta")
+    found = plan(model, x, ["81GB", "82GB"], speeds=speeds, chunks=16, schedule="1f1b", optimizer="sgd")
+    sizes = dict(zip(found.devices, found.sizes, strict=True))
+    fast = max(range(2), key=speeds.__getitem__)
+    assert sizes[f"fake {81 + fast}GB"] == pytest.approx(12 * share, abs=1)
+    times = [stage.forward / size for stage, size in zip(found.stages, found.sizes, strict=True)]
+    assert max(times) / min(times) == pytest.approx(max(speeds) / min(speeds))
+    assert [note for note in found.notes if "relative speeds" in note] == [] or speeds != [1, 1]
+
+
+def test_kinds_of_devices_have_their_own_speeds() -> None:
+    found = plan(large(12), torch.zeros(4096, WIDTH, device="meta"), ["A100", "H100"], chunks=8, schedule="1f1b")
+    sizes = dict(zip(found.devices, found.sizes, strict=True))
+    assert sizes["fake H100"] > sizes["fake A100"]
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 0.5], [1.0, 2.0], [1.0, 1.0]])
+def test_gpus_that_differ_are_measured(speeds: list[float]) -> None:
+    """And layers that were measured on a slow one count as on the first."""
+    devices = [torch.device("cuda", k) for k in range(2)]
+    with (
+        mock.patch.object(_speeds, "_kind", side_effect=lambda device: f"GPU {speeds[device.index]}"),
+        mock.patch.object(_speeds, "_seconds", side_effect=lambda device, dtype: 3 / speeds[device.index]),
+    ):
+        assert measured_speeds(devices, nn.Linear(2, 2)) == pytest.approx(speeds)
+    profile = profile_of([(1e-3, 1, 1, 1)] * 4)
+    found = at_full_speed(profile, [1.0, 1.0, *speeds])
+    expected = [layer.seconds * speed for layer, speed in zip(profile, [1.0, 1.0, *speeds], strict=True)]
+    assert [layer.seconds for layer in found] == pytest.approx(expected)
+    assert found.others[0].layers[2].seconds == pytest.approx(profile.others[0].layers[2].seconds * speeds[0])
+
+
+@pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"devices": ["24GB", "cpu"]}, ValueError, "devices"),
+        ({"devices": ["2xlots", "24GB"]}, ValueError, "devices: expected a count with a memory size, .*; got '2xlots'"),
+        ({"speeds": [1.0]}, ValueError, r"speeds: expected one per device \(4\), got 1"),
+        ({"speeds": [1, 1, 1, "fast"]}, TypeError, r"speeds\[3\]: expected a number, got 'fast'"),
+        ({"speeds": [1, 0, 1, 1]}, ValueError, r"speeds\[1\]: expected a positive, finite number, got 0"),
+        ({"speeds": 2}, TypeError, "speeds must be a list with one number per device"),
         ({"devices": "0x80GB"}, ValueError, "devices: expected at least one, got '0x80GB'"),
         ({"devices": "8xlots"}, ValueError, "devices: expected a count with a memory size, .*; got '8xlots'"),
         ({"devices": "2x8x80GB"}, ValueError, "devices: expected a count with a memory size, .*; got '2x8x80GB'"),

@@ -1,7 +1,7 @@
 """The search against trying everything, on made-up costs."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,6 +11,7 @@ from gpipe._plan._arguments import MODES, SCHEDULES, placed, read_chunks
 from gpipe._plan._bytes import held
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain, relaxations
+from gpipe._plan._orders import MOST, orders
 from gpipe._plan._search import NEAR, search
 from gpipe.schedule import SPLITTING, checkpoint_stops, in_flight, named
 from gpipe.simulate import simulate
@@ -52,6 +53,39 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
         assert found[0].seconds <= fastest * 1.02
         near = [each for each in found if each.seconds <= min(one.seconds for one in found) * (1 + NEAR)]
         assert (len(found[0].sizes), found[0].chunks) == min((len(each.sizes), each.chunks) for each in near)
+
+
+@settings(few, max_examples=15)
+@given(measurements(most_layers=5), st.data())
+def test_devices_that_differ(measured: Measured, data: st.DataObject):
+    """In no order of the devices does anything fit that is missed, or that is faster."""
+    each = st.tuples(st.sampled_from([0.6, 1.0, 1.5, None]), st.sampled_from([0.5, 1.0, 2.0]))
+    given = data.draw(st.lists(each, min_size=measured.devices, max_size=measured.devices), label="memory and speeds")
+    size = min(way.fullest for way in everything(space_of(measured)))
+    memory = [None if share is None else int(share * size) for share, _ in given]
+    speeds = [speed for _, speed in given]
+    spaces = []
+    for order in orders([*zip(memory, speeds, strict=True)]):
+        there = replace(measured, speeds=tuple(speeds[k] for k in order), order=order)
+        spaces.append(replace(space_of(there), memory=there.ordered(memory)))
+    # Chosen by hand: each device once, in every order.
+    assert {tuple(space.measured.ordered(given)) for space in spaces} == {*permutations(given)}
+    every = [way for space in spaces for way in everything(space) if way.fits(space.memory)]
+    found = search(spaces)
+    assert all(way.fits(way.costs.measured.ordered(memory)) for way in found) == bool(every)
+    if every:
+        assert found[0].seconds <= 1.02 * min(way.seconds for way in every)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9))
+def test_orders_of_devices(devices: list[tuple[int, float]]):
+    found = orders(devices)
+    named = [tuple(devices[k] for k in order) for order in found]
+    assert named[0] == tuple(devices)
+    assert len({*named}) == len(named) <= MOST
+    assert all(sorted(order) == [*range(len(devices))] for order in found)
+    if len(named) < MOST and len(devices) < 4:
+        assert {*named} == {*permutations(devices)}
 
 
 def test_only_the_stages_that_do_not_fit_are_recomputed():
@@ -139,6 +173,6 @@ def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(m
     layers = costs.profile.layers
     work = 2 * (sum(layer.seconds for layer in layers) + costs.profile.loss.seconds)
     forwards = [2 * layer.forward_seconds for layer in layers]
-    never, always = (costs.stage_cost(0, len(layers), mode) for mode in ("never", "always"))
+    never, always = (costs.stage_cost(0, 0, len(layers), mode) for mode in ("never", "always"))
     assert never.forward + never.backward == pytest.approx(work)
     assert always.forward + always.recompute + always.backward == pytest.approx(work + sum(forwards))

@@ -58,7 +58,7 @@ def plan(
     *,
     sample: Sample,
     devices: Devices | None = None,
-    fake: str | None = None,
+    fake: Devices | None = None,
     bandwidth: str | None = None,
     latency: float | None = None,
     loss: Loss = None,
@@ -66,6 +66,7 @@ def plan(
     reduction: Reduction = None,
     optimizer: str = "adam",
     memory: Texts | None = None,
+    speeds: Annotated[list[float] | None, _MANY] = None,
     chunks: Numbers = None,
     offload: Switch = False,
     host_memory: str | None = None,
@@ -80,12 +81,13 @@ def plan(
 
     Args:
         devices: One device per stage.
-        fake: Hypothetical devices to plan for instead, such as 8x80GB or 8xH100; nothing is run, and all figures are
-            estimates.
+        fake: Hypothetical devices to plan for instead, such as 8x80GB, or 24GB 12GB; nothing is run, and all figures
+            are estimates.
         bandwidth: Bytes per second between two fake devices, such as 50GB.
         latency: Seconds of latency between two fake devices.
         optimizer: The optimizer, such as adam or sgd, for the memory of its state.
         memory: The memory limit of all devices, or one per device, such as 80GB or 24GiB.
+        speeds: The relative speed of each device, such as 1 0.5.
         chunks: Numbers of micro-batches to try.
         offload: Keep parameters on the host.
         host_memory: The host's memory for parameters, gradients and the optimizer's state, such as 64GB.
@@ -104,6 +106,7 @@ def plan(
             **training,
             optimizer=optimizer,
             memory=memory[0] if memory and len(memory) == 1 else memory,
+            speeds=speeds,
             chunks=chunks,
             calibrate=not quick,
             bandwidth=bandwidth,
@@ -249,10 +252,10 @@ def _training(
     return model, mini_batch, {"target": goal, "loss_fn": loss_fn, "reduction": reduction}
 
 
-def _devices(given: Sequence[str] | None, fake: str | None) -> Sequence[str] | str:
+def _devices(given: Sequence[str] | None, fake: Sequence[str] | None) -> Sequence[str] | str:
     """Return the devices ``given``, or the ``fake`` ones; ValueError unless exactly one of the two is set."""
     if fake is None and given is not None:
         return given
     if fake is None or given is not None:
         raise ValueError(f"devices: pass either --devices or --fake, got {'neither' if fake is None else 'both'}")
-    return fake
+    return fake if len(fake) > 1 else fake[0]  # a single text needs a count, and an error says so

@@ -59,6 +59,10 @@ def expect_target(target: Any, sample: Any) -> None:
         expect_same_rows(scatter(value.bare, 1, value.spec, "target"), scatter(sample, 1))
 
 
+def is_size(text: str) -> bool:
+    return _SIZE.fullmatch(text) is not None
+
+
 def read_bytes(size: int | float | str, name: str = "memory") -> int:
     """Return a number of bytes, given as a number or as text.
 
@@ -88,6 +92,21 @@ def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None
     if len(given) != len(devices):
         raise ValueError(f"memory: expected one size, or one per device ({len(devices)}), got {len(given)}")
     return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
+
+
+def read_speeds(speeds: Any, devices: int) -> list[float] | None:
+    """Return the relative speed of each device, as given; None if it is not given."""
+    if speeds is None:
+        return None
+    given = listed("speeds", speeds, "a list with one number per device", f"speeds={[1.0] * devices!r}")
+    if len(given) != devices:
+        raise ValueError(f"speeds: expected one per device ({devices}), got {len(given)}")
+    for j, speed in enumerate(given):
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)):
+            raise TypeError(f"speeds[{j}]: expected a number, got {speed!r}")
+        if not 0 < speed < float("inf"):
+            raise ValueError(f"speeds[{j}]: expected a positive, finite number, got {speed!r}")
+    return [speed / given[0] for speed in given]
 
 
 def _all_of(device: torch.device) -> int | None:

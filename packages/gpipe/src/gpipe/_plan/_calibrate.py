@@ -40,7 +40,7 @@ _APART = 0.05
 
 
 def calibrated(
-    memory: Sequence[int | None],
+    fits: Callable[[Candidate], bool],
     found: Sequence[Candidate],
     try_out: Callable[[Candidate], list[float]],
     rehearse: Callable[[Candidate], Candidate],
@@ -50,13 +50,13 @@ def calibrated(
     Also return the factors on the best one's seconds for its fastest, median and slowest step, and a note for the plan.
 
     Args:
-        memory: the limits of the devices.
+        fits: returns whether a candidate fits into the memory of the devices.
         found: the results of the search, the best first; that one fits according to its dry run.
         try_out: trains a candidate for some steps, and returns their seconds.
         rehearse: returns a candidate with the bytes of a dry run.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
-    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if way.fits(memory))]
+    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if fits(way))]
     trials = _race(ways, try_out)
     medians = [median(trial) for trial in trials]
     # Choose the simplest candidate that is about as fast as the fastest.
@@ -91,7 +91,8 @@ def train(
     model: Planned, copied: nn.Module, devices: Sequence[torch.device], x: Any, y: Any, loss: StepLoss, way: Candidate
 ) -> list[float]:
     """Return the seconds of some training steps, after warm-up steps."""
-    own = [devices[place] for place in way.costs.measured.placement]
+    measured = way.costs.measured
+    own = [measured.ordered(devices)[place] for place in measured.placement]
     pipe = tried_pipe(model, copied, own, way.chunks, way)
     # If zero bubble is passed by its name, the pipe measures in its first steps which backwards are worth splitting.
     microbatches = len(scatter(x, way.chunks))  # fewer than chunks if there are few rows

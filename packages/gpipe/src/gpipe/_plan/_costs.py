@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from profiler import LayerProfile, Profile
 
@@ -29,6 +29,9 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
+Value = TypeVar("Value")
+
+
 class SharedParameter(NamedTuple):
     """A parameter that several layers share. A profile counts it for the first of them."""
 
@@ -42,7 +45,7 @@ class Measured:
     """The measured properties of a model and the devices.
 
     Attributes:
-        profile: the profile of the layers on one of the devices.
+        profile: the profile of the layers on a device with a speed of one.
         optimizer: the bytes of the optimizer's state per layer.
         rows: the number of rows of the mini-batch.
         input_bytes: the bytes of the mini-batch.
@@ -54,6 +57,8 @@ class Measured:
         ties: the parameters that several layers share.
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
         host: the host, if parameters are there.
+        speeds: the relative speed of each device.
+        order: for each device, its index among those that the caller passed.
     """
 
     profile: Profile
@@ -70,6 +75,15 @@ class Measured:
     ties: tuple[SharedParameter, ...] = ()
     whole_loss: bool = False
     host: Host | None = None
+    speeds: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def ordered(self, values: Sequence[Value]) -> list[Value]:
+        """Return values for the devices that the caller passed, in the order of these devices."""
+        return [values[k] for k in self.order] if self.order else [*values]
+
+    def speed(self, stage: int) -> float:
+        return self.speeds[self.placement[stage]] if self.speeds else 1.0
 
     @property
     def stages(self) -> int:
@@ -94,9 +108,8 @@ class Costs:
     measured: Measured
     chunks: int
     profile: Profile
-    _known: dict[tuple[int, int, str], tuple[StageCost, StageBytes]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _sizes: dict[tuple[int, int], StageBytes] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[int, int, str, float], StageCost] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def incoming(self) -> list[int]:
@@ -106,7 +119,7 @@ class Costs:
         ]
 
     def work(self) -> list[float]:
-        """Return the seconds of each layer per micro-batch."""
+        """Return the seconds of each layer per micro-batch, on a device with a speed of one."""
         seconds = [self._forward([layer]) + self._backward([layer]) for layer in self.profile]
         seconds[-1] += self._loss(len(seconds))
         return seconds
@@ -129,34 +142,34 @@ class Costs:
         loss = self.profile.loss if end == self.measured.layers else None
         return self._forward([loss]) + self._backward([loss]) if loss else 0.0
 
-    def _whole_loss(self, end: int) -> float:
+    def _whole_loss(self, end: int, speed: float) -> float:
         """Return the seconds of the full mini-batch's loss in the stage that ends at layer ``end``.
 
         It does not overlap with other actions.
         """
         if not self.measured.whole_loss or end < self.measured.layers:
             return 0.0
-        return self.chunks * self._loss_alone(end) + self.measured.action
+        return self.chunks * self._loss_alone(end) / speed + self.measured.action
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[str]) -> list[StageCost]:
         """Return the cost of each stage for a replay."""
-        return [self.stage_cost(*own, mode) for own, mode in zip(bounds(sizes), modes, strict=True)]
+        stages = enumerate(zip(bounds(sizes), modes, strict=True))
+        return [self.stage_cost(j, *own, mode) for j, (own, mode) in stages]
 
-    def stage_cost(self, first: int, end: int, mode: str) -> StageCost:
-        return self._stage(first, end, mode)[0]
+    def stage_cost(self, j: int, first: int, end: int, mode: str) -> StageCost:
+        """Return the cost of stage ``j`` with these layers on a micro-batch."""
+        key = first, end, mode, self.measured.speed(j)
+        if key not in self._costs:
+            self._costs[key] = self._stage_cost(*key)
+        return self._costs[key]
 
-    def _stage(self, first: int, end: int, mode: str) -> tuple[StageCost, StageBytes]:
-        key = first, end, mode
-        if key not in self._known:
-            size = self._stage_bytes(*key)
-            self._known[key] = self._stage_cost(*key, size.kept), size
-        return self._known[key]
-
-    def _stage_cost(self, first: int, end: int, mode: str, kept: int) -> StageCost:
+    def _stage_cost(self, first: int, end: int, mode: str, speed: float) -> StageCost:
         layers, action = self.profile.layers[first:end], self.measured.action
-        forward, backward, loss = self._forward(layers), self._backward(layers), self._loss(end)
+        forward, backward, loss = (
+            each / speed for each in (self._forward(layers), self._backward(layers), self._loss(end))
+        )
         part = self._backward_input(layers)
-        part = None if part is None else min(backward, part)
+        part = None if part is None else min(backward, part / speed)
         return StageCost(
             # The loss follows the output; if the stage recomputes, the recomputed one.
             forward=forward + (loss if mode == "never" else 0.0) + action,
@@ -164,10 +177,10 @@ class Costs:
             recompute=forward + loss + action,
             backward_input=None if part is None else part + action + SPLIT_PYTHON / 2,
             backward_weight=None if part is None else backward - part + action + SPLIT_PYTHON / 2,
-            loss=self._whole_loss(end),
+            loss=self._whole_loss(end, speed),
             load=self._transfer(sum(each.parameter_bytes for each in layers)),
             unload=self._transfer(sum(each.trainable_bytes for each in layers)),
-            activation_bytes=kept,
+            activation_bytes=self._stage_bytes(first, end).kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
@@ -219,9 +232,14 @@ class Costs:
 
     def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
-        return self._stage(first, end, mode)[1].at_peak(moments)
+        return self._stage_bytes(first, end).at_peak(moments)
 
-    def _stage_bytes(self, first: int, end: int, mode: str) -> StageBytes:
+    def _stage_bytes(self, first: int, end: int) -> StageBytes:
+        if (first, end) not in self._sizes:
+            self._sizes[first, end] = self._bytes_of(first, end)
+        return self._sizes[first, end]
+
+    def _bytes_of(self, first: int, end: int) -> StageBytes:
         layers, measured = self.profile.layers[first:end], self.measured
         loss = self.profile.loss if end == measured.layers else None
         whole = measured.whole_loss and end == measured.layers

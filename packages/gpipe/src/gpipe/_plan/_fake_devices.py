@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
 from ..timeline._hops import Link
-from ._arguments import read_bytes
+from ._arguments import is_size, read_bytes
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
 """The approximate shares of the data sheet figures that training reaches."""
@@ -30,55 +30,70 @@ _GENERIC = "A100"
 _SPEC = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
 
 
-@dataclass(frozen=True)
-class FakeDevices:
-    """A number of equal, hypothetical devices.
+class FakeDevice(NamedTuple):
+    """A hypothetical device.
 
     Attributes:
-        count: the number of devices.
-        name: the name or the memory of a device, as text.
-        memory: the bytes of each device.
+        name: its name or memory, as text.
+        memory: its bytes.
         flops, bandwidth: operations and bytes per second, according to the data sheet.
-        link: the link between two devices.
     """
 
-    count: int
     name: str
     memory: int
     flops: float
     bandwidth: float
+
+
+@dataclass(frozen=True)
+class FakeDevices:
+    """Hypothetical devices, and the link between two of them."""
+
+    each: tuple[FakeDevice, ...]
     link: Link
 
 
 def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeDevices | None:
-    """Return the devices described by text such as ``"8x80GB"`` or ``"8xH100"``; None for other values.
+    """Return the devices described by text such as ``"8x80GB"``, or by a list of texts; None for other values.
 
-    >>> read_fake("8x80GB").memory
-    80000000000
+    >>> [device.memory for device in read_fake(["2xH100", "24GB"]).each]
+    [80000000000, 80000000000, 24000000000]
     """
-    match = _SPEC.fullmatch(devices) if isinstance(devices, str) else None
-    if match is None:
+    texts = [devices] if isinstance(devices, str) else devices
+    if not _are_fake(texts, alone=isinstance(devices, str)):
         for name, given in (("bandwidth", bandwidth), ("latency", latency)):
             if given is not None:
                 raise ValueError(f"{name}: requires hypothetical devices, such as '8x80GB'; got devices={devices!r}")
         return None
-    if not int(match[1]):
+    found = tuple(device for text in texts for device in _described(text))
+    if not found:
         raise ValueError(f"devices: expected at least one, got {devices!r}")
-    return FakeDevices(int(match[1]), *_described(match[2], devices), _link(bandwidth, latency))
+    return FakeDevices(found, _link(bandwidth, latency))
 
 
-def _described(name: str, devices: str) -> tuple[str, int, float, float]:
-    """Return name, memory, operations and bytes per second of a device with this name or memory."""
+def _are_fake(texts: Any, *, alone: bool) -> bool:
+    """Return whether these are texts for hypothetical devices; a single one needs a count."""
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
+        return False
+    if alone:
+        return _SPEC.fullmatch(texts[0]) is not None
+    return all(_SPEC.fullmatch(text) or text.strip().upper() in _KINDS or is_size(text) for text in texts)
+
+
+def _described(text: str) -> list[FakeDevice]:
+    """Return the devices with this name or memory, after an optional count."""
+    match = _SPEC.fullmatch(text)
+    count, name = (int(match[1]), match[2]) if match else (1, text.strip())
     if name.upper() in _KINDS:
-        return name.upper(), *_KINDS[name.upper()]
+        return [FakeDevice(name.upper(), *_KINDS[name.upper()])] * count
     _, flops, bandwidth = _KINDS[_GENERIC]
     try:
-        return name, read_bytes(name), flops, bandwidth
+        return [FakeDevice(name, read_bytes(name), flops, bandwidth)] * count
     except ValueError:
         known = ", ".join(_KINDS)
         raise ValueError(
             f"devices: expected a count with a memory size, such as '8x80GB', or with one of {known}, as in '8xH100'; "
-            f"got {devices!r}"
+            f"got {text!r}"
         ) from None
 
 
@@ -91,7 +106,7 @@ def _link(bandwidth: Any, latency: Any) -> Link:
     )
 
 
-def estimated(profile: Profile, fake: FakeDevices) -> Profile:
+def estimated(profile: Profile, fake: FakeDevice) -> Profile:
     """Return ``profile`` with estimated seconds: those that a device needs for the operations and bytes of a layer."""
     return replace(
         profile,
@@ -101,7 +116,7 @@ def estimated(profile: Profile, fake: FakeDevices) -> Profile:
     )
 
 
-def _layer(layer: LayerProfile, fake: FakeDevices) -> LayerProfile:
+def _layer(layer: LayerProfile, fake: FakeDevice) -> LayerProfile:
     moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
     # A backward does twice the operations of a forward: one part for the inputs, one for the weights.
     forward = max(layer.flops / 3 / (fake.flops * _FLOPS_REACHED), moved / (fake.bandwidth * _BANDWIDTH_REACHED))

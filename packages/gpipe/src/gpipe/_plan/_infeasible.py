@@ -58,16 +58,18 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     scale = space.scale or (1.0,) * len(space.memory)
     short = {j: round(best.account[j].total * scale[j]) - room for j, room in rooms}
     j, room = max(rooms, key=lambda pair: short[pair[0]])
+    of = space.measured.order
+    device, order = of[j] if of else j, f", devices in the order {[*of]}" if of != tuple(sorted(of)) else ""
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
     memory = f"memory={enough} ({format_bytes(enough)} on each device)"
     fitting = [text for text, other in relaxations(space).items() if nearest(other).fits(other.limits)]
     changes = [*fitting, memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
-        f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
-        f"the closest plan (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
-        f"checkpoint={[*best.modes]}); what would fit: {'; or '.join(changes)}",
-        j,
+        f"nothing fits: device {device} ({devices[device]}) has {format_bytes(room)} and is {format_bytes(short[j])} "
+        f"short in the closest plan (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
+        f"checkpoint={[*best.modes]}{order}); what would fit: {'; or '.join(changes)}",
+        device,
         short[j],
         changes,
     )
@@ -115,5 +117,8 @@ def _on_more(space: Space, stages: int) -> Space:
     def longer(each: Sequence[Any]) -> Any:
         return (*each, *[each[-1]] * (stages - len(each))) if each else ()
 
-    measured = replace(space.measured, links=longer(space.measured.links), placement=tuple(range(stages)))
+    own = space.measured
+    measured = replace(
+        own, links=longer(own.links), placement=tuple(range(stages)), speeds=longer(own.speeds), order=()
+    )
     return replace(space, measured=measured, memory=longer(space.memory), scale=longer(space.scale))

@@ -25,7 +25,7 @@ from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
-from ._fake_devices import LINK, read_fake
+from ._fake_devices import LINK, FakeDevices, read_fake
 from ._host import NOTE, read_host, told
 from ._infeasible import expect_host, explain
 from ._loss import read_loss
@@ -51,6 +51,7 @@ def plan(
     reduction: str | None = None,
     optimizer: str | float = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
+    speeds: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
     checkpoint: str | None = None,
     schedule: str | None = None,
@@ -71,15 +72,16 @@ def plan(
 
     The search includes schedules with two stages per device (interleaved, V-shaped), except on a plain ``"cpu"``, where
     each stage has its own worker; ``"cpu:0"`` and ``"cpu:1"`` can have several stages. More than two stages per device
-    and different orders of the devices are not searched.
+    are not searched.
 
     Args:
         model: an ``nn.Sequential``, or a model with its own forward, which is split between its blocks. It is not
             changed. A model in evaluation mode is planned and tried in training mode.
         sample: a mini-batch with as many rows as in training. For a model with its own forward, a mapping or a tuple
             contains the arguments.
-        devices: one per stage, all of one type; or text such as ``"8x80GB"`` or ``"8xH100"`` for hypothetical devices.
-            With text, nothing runs: the model may be on ``meta``, bytes are counted, and seconds are estimated.
+        devices: one per stage, all of one type; or text such as ``"8x80GB"`` or ``["24GB", "2xA100"]`` for hypothetical
+            devices. With text, nothing runs: the model may be on ``meta``, bytes are counted, and seconds are
+            estimated. If devices differ in memory or speed, their order is searched, too; ``plan.devices`` has it.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
             micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
@@ -88,6 +90,8 @@ def plan(
         optimizer: determines the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes per parameter.
         memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
             default is the memory of a GPU or a hypothetical device, and no limit for a CPU.
+        speeds: the relative speed of each device, such as ``[1.0, 0.5]``. By default, GPUs with different names are
+            measured, hypothetical devices are estimated from their data sheets, and all others are equally fast.
         chunks, checkpoint, schedule: restrict the search to one or several numbers of chunks, one checkpoint mode for
             all stages, or one schedule.
         profile: a profile of the layers on a micro-batch, used instead of measuring. It needs ``rows=`` of at least two
@@ -150,7 +154,8 @@ def plan(
         places=places,
         placements=read_placements(devices, places, len(found.layers), schedule, host),
         chunks=chunks_to_search(chunks, sample, model),
-        memory=_arguments.read_memory(fake.memory if fake and memory is None else memory, places),
+        memory=_arguments.read_memory(_sizes_of(fake, places) if fake and memory is None else memory, places),
+        speeds=_arguments.read_speeds(speeds, len(places)),
         modes=_arguments.read_modes(checkpoint),
         optimizer=_arguments.optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
@@ -171,11 +176,15 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
         try:
             given = request.places, request.sample, request.target, request.loss
             try_out = partial(train, request.model, copied(request.model.module), *given)
-            found, spread, note = calibrated(request.memory, found, try_out, partial(_rehearsed, request))
+            found, spread, note = calibrated(partial(_fits, request), found, try_out, partial(_rehearsed, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: not enough memory to train a copy of the model"
         notes.append(note)
     return remembering(_plan_of(found, request, spread, notes), request.loss, request.sample)
+
+
+def _fits(request: Request, way: Candidate) -> bool:
+    return way.fits(way.costs.measured.ordered(request.memory))
 
 
 REHEARSALS = 6
@@ -215,14 +224,19 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
 def _source(request: Request, measured: Measured) -> str:
     fake, profile, link = request.fake, measured.profile, f"links are assumed to send {LINK.bandwidth / 1e9:.4g} GB/s"
     if fake:
+        figures = dict.fromkeys((each.flops / 1e12, each.bandwidth / 1e12) for each in fake.each)
+        reached = " or ".join(f"{flops:.0f} TFLOP/s and {bandwidth:.2f} TB/s" for flops, bandwidth in figures)
         return (
-            "an estimate: nothing ran. Bytes are counted; seconds assume that training reaches a part of "
-            f"{fake.flops / 1e12:.0f} TFLOP/s and {fake.bandwidth / 1e12:.2f} TB/s, and that links send "
-            f"{fake.link.bandwidth / 1e9:.4g} GB/s"
+            f"an estimate: nothing ran. Bytes are counted; seconds assume that training reaches a part of {reached}, "
+            f"and that links send {fake.link.bandwidth / 1e9:.4g} GB/s"
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
     engine = f"the engine adds {measured.action * 1e6:.0f} µs per action and {measured.step * 1e6:.0f} µs per step"
     return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {link if measured.apart else engine}"
+
+
+def _sizes_of(fake: FakeDevices, places: Sequence[torch.device]) -> list[int]:
+    return [device.memory for device in fake.each[: len(places)]]
 
 
 SHOWN = 8
@@ -242,8 +256,8 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
     return Plan(
         layers=layer_keys(request.model.named.items()),
         own_forward=request.model.division is not None,
-        devices=tuple(request.names),
-        memory=tuple(request.memory),
+        devices=tuple(measured.ordered(request.names)),
+        memory=tuple(measured.ordered(request.memory)),
         rows=measured.rows,
         placement=measured.placement,
         sizes=best.sizes,
@@ -261,9 +275,15 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
             *notes,
             request.loss.note(best.schedule, whole=measured.whole_loss),
             best.note,
+            *_told_speeds(measured),
             *([told(request.host, measured)] if request.host else []),
         ),
     )
+
+
+def _told_speeds(measured: Measured) -> list[str]:
+    listed = ", ".join(f"{speed:.3g}" for speed in measured.speeds)
+    return [f"relative speeds of the devices: {listed}"] if len({*measured.speeds}) > 1 else []
 
 
 def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
@@ -275,6 +295,8 @@ def _reason(best: Candidate, other: Candidate) -> str:
     slower = other.seconds / best.seconds - 1
     if slower > NEAR:
         return f"{slower:.0%} slower"
+    if other.costs.measured.order != best.costs.measured.order:
+        return "as fast, with a different order of the devices"
     if len(other.sizes) != len(best.sizes):
         return "as fast, with a different number of stages"
     return f"as fast, {'less simple' if other.simplicity > best.simplicity else 'with a different balance'}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
-from blockpartition import partition
 from microbatch import Batch, scatter
 from profiler import Profile, profile
 from profiler.memory import held_bytes
@@ -24,9 +24,11 @@ from ._candidate import Space
 from ._costs import Measured, SharedParameter
 from ._fake_devices import LINK, estimated
 from ._loss import waiting
+from ._orders import orders
 from ._planned import Planned
 from ._rehearse import returns_sums
 from ._request import Request
+from ._speeds import at_full_speed, estimated_speeds, measured_speeds
 
 SECONDS = 0.6
 """The seconds to profile layers per micro-batch size."""
@@ -36,12 +38,12 @@ ACTION, STEP = 60e-6, 5e-4
 
 
 def measure(request: Request) -> list[Space]:
-    """Return the space to search for each placement of stages.
+    """Return the space to search for each order of the devices and each placement of stages.
 
     For hypothetical devices, bytes are counted and seconds estimated.
     Raise ValueError if the requested schedule cannot wait for a loss of the full mini-batch.
     """
-    found, whole = _profile(request)
+    found, whole, speeds = _profile(request)
     ties = ties_of(request.model.layers.values())
     tensors, place, devices = list(Batch(request.sample)), request.places[0], len(request.places)
     # On accelerators, work is queued ahead, so the overhead of the engine does not delay them.
@@ -49,7 +51,7 @@ def measure(request: Request) -> list[Space]:
 
     between = Link() if is_cpu else request.fake.link if request.fake else LINK
 
-    def of(placement: tuple[int, ...], schedules: Sequence[str]) -> Space:
+    def of(order: tuple[int, ...], placement: tuple[int, ...], schedules: Sequence[str]) -> Space:
         measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
@@ -65,11 +67,14 @@ def measure(request: Request) -> list[Space]:
             ties=ties,
             whole_loss=whole,
             host=request.host,
+            speeds=tuple(speeds[k] for k in order),
+            order=order,
         )
-        return Space(measured, request.chunks, schedules, request.modes, request.memory)
+        return Space(measured, request.chunks, schedules, request.modes, measured.ordered(request.memory))
 
     searched = [(each, waiting(names) if whole else names) for each, names in request.placements.items()]
-    spaces = [of(placement, schedules) for placement, schedules in searched if schedules]
+    of_devices = orders([*zip(request.memory, speeds, strict=True)])
+    spaces = [of(order, placement, names) for order in of_devices for placement, names in searched if names]
     if not spaces:
         raise request.loss.refused(next(iter(request.placements.values()))[0])
     return spaces
@@ -87,37 +92,47 @@ def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
     )
 
 
-def _profile(request: Request) -> tuple[Profile, bool]:
+def _profile(request: Request) -> tuple[Profile, bool, Sequence[float]]:
     """Return the caller's profile, or one measured with a stage's share of the threads.
 
-    Also return whether the loss is computed once.
+    Also return whether the loss is computed once, and the speed of each device, relative to that of the profile.
     """
-    place, devices, threads = request.places[0], len(request.places), torch.get_num_threads()
-    with intra_op_threads(max(1, threads // devices) if place.type == "cpu" else threads):
-        found, whole = (_layers if request.model.division is None else _blocks)(request)
+    places, devices, threads = request.places, len(request.places), torch.get_num_threads()
+    with intra_op_threads(max(1, threads // devices) if places[0].type == "cpu" else threads):
+        # Measured even if the caller passes speeds, because devices may differ more on this model than on all.
+        real = measured_speeds(places, request.model.module) if request.fake is None else [1.0] * devices
+        found, whole = (_layers if request.model.division is None else _blocks)(request, real)
+    if request.fake is None:
+        return found, whole, request.speeds or real
+    each = request.fake.each[:devices]
+    speeds = request.speeds or estimated_speeds(found, each)
     is_timed = all(layer.seconds is not None for layer in found)
-    return estimated(found, request.fake) if request.fake and not is_timed else found, whole
+    return found if is_timed else estimated(found, each[0]), whole, speeds
 
 
-def _blocks(request: Request) -> tuple[Profile, bool]:
+def _blocks(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
     given = Training(request.model, request.sample, request.target, request.loss)
     if request.profile is not None:
         return request.profile, is_whole(given)
     blocks, places = len(request.model.layers), request.places
     # On accelerators, blocks are spread over all devices, since the full model must fit into their memory at once.
-    of = [torch.device("cpu")] * blocks if places[0].type == "cpu" else spread(request.model, places)
+    on = [0] * blocks if places[0].type == "cpu" else spread(request.model, request.memory)
+    of = [torch.device("cpu") if places[k].type == "cpu" else places[k] for k in on]
     sizes = _sizes(rows_of(request.sample), request.chunks, len(places))
-    return profile_blocks(given, of, sizes, SECONDS, ACTION if places[0].type == "cpu" else 0.0)
+    found, whole = profile_blocks(given, of, sizes, SECONDS, ACTION if places[0].type == "cpu" else 0.0)
+    return at_full_speed(found, [speeds[k] for k in on]), whole
 
 
-def spread(model: Planned, places: Sequence[torch.device]) -> list[torch.device]:
-    """Return the device of each block, such that all devices have about the same bytes of parameters."""
+def spread(model: Planned, memory: Sequence[int | None]) -> list[int]:
+    """Return the index of the device of each block, such that the bytes of parameters are in proportion to memory."""
     sizes = [1 + held_bytes(layer.parameters()) for layer in model.layers.values()]
-    parts = partition(sizes, min(len(places), len(sizes))).sizes
-    return [place for place, size in zip(places, parts, strict=False) for _ in range(size)]
+    rooms = [1 if room is None else room for room in memory]
+    ends = [end / sum(rooms) for end in accumulate(rooms)]
+    middles = [(end - size / 2) / sum(sizes) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return [bisect_left(ends[:-1], middle) for middle in middles]
 
 
-def _layers(request: Request) -> tuple[Profile, bool]:
+def _layers(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
     place, found, loss, seen = request.places[0], request.profile, request.loss, list[bool]()
     layers, batches = request.model.module, scatter(request.sample, 1)
 

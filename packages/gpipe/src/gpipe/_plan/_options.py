@@ -61,7 +61,7 @@ class Options:
 
     def _option(self, j: int, first: int, end: int, mode: str) -> StageOption:
         costs, schedule = self.costs, self.schedule
-        cost = costs.stage_cost(first, end, mode)
+        cost = costs.stage_cost(j, first, end, mode)
         splits = costs.splits(schedule, first, end, cost)
         need = costs.stage_bytes(j, first, end, mode, schedule, splits).total
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)

@@ -30,6 +30,7 @@ class Request:
         placements: the placements of stages to search, with the schedules for each.
         chunks: the numbers of micro-batches to search.
         memory: the limit of each device in bytes; None for no limit.
+        speeds: the speed of each device, relative to the first; None if the caller does not say.
         modes: the checkpoint modes to search.
         optimizer: the bytes of the optimizer's state per layer.
         profile: the caller's profile of the layers, if any.
@@ -45,6 +46,7 @@ class Request:
     placements: Mapping[tuple[int, ...], Sequence[str]]
     chunks: Sequence[int]
     memory: Sequence[int | None]
+    speeds: Sequence[float] | None
     modes: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None
@@ -52,13 +54,15 @@ class Request:
 
     @property
     def names(self) -> list[str]:
-        return [f"{FAKE}{self.fake.name}" if self.fake else str(place) for place in self.places]
+        if self.fake is None:
+            return [str(place) for place in self.places]
+        return [f"{FAKE}{device.name}" for device in self.fake.each[: len(self.places)]]
 
 
 def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[torch.device]:
     """Return the devices, at most one per layer."""
     if fake:
-        return [torch.device("meta")] * min(fake.count, layers)
+        return [torch.device("meta")] * min(len(fake.each), layers)
     places = checked_devices(devices, layers)
     types = {place.type for place in places}
     if not places:

@@ -4,8 +4,8 @@ For each number of chunks and each schedule, dynamic programming finds the balan
 local search then moves single layers to nearby stages, or changes the option of a stage, while a replay gets faster.
 
 The search does not cover more than two stages per device, looped_bfs and dualpipev, stages that take unequal parts of
-their device's memory (unless that alone is searched, and nothing fits), several devices per stage, or different orders
-of the devices.
+their device's memory (unless that alone is searched, and nothing fits), several devices per stage, or all orders of
+many devices that differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockpartition import partition
 
 from ..schedule import SPLITTING
 from ._candidate import Candidate, Space, by_seconds, candidate_of
-from ._costs import bounds
+from ._costs import Costs, bounds
 from ._options import Options, StageOption
 
 NEAR = 0.01
@@ -50,12 +50,13 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
     """Return the best candidate, then the best per number of chunks and schedule, sorted by time.
 
     The best is the simplest within :data:`NEAR` of the fastest: with the fewest stages, then the fewest chunks, then
-    the simplest schedule. If none fits, return only the closest one of the last space.
+    the simplest schedule. If none fits, return only the closest one with the placement of the last space.
     """
     found = by_seconds(candidates(spaces))
     if not found:
-        # It may still fit if the stages of a device take unequal parts of its memory.
-        return [nearest(spaces[-1])]
+        # One may still fit if the stages of a device take unequal parts of its memory.
+        last = [each for each in spaces if each.measured.placement == spaces[-1].measured.placement]
+        return [min(((space, nearest(space)) for space in last), key=lambda pair: pair[0].share_of(pair[1]))[1]]
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
     best = min(near, key=lambda each: (*each.simplicity, each.seconds))
     return [best, *(each for each in found if each is not best)]
@@ -86,9 +87,24 @@ def _options(space: Space, chunks: int) -> Iterator[Options]:
 def _least(options: Options) -> float:
     """Return an approximate lower bound of the seconds of a step."""
     # The bound ignores memory limits.
-    costs, stages = options.costs, options.costs.measured.stages
-    sizes, modes = partition(costs.work(), stages).sizes, [options.space.modes[0]] * stages
-    return _MARGIN * candidate_of(costs, options.schedule, sizes, modes).seconds
+    costs, modes = options.costs, [options.space.modes[0]] * options.costs.measured.stages
+    return _MARGIN * candidate_of(costs, options.schedule, even(costs)[0], modes).seconds
+
+
+def even(costs: Costs) -> tuple[Sizes, float]:
+    """Return the balance whose slowest stage is fastest if memory has no limits, and the seconds of that stage."""
+    measured, work = costs.measured, costs.work()
+    if {*measured.speeds} <= {1.0}:
+        found = partition(work, measured.stages)
+        return found.sizes, float(found.bottleneck)
+    total = [*accumulate(work, initial=0.0)]
+
+    def seconds(j: int, first: int, end: int) -> float:
+        return (total[end] - total[first]) / measured.speed(j)
+
+    sizes = divided([0.0] * len(total), measured.stages, seconds, math.inf)
+    assert sizes is not None
+    return sizes, max(seconds(j, *own) for j, own in enumerate(bounds(sizes)))
 
 
 def best_of(options: Options) -> Candidate | None:
@@ -173,14 +189,15 @@ def _placed(options: Options) -> Sizes | None:
         found = options.fitting(j, first, end)
         return found[0].busy if found else math.inf
 
-    stages, m, work = options.costs.measured.stages, options.costs.chunks, options.costs.work()
-    free = partition(work, stages)
-    if options.space.rooms == [None] * stages:
-        return free.sizes
+    measured, m, work = options.costs.measured, options.costs.chunks, options.costs.work()
+    free, slowest = even(options.costs)
+    if options.space.rooms == [None] * measured.stages:
+        return free
     # The work of all later layers, a lower bound for any balance of them.
-    behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
-    even = m * (free.bottleneck + 2 * options.costs.measured.action)
-    found = (divided(behind, stages, busy, even * wider) for wider in _WIDER)
+    fastest = max(measured.speeds, default=1.0)
+    behind = [m * size / fastest for size in accumulate(reversed(work), initial=0.0)][::-1]
+    least = m * (slowest + 2 * measured.action)
+    found = (divided(behind, measured.stages, busy, least * wider) for wider in _WIDER)
     return next((sizes for sizes in found if sizes is not None), None)
 
 
