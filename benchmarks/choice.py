@@ -3,7 +3,7 @@
 Every balance, every number of chunks of 1, 2, 4 and 8, every schedule that a plan searches, and every mode of every
 stage, for at most six layers on two or three stages; our own replay and account of bytes are the judge. A row of the
 table has the same problems with other limits of memory: a little more than the least with which anything fits, a tenth
-more, and none.
+more, and none. Other rows have devices of different memory and speed, in every order.
 
 python -m benchmarks choice
 """
@@ -11,13 +11,14 @@ python -m benchmarks choice
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
+from gpipe._plan._orders import orders
 from gpipe._plan._search import search
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
@@ -27,6 +28,8 @@ from .report import Report, Table
 ROWS, CHUNKS = 16, (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 MODES = ("never", "except_last", "always")
+SHARES, SPEEDS = (0.6, 1.0, 1.5), (0.5, 1.0, 2.0)
+"""Of the memory and the speed of devices that differ."""
 CASES = 160
 LIMITS = {"1.01 × the least": 1.01, "1.1 × the least": 1.1, "none": None}
 
@@ -37,34 +40,58 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
         "Made-up models of at most six layers on two or three stages: the plan's choice beside the fastest of all ways "
         "that fit"
     )
-    table = Table("plan.md", "choice", caption, ("memory", "cases", "missed", "within 1 %", "worst"), left=1)
+    columns = ("devices", "memory", "cases", "missed", "within 1 %", "worst")
+    table = Table("plan.md", "choice", caption, columns, left=2)
     figures = {}
-    ratios: dict[str, list[float | None]] = {name: [] for name in LIMITS}
+    ratios: dict[tuple[str, str], list[float | None]] = {}
     for seed in range(8 if options.quick else CASES):
-        for name, ratio in of_case(seed):
-            ratios[name].append(ratio)
-    for name, every in ratios.items():
+        for devices, made in {"equal": equal, "different": different}.items():
+            for name, ratio in of_case(made(Random(seed))):
+                ratios.setdefault((devices, name), []).append(ratio)
+    for (devices, name), every in sorted(ratios.items(), key=lambda row: row[0][0], reverse=True):
         found = [ratio for ratio in every if ratio is not None]
         near = sum(ratio <= 1.01 for ratio in found) / len(found)
         missed = len(every) - len(found)
-        table.add(name, len(every), missed, f"{near:.0%}", f"{max(found):.3f}")
-        figures |= {f"plan, choice, memory {name}: missed": float(missed)}
-        figures |= {f"plan, choice, memory {name}: share within 1 %": near}
-        figures |= {f"plan, choice, memory {name}: chosen / fastest, worst": max(found)}
+        table.add(devices, name, len(every), missed, f"{near:.0%}", f"{max(found):.3f}")
+        row = f"plan, choice, {devices} devices, memory {name}"
+        figures |= {f"{row}: missed": float(missed), f"{row}: share within 1 %": near}
+        figures |= {f"{row}: chosen / fastest, worst": max(found)}
     yield Report([table], figures)
 
 
-def of_case(seed: int) -> Iterator[tuple[str, float | None]]:
-    """For each limit the seconds of the choice over those of the fastest way; None if nothing was found."""
-    space = space_of(Random(seed))
-    every = list(everything(space))
-    least = min(each.fullest for each in every)
+def of_case(spaces: Sequence[Space]) -> Iterator[tuple[str, float | None]]:
+    """For each limit the seconds of the choice over those of the fastest way; None if nothing was found.
+
+    The memory of the spaces is in parts of that limit.
+    """
+    every = [(way, share_of(way, space)) for space in spaces for way in everything(space)]
+    least = min(share for _, share in every)
     for name, factor in LIMITS.items():
-        room = None if factor is None else int(factor * least)
-        best = min(each.seconds for each in every if room is None or each.fullest <= room)
-        found = search([replace(space, memory=(room,) * space.measured.stages)])
-        found = [each for each in found if room is None or each.fullest <= room]
+        size = None if factor is None else factor * least
+        best = min(way.seconds for way, share in every if size is None or share <= size)
+        limited = [replace(space, memory=[size and int(size * share) for share in space.memory]) for space in spaces]
+        rooms = {space.measured.order: space.memory for space in limited}
+        found = [way for way in search(limited) if way.fits(rooms[way.costs.measured.order])]
         yield name, found[0].seconds / best if found else None
+
+
+def share_of(way: Candidate, space: Space) -> float:
+    return max(need.total / share for need, share in zip(way.bytes, space.memory, strict=True))
+
+
+def equal(random: Random) -> list[Space]:
+    return [space_of(random)]
+
+
+def different(random: Random) -> list[Space]:
+    """A space for each order of devices of different memory and speed."""
+    space = space_of(random)
+    each = [(random.choice(SHARES), random.choice(SPEEDS)) for _ in range(space.measured.stages)]
+    found = []
+    for order in orders(each):
+        measured = replace(space.measured, order=order, speeds=tuple(each[k][1] for k in order))
+        found.append(replace(space, measured=measured, memory=[each[k][0] for k in order]))
+    return found
 
 
 def everything(space: Space) -> Iterator[Candidate]:
@@ -100,7 +127,7 @@ def space_of(random: Random) -> Space:
         action=1e-4,
         step=1e-3,
     )
-    return Space(measured, CHUNKS, SCHEDULES, MODES, (None,) * stages)
+    return Space(measured, CHUNKS, SCHEDULES, MODES, (1.0,) * stages)
 
 
 def _figures(random: Random) -> tuple[float, int, int, int]:
