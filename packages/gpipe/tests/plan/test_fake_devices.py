@@ -23,6 +23,7 @@ from gpipe._plan._speeds import at_full_speed, measured_speeds
 from gpipe.distributed import Rank
 from gpipe.simulate import Link
 
+from ..in_rows import InRows
 from ..plans import everything, few, links_of, measurements, profile_of
 
 counts = st.integers(1, 12)
@@ -256,3 +257,14 @@ def test_what_is_wrong_is_named_before_anything_is_counted(
     monkeypatch.setattr("gpipe._plan._make.measure", None)
     with pytest.raises(error, match=message):
         made(**wrong)
+
+
+def test_weights_that_are_packed_when_they_arrive_have_no_size_before() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), InRows())
+    with pytest.raises(ValueError, match=r"model: '1\.weight' is a Rows on 'meta'.*from_pretrained"):
+        plan(model, torch.zeros(4, 6), "2x1GB")
+    ready = nn.Sequential(nn.Linear(6, 6), InRows().to("cpu"))
+    assert (
+        sum(need.parameters for need in plan(ready, torch.zeros(4, 6), "2x1GB").predicted.bytes) >= 36 + 8 * 6 + 4 * 42
+    )

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from microbatch import Batch, check, scatter
+from profiler.memory import is_plain
 
 from ..module._arguments import checked_chunks, checked_mode, listed
 from ..module._cut import checked, expect_same_rows
@@ -45,6 +47,18 @@ def expect_rows(sample: Any) -> None:
     if not shapes or not all(shape and shape[0] for shape in shapes):
         found = ", ".join(map(str, shapes)) or repr(sample)
         raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
+
+
+def expect_sizes(model: nn.Module) -> None:
+    """Raise ValueError if a weight on ``meta`` is packed only when its values arrive, so that its size is not known."""
+    for name, parameter in model.named_parameters():
+        is_inner = is_traceable_wrapper_subclass(parameter)
+        if parameter.is_meta and not is_inner and not is_plain(parameter):
+            raise ValueError(
+                f"model: {name!r} is a {type(parameter).__name__} on 'meta', whose size is known only once it is "
+                "quantized; plan with a model that has its weights, on the host, such as "
+                "from_pretrained(..., quantization_config=...)"
+            )
 
 
 def rows_of(sample: Any) -> int:

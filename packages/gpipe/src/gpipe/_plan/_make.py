@@ -131,6 +131,7 @@ def plan(
         raise TypeError("model: expected a model, got a pipe; pass its layers, pipe[:]")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential or another nn.Module, got {type(model).__name__}")
+    _arguments.expect_sizes(model)
     sample = replicated(as_input(model, sample), "sample")
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
