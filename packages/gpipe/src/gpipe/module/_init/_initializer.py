@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._names import Flattened
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefix_of
-from ._packed import is_part, packed, unpack
+from ._quantized import is_part, packed, unpack
 from ._sources import state_dict_at
 
 Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
