@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from streams import waiting
+
 from .._forks import fork_lock
 from .._torch import (
     INTERCEPTING,
@@ -49,7 +51,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._lock = fork_lock()
-        self._changed = threading.Condition(self._lock)  # type: ignore[arg-type]
+        self._changed = waiting.Condition(self._lock)  # type: ignore[arg-type]
         self._count = 0
         self._now: Kernels = None
         self._of_process: tuple[Any, ...] = ()

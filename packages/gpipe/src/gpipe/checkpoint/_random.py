@@ -12,7 +12,6 @@ On the CPU, a layer raises RuntimeError when it draws after seeding the default 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,6 +19,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from streams import waiting
 
 from .._current import current
 from .._forks import fork_lock
@@ -68,7 +69,7 @@ class RunRNG:
     def __init__(self, agreed: int | None = None) -> None:
         self.drew = False
         self._agreed = agreed
-        self._lock = threading.Lock()
+        self._lock = waiting.Lock()
         # A pipe inside a layer of another pipe draws from that layer's numbers, which the recomputation repeats.
         self._around = current.work.rng
         self._in_backward = current.work.step is not None and in_backward()

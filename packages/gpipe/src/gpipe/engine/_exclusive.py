@@ -15,6 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from streams import waiting
+
 from .._current import current
 from .._forks import fork_lock
 
@@ -56,7 +58,7 @@ class Section:
     """A reentrant lock that raises an error instead of a deadlock."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = waiting.RLock()
         self._process: int | None = None  # the process of the thread inside
 
     @contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import nn
+
+from streams import waiting
 
 from ..engine._accumulate import DeferredGradients
 from ..engine._offloaded import Offload
@@ -38,10 +39,10 @@ class Threads:
         self._process, self._pool = -1, None
 
     @property
-    def pool(self) -> ThreadPoolExecutor:
+    def pool(self) -> waiting.ThreadPoolExecutor:
         if self._pool is None or self._process != os.getpid():  # a forked child has no threads
             # The pool starts as many threads as there are micro-batches in flight.
-            self._pool = ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
+            self._pool = waiting.ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
             self._process = os.getpid()
         return self._pool
 
@@ -50,7 +51,7 @@ class Threads:
         if pool is not None and self._process == os.getpid():
             pool.shutdown()
 
-    _pool: ThreadPoolExecutor | None
+    _pool: waiting.ThreadPoolExecutor | None
 
 
 class ModelPipeline(Pipeline):
