@@ -95,6 +95,7 @@ def explore(
     waiting[0].append(())
     runs, injected, found, complete = 0, 0, [], -1
     with collected_between():
+        expect_repeatable(program, **options)
         for level in range(preemptions + 1):
             prefixes = waiting[level]
             while prefixes and runs < most and len(found) < failures:
@@ -143,7 +144,7 @@ def sample(
     found: list[Interleaving] = []
     injected = 0
     with collected_between():
-        steps = len(run(program, Recorded(), **options).made)
+        steps = expect_repeatable(program, **options)
         for number in range(runs):
             one = run(program, Priorities(seed * runs + number, steps, depth, injections), **options)
             injected += bool(one.injections)
@@ -152,6 +153,16 @@ def sample(
             if len(found) >= failures:
                 break
     return Explored(runs, injected, -1, tuple(found))
+
+
+def expect_repeatable(program: Program, **options: Any) -> int:
+    """Raise AssertionError unless two runs with the same choices are the same; return the number of choices."""
+    run(program, Recorded(), **options)  # the first one may differ: it imports modules and fills caches
+    first, second = (run(program, Recorded(), **options) for _ in range(2))
+    for left, right in zip(first.events, second.events, strict=False):
+        assert left == right, f"two runs with the same choices differ: {left}, then {right}"
+    assert len(first.events) == len(second.events), "two runs with the same choices differ in their lengths"
+    return len(first.made)
 
 
 class collected_between:

@@ -248,7 +248,7 @@ class Thread(threading.Thread):
     def start(self) -> None:
         self._task = self._scheduler.new_task(self)
         super().start()
-        self._scheduler.step(f"after start of {self.name}")
+        self._scheduler.step(f"after start of {self._task.name}")
 
     def run(self) -> None:
         self._scheduler.run_task(self._task, super().run)
@@ -256,7 +256,7 @@ class Thread(threading.Thread):
     def is_alive(self) -> bool:
         if self._task is None:
             return False
-        self._scheduler.step(f"is {self.name} alive")
+        self._scheduler.step(f"is {self._task.name} alive")
         return not self._task.is_done
 
     def join(self, timeout: float | None = None) -> None:
@@ -265,7 +265,7 @@ class Thread(threading.Thread):
         if threading.current_thread() is self:
             raise RuntimeError("cannot join current thread")
         if self._scheduler.controls_this_thread():
-            self._scheduler.step(f"join {self.name}", lambda: self._task.is_done, timed=timeout is not None, call=True)
+            self._scheduler.step(f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True)
 
     def real_join(self, timeout: float) -> None:
         if self.ident is not None:

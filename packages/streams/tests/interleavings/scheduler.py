@@ -125,10 +125,10 @@ class Scheduler:
             ``"go"``; ``"timeout"`` if the thread has waited for too long; ``"interrupt after"`` if KeyboardInterrupt
             has to be raised after the operation.
         """
-        if self._error is not None:
+        if self._error is not None and not self.is_over:
             raise _Aborted
         if not self.controls_this_thread():
-            # The end of the program, or code that runs while a thread is freed: nobody else runs.
+            # After the end of the program, or code that runs while a thread is freed: nobody else runs.
             if not ready() and not timed:
                 raise Deadlock(f"{name} would wait forever after the end of the program")
             return GO if ready() else TIMEOUT
@@ -198,7 +198,8 @@ class Scheduler:
     # Threads.
 
     def new_task(self, thread: threading.Thread) -> Task:
-        task = Task(len(self.tasks), thread.name)
+        # Not the name of the thread, which may contain the number of threads of the process.
+        task = Task(len(self.tasks), f"thread {len(self.tasks)}")
         task.thread = thread
         task.pending = Operation("begin", _always)
         self.tasks.append(task)
@@ -259,10 +260,9 @@ class Scheduler:
             assert self._error is not None
             raise self._error from None
         finally:
-            self.is_over = True
-            if self._error is None:
-                self._abort(Deadlock("the program has ended"))
+            self._abort(self._error or Deadlock("the program has ended"))
             self._join()
+            self.is_over = True
 
     def _finish(self) -> None:
         """Let other threads go on until they end."""
@@ -315,7 +315,7 @@ class _Traced:
 def stacks(tasks: Collection[Task] = ()) -> str:
     """The stack of each thread that has not ended, without the frames of the scheduler."""
     frames = sys._current_frames()
-    named = {task.ident: f"{task.name} at {task.pending.name if task.pending else '?'}" for task in tasks}
+    named = {task.ident: f"{task.name}{f' ({task.thread.name})' if task.thread else ''} at {task.pending.name if task.pending else '?'}" for task in tasks}
     known = {each.ident or 0: each.name for each in threading.enumerate()} if not tasks else {}
     found = []
     for ident, name in {**known, **named}.items():
