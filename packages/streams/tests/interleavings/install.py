@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Condition as RealCondition
 from threading import RLock as RealRLock
 from typing import Any
@@ -28,14 +28,15 @@ def installed(scheduler: Scheduler) -> Iterator[None]:
         with ExitStack() as scope:
             for name, each in CLASSES.items():
                 scope.enter_context(patch.object(waiting, name, each))
-            for owner, name in locks_of_process():
+            for owner, name in locks_of_process(len(sys.modules)):
                 scope.enter_context(_replaced(owner, name))
             yield
     finally:
         active.pop()
 
 
-def locks_of_process() -> Sequence[tuple[Any, str]]:
+@cache
+def locks_of_process(modules_so_far: int) -> Sequence[tuple[Any, str]]:
     """Return the objects with a lock that was made when a module was imported, and the lock's name."""
     found: list[tuple[Any, str]] = []
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] in PACKAGES]
