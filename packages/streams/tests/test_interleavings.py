@@ -9,8 +9,8 @@ import torch
 
 from streams import Context, CPUStream, Task, spawn_workers, waiting
 
-from .interleavings.explore import explore, repeat, run, sample
 from .interleavings.choices import Recorded
+from .interleavings.explore import explore, repeat, run, sample
 from .interleavings.objects import active
 from .interleavings.scheduler import FAIL, INTERRUPT, Deadlock, InjectedFailure
 

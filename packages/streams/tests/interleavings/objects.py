@@ -21,6 +21,7 @@ active: list[Scheduler] = []
 class _Scheduled:
     def __init__(self) -> None:
         self._scheduler = active[-1]
+        self._scheduler.objects.append(self)
         self._name = f"{type(self).__name__}"
 
     def _wait(
@@ -68,6 +69,8 @@ class Lock(_Scheduled):
 
     def locked(self) -> bool:
         return self._is_held
+
+    is_held = locked
 
     def __enter__(self) -> bool:
         return self._acquire(None, call=False)
@@ -265,7 +268,9 @@ class Thread(threading.Thread):
         if threading.current_thread() is self:
             raise RuntimeError("cannot join current thread")
         if self._scheduler.controls_this_thread():
-            self._scheduler.step(f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True)
+            self._scheduler.step(
+                f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True
+            )
 
     def real_join(self, timeout: float) -> None:
         if self.ident is not None:

@@ -87,6 +87,7 @@ class Scheduler:
         steps: the number of steps so far.
         events: describes each step; the last ones are in the message of a failure.
         escaped: exceptions that ended a thread.
+        objects: the locks, queues and so on of the program.
     """
 
     def __init__(self, chooser: Chooser, *, lines: Collection[str] = (), injects: Collection[str] = ()) -> None:
@@ -96,6 +97,7 @@ class Scheduler:
         self.steps = 0
         self.events: list[str] = []
         self.escaped: list[BaseException] = []
+        self.objects: list[Any] = []
         self._timeouts = 0
         self._error: BaseException | None = None
         self._ended: threading.Thread | None = None
@@ -144,7 +146,7 @@ class Scheduler:
             raise _Aborted
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended.join()  # it frees its local variables, which may be steps
+            ended.real_join(PATIENCE)  # it frees its local variables, which may be steps
         me.pending = None
         if me.outcome == FAIL:
             raise InjectedFailure(self.events[-1])
@@ -276,7 +278,7 @@ class Scheduler:
                 raise _Aborted
             self.step("end", lambda: not any(task.pending and task.pending.ready() for task in self.tasks[1:]))
         if self._ended is not None:
-            self._ended.join()
+            self._ended.real_join(PATIENCE)
         if self.escaped:
             raise self.escaped[0]
 
@@ -315,7 +317,10 @@ class _Traced:
 def stacks(tasks: Collection[Task] = ()) -> str:
     """The stack of each thread that has not ended, without the frames of the scheduler."""
     frames = sys._current_frames()
-    named = {task.ident: f"{task.name}{f' ({task.thread.name})' if task.thread else ''} at {task.pending.name if task.pending else '?'}" for task in tasks}
+    named = {
+        task.ident: f"{task.name}{f' ({task.thread.name})' if task.thread else ''} at {task.pending.name if task.pending else '?'}"
+        for task in tasks
+    }
     known = {each.ident or 0: each.name for each in threading.enumerate()} if not tasks else {}
     found = []
     for ident, name in {**known, **named}.items():

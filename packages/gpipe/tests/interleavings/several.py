@@ -1,0 +1,269 @@
+"""Programs with several callers or several pipes, and pipes that are closed or freed by other threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packages.streams.tests.interleavings.scheduler import InjectedFailure
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from streams import waiting
+
+from ..layers import linear, rows, squares, trained
+from .scenarios import assert_no_threads, certain, expect_gradients, expect_nothing_left, model_of, plain, point, points
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """Run works in this thread and others; return what each returns or raises."""
+    outcomes: list[Any] = [None] * len(works)
+
+    def run(k: int) -> None:
+        try:
+            outcomes[k] = works[k]()
+        except (Exception, KeyboardInterrupt) as error:
+            outcomes[k] = error
+
+    threads = [waiting.Thread(target=run, args=[k]) for k in range(1, len(works))]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        while True:
+            try:
+                thread.join()
+                break
+            except KeyboardInterrupt:
+                pass
+    return outcomes
+
+
+def new_pipe(model: nn.Module, balance: tuple[int, ...] = (2, 2), **options: Any) -> GPipe:
+    return GPipe(
+        model, list(balance), **{"devices": ["cpu"] * len(balance), "chunks": 2, "checkpoint": "never", **options}
+    )
+
+
+def expect_right(*pipes: GPipe, model: Callable[[], nn.Module], schedule: str | None) -> None:
+    """The next step of each pipe has the gradients of the plain model."""
+    _, expected = plain(model, None, squares, 4)
+    for pipe in pipes:
+        pipe.zero_grad()
+        with certain():
+            trained(pipe, rows(4), schedule)
+        expect_gradients(pipe, expected, failed=False)
+    expect_nothing_left(pipes[0])
+    for pipe in pipes:
+        close(pipe)
+    assert_no_threads()
+
+
+def expect_injected(outcomes: list[Any]) -> int:
+    """How many failed; any other error is raised."""
+    failed = [each for each in outcomes if isinstance(each, BaseException)]
+    for each in failed:
+        if not isinstance(each, (InjectedFailure, KeyboardInterrupt)):
+            raise each
+    return len(failed)
+
+
+def two_callers(schedule: str | None, other: str | None) -> None:
+    """Two threads train the same pipe. Gradients of both are added."""
+    create = points(2)
+    model, expected = plain(create_2, None, squares, 4)
+    del create
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(
+        lambda: trained(pipe, rows(4), schedule) and None, lambda: trained(pipe, rows(4), other) and None
+    )
+    if not expect_injected(outcomes):
+        twice = {name: None if each is None else 2 * each for name, each in expected.items()}
+        expect_gradients(pipe, twice, failed=False)
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_2, schedule=schedule)
+
+
+create_2 = points(2)
+create_4 = points(4)
+
+
+def two_pipes(schedule: str | None) -> None:
+    """Two threads train two pipes with different models."""
+    model, expected = plain(create_2, None, squares, 4)
+    pipes = [new_pipe(copy.deepcopy(model)) for _ in range(2)]
+    outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), schedule) and None for pipe in pipes))
+    for pipe, outcome in zip(pipes, outcomes, strict=True):
+        expect_gradients(pipe, expected, failed=expect_injected([outcome]) > 0)
+    expect_nothing_left(pipes[0])
+    expect_right(*pipes, model=create_2, schedule=schedule)
+
+
+def shared_parameters() -> None:
+    """Two threads train two pipes of the same layers: the second one waits for nothing, and may be refused."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = copy.deepcopy(model)
+    pipes = [new_pipe(nn.Sequential(*layers)) for _ in range(2)]
+    outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), "1f1b") and None for pipe in pipes))
+    refused = [each for each in outcomes if "another thread is training another pipe" in str(each)]
+    assert len(refused) < 2, "both are refused"
+    others = [each for each in outcomes if each not in refused]
+    if not expect_injected(others):
+        factor = len(others)
+        expect_gradients(pipes[0], {k: None if g is None else factor * g for k, g in expected.items()}, failed=False)
+    expect_right(*pipes, model=create_2, schedule="1f1b")
+
+
+class Around(nn.Module):
+    """A layer that calls a pipe, or any other module, that is not its submodule."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        point("before the inner pipe")
+        found: Tensor = self.inner[0](x)
+        return found
+
+
+def nested() -> None:
+    """A layer calls a pipe."""
+    model, _ = plain(create_2, None, squares, 4)
+    inner = new_pipe(copy.deepcopy(model))
+    outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
+    outcomes = together(lambda: trained(outer, rows(4), "1f1b") and None)
+    expect_injected(outcomes)
+    close(outer)
+    expect_nothing_left(outer)
+    expect_right(inner, model=create_2, schedule="1f1b")
+
+
+def nested_and_inner() -> None:
+    """A thread trains a pipe with a layer that calls a pipe, which another thread trains."""
+    model, _ = plain(create_2, None, squares, 4)
+    inner = new_pipe(copy.deepcopy(model))
+    outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
+    outcomes = together(lambda: trained(outer, rows(4), None) and None, lambda: trained(inner, rows(4), None) and None)
+    refused = [each for each in outcomes if isinstance(each, RuntimeError)]
+    for each in refused:
+        assert "another thread is training" in str(each), each
+    expect_injected([each for each in outcomes if each not in refused])
+    close(outer)
+    expect_nothing_left(outer)
+    expect_right(inner, model=create_2, schedule="1f1b")
+
+
+def each_other() -> None:
+    """Two threads run two pipes, whose layers call the other pipe: one of them has to raise instead of waiting."""
+    first, second = Around(None), Around(None)
+    pipes = [new_pipe(nn.Sequential(linear(), linear(), each, linear())) for each in (first, second)]
+    calls = [0, 0]
+
+    def once(k: int) -> Any:
+        def call(x: Tensor) -> Tensor:
+            calls[k] += 1
+            with torch.no_grad():
+                return pipes[1 - k](x) if calls[k] < 2 else x
+
+        return call
+
+    first.inner[0], second.inner[0] = once(0), once(1)
+    with torch.no_grad():
+        pass
+    outcomes = together(*(lambda pipe=pipe: evaluate(pipe) for pipe in pipes))
+    errors = [each for each in outcomes if isinstance(each, BaseException)]
+    expect_injected([each for each in errors if "wait for itself" not in str(each)])
+    for pipe in pipes:
+        close(pipe)
+    assert_no_threads()
+
+
+def evaluate(pipe: GPipe) -> None:
+    with torch.no_grad():
+        pipe(rows(4))
+
+
+def closed_during_a_step() -> None:
+    """A thread closes a pipe while another one trains it."""
+    model, expected = plain(create_2, None, squares, 4)
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(lambda: trained(pipe, rows(4), "1f1b") and None, pipe.close)
+    failed = expect_injected(outcomes)
+    expect_gradients(pipe, expected, failed=failed > 0)
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+def freed_between_forward_and_backward() -> None:
+    """The pipe is freed while its output lives on; its threads end by themselves."""
+    model, expected = plain(create_2, None, squares, 4)
+    own = copy.deepcopy(model)
+    pipe = new_pipe(own)
+    parameters = dict(pipe.named_parameters())
+    x = rows(4)
+    try:
+        output = pipe(x)
+        del pipe
+        squares(output).backward()
+        del output
+        actual = {name: parameter.grad for name, parameter in parameters.items()}
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    except (InjectedFailure, KeyboardInterrupt) as error:
+        error.__traceback__ = None
+    gc.collect(0)
+
+
+def dropped_by_another_thread() -> None:
+    """The last reference to a pipe is dropped by a thread that has never used it, while another pipe trains."""
+    model, expected = plain(create_2, None, squares, 4)
+    dropped = [new_pipe(copy.deepcopy(model))]
+    with certain():
+        trained(dropped[0], rows(4), "1f1b")
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(lambda: trained(pipe, rows(4), "1f1b") and None, dropped.clear)
+    expect_gradients(pipe, expected, failed=expect_injected(outcomes) > 0)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+class Draws(nn.Module):
+    """Draws from torch's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+noisy = model_of(linear, Draws, linear, Draws)
+
+
+def nested_draws() -> None:
+    """A layer of the last stage calls a pipe whose layers draw, while the first stage draws for the first time."""
+    inner = new_pipe(noisy())
+    outer = new_pipe(nn.Sequential(linear(), Draws(), Around(inner), linear()))
+    torch.manual_seed(7)
+    random.seed(7)
+    expect_injected(together(lambda: trained(outer, rows(4), None) and None))
+    close(inner)
+    close(outer)
+    assert_no_threads()
+
+
+SEVERAL: dict[str, Callable[[], None]] = {
+    "two-callers": lambda: two_callers("1f1b", "1f1b"),
+    "two-callers-call": lambda: two_callers(None, None),
+    "two-callers-mixed": lambda: two_callers("1f1b", None),
+    "two-pipes": lambda: two_pipes("1f1b"),
+    "two-pipes-call": lambda: two_pipes(None),
+    "shared-parameters": shared_parameters,
+    "nested": nested,
+    "nested-and-inner": nested_and_inner,
+    "nested-draws": nested_draws,
+    "each-other": each_other,
+    "closed-during-a-step": closed_during_a_step,
+    "freed-between": freed_between_forward_and_backward,
+    "dropped-by-another-thread": dropped_by_another_thread,
+}
