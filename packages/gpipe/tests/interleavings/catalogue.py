@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with sdpa_kernel(self.kernel):
-            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+            return F.scaled_dot_product_attention(*[x[:, None, None]] * 3)[:, 0, 0]
 
 
 def row(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -16,7 +16,17 @@ from gpipe import GPipe
 from streams import waiting
 
 from ..layers import linear, rows, squares, trained
-from .scenarios import assert_no_threads, certain, expect_gradients, expect_nothing_left, model_of, plain, point, points
+from .scenarios import (
+    assert_no_threads,
+    certain,
+    close,
+    expect_gradients,
+    expect_nothing_left,
+    model_of,
+    plain,
+    point,
+    points,
+)
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:

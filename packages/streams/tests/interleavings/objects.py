@@ -244,9 +244,14 @@ class SimpleQueue(_Scheduled):
 
 class Thread(threading.Thread):
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._scheduler, self._task = active[-1], None
+        self._scheduler.objects.append(self)
+        self._number = len(self._scheduler.objects)
         super().__init__(*arguments, **options)
         self.daemon = True  # a program that is given up must not keep the interpreter from ending
-        self._scheduler, self._task = active[-1], None
+
+    def __hash__(self) -> int:
+        return self._number  # not the address, so that the order of a set is the same in each run
 
     def start(self) -> None:
         self._task = self._scheduler.new_task(self)
