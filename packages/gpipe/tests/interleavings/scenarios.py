@@ -74,7 +74,8 @@ class Scenario(NamedTuple):
         model, expected = plain(self.model, self.schedule, self.loss_fn, self.count)
         if self.draws:
             expected = self.drawn()
-        pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
+        with certain():
+            pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
         calls: list[Tensor] = []
         first = next(iter(pipe.parameters()))
         first.register_hook(calls.append)
@@ -84,7 +85,8 @@ class Scenario(NamedTuple):
         except (InjectedFailure, KeyboardInterrupt) as error:
             failure = type(error)
         expect_nothing_left(pipe)
-        expect_gradients(pipe, expected, failed=failure is not None)
+        if failure is None or self.schedule is not None:  # else as after a failed backward of a plain model
+            expect_gradients(pipe, expected, failed=failure is not None)
         assert list((first._backward_hooks or {}).values()) == [calls.append], "a hook is lost"
         calls.clear()
         pipe.zero_grad()
@@ -103,8 +105,8 @@ class Scenario(NamedTuple):
     def drawn(self) -> dict[str, Tensor | None]:
         """The gradients of a step of an inline pipe."""
         model, _ = plain(self.model, self.schedule, self.loss_fn, self.count)
-        pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
         with certain():
+            pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
             self._replace(inline=True).train(pipe)
         return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 

@@ -1,7 +1,7 @@
 """Run one worker thread per device for the duration of a ``with`` block."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import current_thread
 from types import TracebackType
@@ -110,8 +110,12 @@ class _WorkerBlock(AbstractContextManager[Queues]):
 
     def __del__(self) -> None:
         # The block was not left: end the workers without waiting, because this may run on any thread.
-        for each in vars(self).get("_workers", ()):  # missing if __init__ was interrupted
-            each.in_queue.put(None)
+        workers = [*vars(self).get("_workers", ())]  # missing if __init__ was interrupted
+        # After an interrupt, which Python does not raise out of a finalizer, the remaining workers must end as well.
+        while workers:
+            with suppress(BaseException):
+                workers[-1].in_queue.put(None)
+                workers.pop()
 
     def _start(self, device: Device, context: Context) -> _Worker:
         each = _Worker(device, context)

@@ -253,6 +253,8 @@ class Scheduler:
         Raises:
             Deadlock: no thread could go on, a thread is left, or one was ended by an exception.
         """
+        report = sys.unraisablehook
+        sys.unraisablehook = lambda one: None if one.exc_type is _Aborted else report(one)
         try:
             with self.traced():
                 result = program()
@@ -265,6 +267,7 @@ class Scheduler:
             self._abort(self._error or Deadlock("the program has ended"))
             self._join()
             self.is_over = True
+            sys.unraisablehook = report
 
     def _finish(self) -> None:
         """Let other threads go on until they end."""

@@ -36,7 +36,7 @@ class Threads:
     """The threads of forwards. They wait between runs, and end with the pipe."""
 
     def __init__(self) -> None:
-        self._process, self._pool = -1, None
+        self._process, self._pool, self._ending = -1, None, None
 
     @property
     def pool(self) -> waiting.ThreadPoolExecutor:
@@ -47,11 +47,15 @@ class Threads:
         return self._pool
 
     def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None and self._process == os.getpid():
-            pool.shutdown()
+        """End the threads, and wait for them. After an interrupt, the next call waits for the same threads."""
+        if self._pool is not None:
+            self._ending, self._pool = self._pool, None
+        if self._ending is not None and self._process == os.getpid():
+            self._ending.shutdown()
+        self._ending = None
 
     _pool: waiting.ThreadPoolExecutor | None
+    _ending: waiting.ThreadPoolExecutor | None
 
 
 class ModelPipeline(Pipeline):
