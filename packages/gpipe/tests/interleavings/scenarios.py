@@ -140,7 +140,7 @@ def certain() -> Iterator[None]:
 
 
 class _Default:
-    def choose(self, options: Any) -> int:
+    def choose(self, options: Any, step: int) -> int:
         return 0
 
 

@@ -189,7 +189,7 @@ def each_other() -> None:
         pass
     outcomes = together(*(lambda pipe=pipe: evaluate(pipe) for pipe in pipes))
     errors = [each for each in outcomes if isinstance(each, BaseException)]
-    expect_injected([each for each in errors if "wait for itself" not in str(each)])
+    expect_injected([each for each in errors if "wait for each other" not in str(each)])
     for pipe in pipes:
         close(pipe)
     assert_no_threads()

@@ -28,14 +28,15 @@ class Option(NamedTuple):
 class Chooser(Protocol):
     """Chooses among several options. The first one is the default."""
 
-    def choose(self, options: Sequence[Option]) -> int: ...
+    def choose(self, options: Sequence[Option], step: int) -> int: ...
 
 
 class Choice(NamedTuple):
-    """A choice that was made: the index of the option, and the costs of all options."""
+    """A choice that was made: the index of the option, the costs of all options, and the number of the step."""
 
     index: int
     costs: tuple[tuple[int, int], ...]
+    step: int
 
 
 class Recorded:
@@ -49,12 +50,12 @@ class Recorded:
         self._indices = indices
         self.made: list[Choice] = []
 
-    def choose(self, options: Sequence[Option]) -> int:
+    def choose(self, options: Sequence[Option], step: int) -> int:
         k = len(self.made)
         index = self._indices[k] if k < len(self._indices) else 0
         if index >= len(options):
             raise AssertionError(f"choice {k} is {index}, but there are only {len(options)} options: {options}")
-        self.made.append(Choice(index, tuple((each.preemptions, each.injections) for each in options)))
+        self.made.append(Choice(index, tuple((each.preemptions, each.injections) for each in options), step))
         return index
 
 
@@ -79,7 +80,7 @@ class Priorities(Recorded):
         self._changes = {self._random.randrange(max(1, steps)): -k for k in range(1, depth)}
         self._injected = {self._random.randrange(max(1, steps)) for _ in range(injections)}
 
-    def choose(self, options: Sequence[Option]) -> int:
+    def choose(self, options: Sequence[Option], step: int) -> int:
         number, costs = len(self.made), tuple((each.preemptions, each.injections) for each in options)
         ordinary = [k for k, each in enumerate(options) if not each.injections]
         injecting = [k for k, each in enumerate(options) if each.injections]
@@ -92,5 +93,5 @@ class Priorities(Recorded):
         if injecting and any(at <= number for at in self._injected):
             self._injected = {at for at in self._injected if at > number}
             index = self._random.choice(injecting)
-        self.made.append(Choice(index, costs))
+        self.made.append(Choice(index, costs, step))
         return index

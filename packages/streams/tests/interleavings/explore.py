@@ -91,8 +91,8 @@ def explore(
         options: see :func:`run`.
     """
     rng = random.Random(seed)
-    waiting: list[list[tuple[int, ...]]] = [[] for _ in range(preemptions + 1)]
-    waiting[0].append(())
+    waiting: list[list[Prefix]] = [[] for _ in range(preemptions + 1)]
+    waiting[0].append(Prefix((), (), 0))
     runs, injected, found, complete = 0, 0, [], -1
     with collected_between():
         expect_repeatable(program, **options)
@@ -102,12 +102,13 @@ def explore(
                 k = rng.randrange(len(prefixes))
                 prefixes[k], prefixes[-1] = prefixes[-1], prefixes[k]
                 prefix = prefixes.pop()
-                one = run(program, Recorded(prefix), **options)
+                one = run(program, Recorded(prefix.indices), **options)
+                prefix.expect_begins(one)
                 runs += 1
                 injected += bool(one.injections)
                 if one.error is not None:
                     found.append(one)
-                for cost, other in _others(one, len(prefix), injections):
+                for cost, other in _others(one, len(prefix.indices), injections):
                     if cost <= preemptions:
                         waiting[cost].append(other)
                 if runs % 200 == 0:
@@ -118,14 +119,36 @@ def explore(
     return Explored(runs, injected, complete, tuple(found))
 
 
-def _others(one: Interleaving, begin: int, injections: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+class Prefix(NamedTuple):
+    """The first choices of a run, all but the last of which were made by an earlier one.
+
+    Attributes:
+        events: what happened in the earlier run.
+        count: the number of events before the last choice.
+    """
+
+    indices: tuple[int, ...]
+    events: Sequence[str]
+    count: int
+
+    def expect_begins(self, one: Interleaving) -> None:
+        """Raise AssertionError unless ``one`` begins as the earlier run did."""
+        for k, (before, now) in enumerate(zip(self.events[: self.count], one.events, strict=False)):
+            if before != now:
+                raise AssertionError(
+                    f"a run with the same choices differs after {k} steps: {now} instead of {before}; choices "
+                    f"{self.indices}; error {one.error!r}"
+                )
+
+
+def _others(one: Interleaving, begin: int, injections: int) -> Iterator[tuple[int, Prefix]]:
     """The prefixes that differ from a run in one choice, the first after ``begin``, with their preemptions."""
     spent, injected = 0, 0
     for k, choice in enumerate(one.made):
         if k >= begin:
             for index, (cost, injecting) in enumerate(choice.costs):
                 if index != choice.index and injected + injecting <= injections:
-                    yield spent + cost, (*one.indices[:k], index)
+                    yield spent + cost, Prefix((*one.indices[:k], index), one.events, choice.step)
         cost, injecting = choice.costs[choice.index]
         spent, injected = spent + cost, injected + injecting
 

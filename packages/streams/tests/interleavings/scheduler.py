@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ class Task:
         self._baton.acquire()
 
     def go_on(self) -> None:
-        self._baton.release()
+        with suppress(RuntimeError):  # a program that is given up lets all threads go on
+            self._baton.release()
 
     def stop(self) -> None:
         if not self._baton.acquire(timeout=PATIENCE):
@@ -171,7 +173,7 @@ class Scheduler:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise Deadlock(f"the program does not end: {self.steps} steps; the last ones:\n{self.story()}")
-        index = self._chooser.choose(options) if len(options) > 1 else 0
+        index = self._chooser.choose(options, len(self.events)) if len(options) > 1 else 0
         _, outcome, _, number, name = options[index]
         self._timeouts = self._timeouts + 1 if outcome == TIMEOUT else 0
         self.events.append(f"{self.tasks[number].name}: {name}" + ("" if outcome == GO else f" -> {outcome}"))
@@ -289,7 +291,7 @@ class Scheduler:
         if self._error is None:
             self._error = error
         for task in self.tasks:
-            if task.ident != _thread.get_ident() and not task.is_done and task._baton.locked():
+            if task.ident != _thread.get_ident() and not task.is_done:
                 task.go_on()
 
     def _join(self) -> None:
