@@ -138,8 +138,7 @@ class Scheduler:
             return GO if ready() else TIMEOUT
         me = self.current
         me.pending = Operation(name, ready, timed, fails, call)
-        self._switch(me)
-        if me is not self.current:
+        if self._switched(me):
             me.stop()
         return self._resumed(me)
 
@@ -156,8 +155,8 @@ class Scheduler:
             raise KeyboardInterrupt
         return me.outcome
 
-    def _switch(self, me: Task) -> None:
-        """Choose who goes on, and let it, unless it is ``me``."""
+    def _switched(self, me: Task) -> bool:
+        """Choose who goes on, and let it. Return False if it is ``me``."""
         try:
             task, outcome = self._chosen(me)
         except BaseException as error:
@@ -165,8 +164,10 @@ class Scheduler:
             raise _Aborted from None
         task.outcome = outcome
         self.current = task
-        if task is not me:
-            task.go_on()
+        if task is me:
+            return False
+        task.go_on()
+        return True  # not compared with ``self.current``, which the other thread may have changed again
 
     def _chosen(self, me: Task) -> tuple[Task, str]:
         options = self.options(me)
