@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from packages.streams.tests.interleavings.scheduler import InjectedFailure
 from torch import Tensor, nn
 
 from gpipe import GPipe
+from gpipe._current import doing
+from gpipe.checkpoint._random import CellRNG, RunRNG
 from streams import waiting
 
-from ..layers import linear, rows, squares, trained
+from ..layers import Row, linear, rows, squares, trained
 from .scenarios import (
     assert_no_threads,
     certain,
@@ -41,7 +44,8 @@ def together(*works: Callable[[], Any]) -> list[Any]:
 
     threads = [waiting.Thread(target=run, args=[k]) for k in range(1, len(works))]
     for thread in threads:
-        thread.start()
+        with suppress(KeyboardInterrupt):  # it is started before it can be interrupted
+            thread.start()
     run(0)
     for thread in threads:
         while True:
@@ -189,8 +193,21 @@ def each_other() -> None:
         pass
     outcomes = together(*(lambda pipe=pipe: evaluate(pipe) for pipe in pipes))
     errors = [each for each in outcomes if isinstance(each, BaseException)]
-    expect_injected([each for each in errors if "wait for each other" not in str(each)])
+    expect_injected([each for each in errors if "would wait for" not in str(each)])
     for pipe in pipes:
+        close(pipe)
+    assert_no_threads()
+
+
+def pipe_in_a_block() -> None:
+    """A block of a model calls a pipe, while no other block may draw, and another thread runs that pipe."""
+    options = {"blocks": ["layers.0", "layers.1"]}
+    inner = new_pipe(Row(linear(), linear()), (1, 1), **options)
+    outer = new_pipe(Row(linear(), Around(inner)), (1, 1), **options)
+    outcomes = together(lambda: evaluate(outer), lambda: evaluate(inner))
+    errors = [each for each in outcomes if isinstance(each, BaseException)]
+    expect_injected([each for each in errors if "would wait for" not in str(each)])
+    for pipe in (outer, inner):
         close(pipe)
     assert_no_threads()
 
@@ -249,19 +266,39 @@ class Draws(nn.Module):
         return x + torch.rand_like(x)
 
 
+class DrawsLater(Draws):
+    """Draws from the second micro-batch on."""
+
+    is_later = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_later, is_later = True, self.is_later
+        return super().forward(x) if is_later else x * 1
+
+
 noisy = model_of(linear, Draws, linear, Draws)
 
 
 def nested_draws() -> None:
     """A layer of the last stage calls a pipe whose layers draw, while the first stage draws for the first time."""
-    inner = new_pipe(noisy())
-    outer = new_pipe(nn.Sequential(linear(), Draws(), Around(inner), linear()))
+    inner = new_pipe(noisy(), devices=[torch.device("cpu", 0)] * 2)
+    outer = new_pipe(nn.Sequential(linear(), DrawsLater(), Around(inner), linear()))
     torch.manual_seed(7)
     random.seed(7)
     expect_injected(together(lambda: trained(outer, rows(4), None) and None))
     close(inner)
     close(outer)
     assert_no_threads()
+
+
+def seeds_of_nested_runs() -> None:
+    """A nested run takes its seed from a cell of the outer run, while another stage of the outer run draws, too."""
+    outer = RunRNG()
+    first, last = CellRNG(outer, 1, 0, torch.device("cpu")), CellRNG(outer, 0, 1, torch.device("cpu"))
+    with doing(rng=last):
+        inner = RunRNG()
+    outcomes = together(lambda: inner.seed, lambda: int(torch.randint(2**30, (), generator=first.draw())))
+    assert not [each for each in outcomes if isinstance(each, BaseException)], outcomes
 
 
 SEVERAL: dict[str, Callable[[], None]] = {
@@ -274,7 +311,9 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "nested": nested,
     "nested-and-inner": nested_and_inner,
     "nested-draws": nested_draws,
+    "nested-seeds": seeds_of_nested_runs,
     "each-other": each_other,
+    "pipe-in-a-block": pipe_in_a_block,
     "closed-during-a-step": closed_during_a_step,
     "freed-between": freed_between_forward_and_backward,
     "dropped-by-another-thread": dropped_by_another_thread,

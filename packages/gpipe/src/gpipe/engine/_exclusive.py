@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from threading import get_ident
 
@@ -21,7 +21,8 @@ from streams import waiting
 from .._current import current
 from .._forks import fork_lock
 
-Sections = tuple["Section", ...]
+Sections = tuple[object, ...]
+"""Sections of pipes, and other things that one thread has at a time: see :func:`holding`."""
 
 
 class _Inside(threading.local):
@@ -56,17 +57,33 @@ def serving(sections: Sections) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for(wanted: object, held: tuple[object, ...] = ()) -> Iterator[None]:
-    """Record that this thread waits for ``wanted``; remove the record when it has it.
+def holding(thing: object, lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold ``lock`` inside a ``with`` block in which a layer may run a pipe.
 
     Args:
-        wanted: a section, or anything else that one thread has at a time.
-        held: what this thread has besides its sections.
+        thing: identifies the lock.
+
+    Raises:
+        RuntimeError: waiting would be a deadlock with other threads.
+    """
+    with waiting_for(thing), lock:
+        _waits.pop(get_ident(), None)
+        before = _inside.holds
+        try:
+            _inside.holds = (*before, thing)
+            yield
+        finally:
+            _inside.holds = before
+
+
+@contextmanager
+def waiting_for(wanted: object) -> Iterator[None]:
+    """Record that this thread waits for ``wanted``, a section or the like.
 
     Raises:
         RuntimeError: the thread that has ``wanted`` waits for this thread, perhaps by way of others.
     """
-    mine = (*sections_of_thread(), *held)
+    mine = sections_of_thread()
     if not mine:  # nobody waits for this thread
         yield
         return
