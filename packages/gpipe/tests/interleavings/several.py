@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe._current import doing
+from gpipe._torch import attention_settings
+from gpipe.checkpoint import _attention
 from gpipe.checkpoint._random import CellRNG, RunRNG
 from streams import waiting
 
@@ -301,6 +304,58 @@ def seeds_of_nested_runs() -> None:
     assert not [each for each in outcomes if isinstance(each, BaseException)], outcomes
 
 
+def seeds_of_two_stages() -> None:
+    """Two stages draw for the first time at once, but a run takes only one number from the generator."""
+    torch.manual_seed(7)
+    run = RunRNG()
+    first, second = together(lambda: run.seed, lambda: run.seed)
+    assert first == second
+    assert run.seed == first
+
+
+def attentions() -> None:
+    """Threads that choose different kernels take turns; each computes with its own choice."""
+    of_process = attention_settings()
+    choices = [(not of_process[0], *of_process[1:]), of_process, (not of_process[0], *of_process[1:])]
+
+    def attend(kernels: Any) -> None:
+        for _ in range(2):
+            with _attention._turns.of(kernels):
+                point("inside of an attention")
+                assert attention_settings() == kernels
+
+    outcomes = together(*(partial(attend, kernels) for kernels in choices))
+    expect_injected(outcomes)
+    assert attention_settings() == of_process
+
+
+class Fails(nn.Module):
+    """Fails in the forward of one micro-batch."""
+
+    def __init__(self, microbatch: int) -> None:
+        super().__init__()
+        self.microbatch, self.calls = microbatch, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        point("before a failure")
+        if self.calls == self.microbatch:
+            raise ValueError(f"micro-batch {self.microbatch}")
+        return x * 1
+
+
+def two_failures() -> None:
+    """Two layers fail. The error is the one that is first in the schedule, whichever happens first."""
+    layers = [linear(), Fails(3), linear(), nn.Identity(), linear(), Fails(0)]
+    pipe = new_pipe(nn.Sequential(*layers), (2, 2, 2), chunks=4)
+    (outcome,) = together(lambda: trained(pipe, rows(4), "fill_drain") and None)
+    if not isinstance(outcome, (InjectedFailure, KeyboardInterrupt)):
+        assert str(outcome) == "micro-batch 0", outcome
+    expect_nothing_left(pipe)
+    close(pipe)
+    assert_no_threads()
+
+
 SEVERAL: dict[str, Callable[[], None]] = {
     "two-callers": lambda: two_callers("1f1b", "1f1b"),
     "two-callers-call": lambda: two_callers(None, None),
@@ -312,6 +367,9 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "nested-and-inner": nested_and_inner,
     "nested-draws": nested_draws,
     "nested-seeds": seeds_of_nested_runs,
+    "two-seeds": seeds_of_two_stages,
+    "attentions": attentions,
+    "two-failures": two_failures,
     "each-other": each_other,
     "pipe-in-a-block": pipe_in_a_block,
     "closed-during-a-step": closed_during_a_step,
