@@ -12,7 +12,7 @@ from streams import Context, CPUStream, Task, spawn_workers, waiting
 from .interleavings.choices import Recorded
 from .interleavings.explore import explore, repeat, run, sample
 from .interleavings.objects import active
-from .interleavings.scheduler import FAIL, INTERRUPT, Deadlock, InjectedFailure
+from .interleavings.scheduler import FAIL, INTERRUPT, DeadlockError, InjectedError
 
 
 def together(*works: Callable[[], Any]) -> None:
@@ -111,7 +111,7 @@ def test_random_priorities_find_each_mistake_too(program: Callable[[], None]) ->
 
 def test_a_deadlock_is_reported_with_the_stack_of_each_thread() -> None:
     (failure,) = explore(opposite_locks, preemptions=1).failures
-    assert isinstance(failure.error, Deadlock)
+    assert isinstance(failure.error, DeadlockError)
     assert str(failure.error).count("in both\n    with first, second") == 2
 
 
@@ -170,7 +170,7 @@ def test_a_failure_and_an_interrupt_are_injected_at_each_place_once() -> None:
         def work() -> None:
             try:
                 active[-1].step("fails", fails=True)
-            except InjectedFailure:
+            except InjectedError:
                 failed.append("failed")
             queue.put(None)
 

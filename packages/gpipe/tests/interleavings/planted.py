@@ -8,13 +8,21 @@ Each fault is planted in the sources of a fresh process, which explores the scen
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import importlib.util
-import subprocess
+import os
+import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+
+import torch  # noqa: F401  # before the forks, which takes seconds
 
 ROOT = Path(__file__).parents[4]
 SECONDS = 120
@@ -28,7 +36,6 @@ class Fault(NamedTuple):
     before: str
     after: str
     scenarios: tuple[str, ...]
-    lines: str = ""
 
 
 WORKER, SPAWN, CONTEXT = "streams._worker", "streams._spawn", "streams._context"
@@ -152,48 +159,61 @@ EXTRA = {POOL: "\n_kept = []\n", RANDOM: "\nprocess_lock_of_runs = waiting.Lock(
 
 
 def planted_source(fault: Fault) -> tuple[Path, str]:
-    spec = importlib.util.find_spec(fault.module)
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin)
+    package = fault.module.partition(".")[0]
+    path = ROOT / "packages" / package / "src" / Path(*fault.module.split(".")).with_suffix(".py")
     text = path.read_text()
     assert text.count(fault.before) == 1, f"{fault.what}: {text.count(fault.before)} places"
     return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
 
 
-RUNNER = """
-import importlib.abc, importlib.machinery, importlib.util, sys
-module, path, source = sys.argv[1], sys.argv[2], sys.stdin.read()
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, target, _=None):
-        if name == module:
-            return importlib.util.spec_from_file_location(name, path, loader=self)
-    def create_module(self, spec):
-        return None
-    def exec_module(self, found):
-        exec(compile(source, path, "exec"), vars(found))
-sys.meta_path.insert(0, Finder())
-from packages.gpipe.tests.interleavings.__main__ main_import
-sys.exit(main(sys.argv[3:]))
-""".replace("__main__ main_import", "__main__ import main")
+def notice(fault: Fault, most: int = 80) -> tuple[bool, str]:
+    """Whether the exploration notices a fault, and the last line that it prints.
 
-
-def notice(fault: Fault, most: int = 100) -> tuple[bool, str]:
-    """Whether the exploration notices a fault, and the last line that it prints."""
+    It runs in a fork of this process, which has imported torch but none of our packages.
+    """
     path, source = planted_source(fault)
-    arguments = [*fault.scenarios, "--most", str(most)]
-    if fault.lines:
-        arguments += ["--lines", fault.lines]
-    command = [sys.executable, "-c", RUNNER, fault.module, str(path), *arguments]
-    try:
-        run = subprocess.run(
-            command, input=source, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return True, "hangs"
-    lines = [each for each in (run.stdout + run.stderr).splitlines() if each and not each.startswith(" ")]
-    errors = [each for each in lines if "Error" in each or "Deadlock" in each]
-    return run.returncode != 0, (errors or lines or [""])[-1]
+    assert "gpipe" not in sys.modules
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.setpgid(0, 0)
+        sys.meta_path.insert(0, _Planted(fault.module, path, source))
+        status = 1
+        try:
+            explorer = importlib.import_module("packages.gpipe.tests.interleavings.__main__")
+            status = explorer.main([*fault.scenarios, "--most", str(most)])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(write)
+    timer = threading.Timer(SECONDS, lambda: os.kill(child, signal.SIGKILL))
+    timer.start()
+    with os.fdopen(read, errors="replace") as output:
+        text = output.read()
+    _, status = os.waitpid(child, 0)
+    timer.cancel()
+    lines = [each for each in text.splitlines() if each and not each.startswith(" ")]
+    errors = [each for each in lines if "Error" in each or "Interrupt" in each]
+    return status != 0, (errors or lines or ["hangs"])[-1]
+
+
+class _Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a changed source."""
+
+    def __init__(self, module: str, path: Path, source: str) -> None:
+        self._module, self._path, self._source = module, path, source
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        return importlib.util.spec_from_file_location(name, self._path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, str(self._path), "exec"), vars(module))
 
 
 def main(arguments: Sequence[str]) -> int:

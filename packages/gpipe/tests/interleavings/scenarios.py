@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from packages.streams.tests.interleavings.explore import Interleaving
 from packages.streams.tests.interleavings.objects import Lock, RLock, active
-from packages.streams.tests.interleavings.scheduler import InjectedFailure
+from packages.streams.tests.interleavings.scheduler import FAIL, INTERRUPT, InjectedError
 from torch import Tensor, nn
 
 import gpipe
@@ -24,6 +24,9 @@ from gpipe.checkpoint import _operations
 from gpipe.engine import _exclusive
 
 from ..layers import assert_same, linear, on_backward, rows, squares, trained
+
+INJECTS = (FAIL, INTERRUPT)
+"""A failure at a point of a layer, and KeyboardInterrupt in the main thread."""
 
 
 class Point(nn.Module):
@@ -82,7 +85,7 @@ class Scenario(NamedTuple):
         failure = None
         try:
             self.train(pipe)
-        except (InjectedFailure, KeyboardInterrupt) as error:
+        except (InjectedError, KeyboardInterrupt) as error:
             failure = type(error)
         expect_nothing_left(pipe)
         if failure is None or self.schedule is not None:  # else as after a failed backward of a plain model
@@ -196,10 +199,13 @@ def fast() -> Iterator[None]:
         yield
 
 
-def line(name: str, found: Interleaving) -> str:
+def line(name: str, found: Interleaving, injections: int) -> str:
     """The command that repeats a run."""
-    indices = ",".join(map(str, found.indices)).rstrip(",0") or "0"
-    return f"python -m packages.gpipe.tests.interleavings {name} --repeat {indices}"
+    indices = [*found.indices]
+    while len(indices) > 1 and not indices[-1]:
+        indices.pop()  # the default
+    kind = "f" if injections else ""
+    return f"python -m packages.gpipe.tests.interleavings {name} --repeat {kind}{','.join(map(str, indices))}"
 
 
 def model_of(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:

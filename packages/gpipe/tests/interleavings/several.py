@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from packages.streams.tests.interleavings.scheduler import InjectedFailure
+from packages.streams.tests.interleavings.scheduler import InjectedError
 from torch import Tensor, nn
 
 from gpipe import GPipe
@@ -84,7 +84,7 @@ def expect_injected(outcomes: list[Any]) -> int:
     """How many failed; any other error is raised."""
     failed = [each for each in outcomes if isinstance(each, BaseException)]
     for each in failed:
-        if not isinstance(each, (InjectedFailure, KeyboardInterrupt)):
+        if not isinstance(each, (InjectedError, KeyboardInterrupt)):
             raise each
     return len(failed)
 
@@ -245,7 +245,7 @@ def freed_between_forward_and_backward() -> None:
         del output
         actual = {name: parameter.grad for name, parameter in parameters.items()}
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    except (InjectedFailure, KeyboardInterrupt) as error:
+    except (InjectedError, KeyboardInterrupt) as error:
         error.__traceback__ = None
     gc.collect(0)
 
@@ -349,7 +349,7 @@ def two_failures() -> None:
     layers = [linear(), Fails(3), linear(), nn.Identity(), linear(), Fails(0)]
     pipe = new_pipe(nn.Sequential(*layers), (2, 2, 2), chunks=4)
     (outcome,) = together(lambda: trained(pipe, rows(4), "fill_drain") and None)
-    if not isinstance(outcome, (InjectedFailure, KeyboardInterrupt)):
+    if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
         assert str(outcome) == "micro-batch 0", outcome
     expect_nothing_left(pipe)
     close(pipe)

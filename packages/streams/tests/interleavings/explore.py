@@ -94,7 +94,7 @@ def explore(
     waiting: list[list[Prefix]] = [[] for _ in range(preemptions + 1)]
     waiting[0].append(Prefix((), (), 0))
     runs, injected, found, complete = 0, 0, [], -1
-    with collected_between():
+    with _Collected():
         expect_repeatable(program, **options)
         for level in range(preemptions + 1):
             prefixes = waiting[level]
@@ -166,7 +166,7 @@ def sample(
     """Try random priorities, for programs with too many interleavings: see :class:`Priorities`."""
     found: list[Interleaving] = []
     injected = 0
-    with collected_between():
+    with _Collected():
         steps = expect_repeatable(program, **options)
         for number in range(runs):
             one = run(program, Priorities(seed * runs + number, steps, depth, injections), **options)
@@ -188,7 +188,7 @@ def expect_repeatable(program: Program, **options: Any) -> int:
     return len(first.made)
 
 
-class collected_between:
+class _Collected:
     """Collect garbage only between runs, so that finalizers do not run at other steps when a run is repeated."""
 
     def __enter__(self) -> None:

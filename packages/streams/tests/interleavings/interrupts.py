@@ -17,12 +17,8 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-CHECKING = frozenset(
-    opcode.opmap[name]
-    for name in ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "CALL", "CALL_KW", "CALL_FUNCTION", "CALL_METHOD")
-    + ("CALL_FUNCTION_KW", "CALL_FUNCTION_EX")
-    if name in opcode.opmap
-)
+_NAMES = "RESUME JUMP_BACKWARD JUMP_ABSOLUTE CALL CALL_KW CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX"
+CHECKING = frozenset(opcode.opmap[name] for name in _NAMES.split() if name in opcode.opmap)
 """After these instructions the interpreter looks for signals (``CHECK_EVAL_BREAKER`` in CPython's ceval.c)."""
 
 Place = tuple[CodeType, int]

@@ -6,6 +6,7 @@ import concurrent.futures._base
 import concurrent.futures.thread
 import importlib.util
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -247,6 +248,7 @@ class Thread(threading.Thread):
         self._scheduler, self._task = active[-1], None
         self._scheduler.objects.append(self)
         self._number = len(self._scheduler.objects)
+        self._returns_at_once = False
         super().__init__(*arguments, **options)
         self.daemon = True  # a program that is given up must not keep the interpreter from ending
 
@@ -272,10 +274,16 @@ class Thread(threading.Thread):
             raise RuntimeError("cannot join thread before it is started")
         if threading.current_thread() is self:
             raise RuntimeError("cannot join current thread")
-        if self._scheduler.controls_this_thread():
+        if self._returns_at_once or not self._scheduler.controls_this_thread():
+            return
+        try:
             self._scheduler.step(
                 f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True
             )
+        except KeyboardInterrupt:
+            # A bug of these versions: the next join returns although the thread still runs.
+            self._returns_at_once = sys.version_info < (3, 13)
+            raise
 
     def real_join(self, timeout: float) -> None:
         if self.ident is not None:
@@ -321,9 +329,11 @@ class _Queue(_Replaced):
 
 
 def _copy_of(module: ModuleType) -> Any:
-    assert module.__spec__ is not None and module.__file__ is not None
+    assert module.__spec__ is not None
+    assert module.__file__ is not None
     spec = importlib.util.spec_from_file_location(f"scheduled_{module.__name__.rpartition('.')[2]}", module.__file__)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     copy.__package__ = module.__package__
     spec.loader.exec_module(copy)

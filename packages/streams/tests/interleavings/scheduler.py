@@ -21,11 +21,11 @@ PATIENCE = 120.0
 """Real seconds. A thread that does not come back waits for something that the scheduler does not control."""
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """No thread can go on. The message has the stack of each."""
 
 
-class InjectedFailure(Exception):
+class InjectedError(Exception):
     """Raised where the program under test allows a failure."""
 
 
@@ -74,7 +74,7 @@ class Task:
 
     def stop(self) -> None:
         if not self._baton.acquire(timeout=PATIENCE):
-            raise Deadlock(f"{self.name} was not resumed within {PATIENCE:g} s; stacks:\n{stacks()}")
+            raise DeadlockError(f"{self.name} was not resumed within {PATIENCE:g} s; stacks:\n{stacks()}")
 
 
 class Scheduler:
@@ -134,7 +134,7 @@ class Scheduler:
         if not self.controls_this_thread():
             # After the end of the program, or code that runs while a thread is freed: nobody else runs.
             if not ready() and not timed:
-                raise Deadlock(f"{name} would wait forever after the end of the program")
+                raise DeadlockError(f"{name} would wait forever after the end of the program")
             return GO if ready() else TIMEOUT
         me = self.current
         me.pending = Operation(name, ready, timed, fails, call)
@@ -150,7 +150,7 @@ class Scheduler:
             ended.real_join(PATIENCE)  # it frees its local variables, which may be steps
         me.pending = None
         if me.outcome == FAIL:
-            raise InjectedFailure(self.events[-1])
+            raise InjectedError(self.events[-1])
         if me.outcome == INTERRUPT:
             raise KeyboardInterrupt
         return me.outcome
@@ -173,7 +173,7 @@ class Scheduler:
         options = self.options(me)
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise Deadlock(f"the program does not end: {self.steps} steps; the last ones:\n{self.story()}")
+            raise DeadlockError(f"the program does not end: {self.steps} steps; the last ones:\n{self.story()}")
         index = self._chooser.choose(options, len(self.events)) if len(options) > 1 else 0
         _, outcome, _, number, name = options[index]
         self._timeouts = self._timeouts + 1 if outcome == TIMEOUT else 0
@@ -189,7 +189,7 @@ class Scheduler:
         found = [Option(int(mine and task is not me), GO, 0, task.number, each.name) for task, each in able]
         late = [(task, each) for task, each in pending if each.timed and not each.ready()]
         if not able and (not late or self._timeouts >= MOST_TIMEOUTS):
-            raise Deadlock(f"no thread can go on; the last steps:\n{self.story()}\nstacks:\n{stacks(self.tasks)}")
+            raise DeadlockError(f"no thread can go on; the last steps:\n{self.story()}\nstacks:\n{stacks(self.tasks)}")
         found += [Option(int(bool(able)), TIMEOUT, 0, task.number, each.name) for task, each in late]
         if FAIL in self._injects:
             found += [Option(0, FAIL, 1, task.number, each.name) for task, each in able if each.fails]
@@ -254,7 +254,7 @@ class Scheduler:
         """Return what ``program`` returns, after all its threads have ended.
 
         Raises:
-            Deadlock: no thread could go on, a thread is left, or one was ended by an exception.
+            DeadlockError: no thread could go on, a thread is left, or one was ended by an exception.
         """
         report = sys.unraisablehook
         sys.unraisablehook = lambda one: None if one.exc_type is _Aborted else report(one)
@@ -267,7 +267,7 @@ class Scheduler:
             assert self._error is not None
             raise self._error from None
         finally:
-            self._abort(self._error or Deadlock("the program has ended"))
+            self._abort(self._error or DeadlockError("the program has ended"))
             self._join()
             self.is_over = True
             sys.unraisablehook = report
@@ -279,7 +279,7 @@ class Scheduler:
         while any(not task.is_done for task in others):
             if not any(task.pending and (task.pending.ready() or task.pending.timed) for task in others):
                 left = [task.name for task in others if not task.is_done]
-                error = Deadlock(f"threads are left: {left}; stacks:\n{stacks(self.tasks)}")
+                error = DeadlockError(f"threads are left: {left}; stacks:\n{stacks(self.tasks)}")
                 self._abort(error)
                 raise _Aborted
             self.step("end", lambda: not any(task.pending and task.pending.ready() for task in self.tasks[1:]))
@@ -323,10 +323,7 @@ class _Traced:
 def stacks(tasks: Collection[Task] = ()) -> str:
     """The stack of each thread that has not ended, without the frames of the scheduler."""
     frames = sys._current_frames()
-    named = {
-        task.ident: f"{task.name}{f' ({task.thread.name})' if task.thread else ''} at {task.pending.name if task.pending else '?'}"
-        for task in tasks
-    }
+    named = {task.ident: _description(task) for task in tasks}
     known = {each.ident or 0: each.name for each in threading.enumerate()} if not tasks else {}
     found = []
     for ident, name in {**known, **named}.items():
@@ -334,3 +331,8 @@ def stacks(tasks: Collection[Task] = ()) -> str:
             lines = [line for line in traceback.format_stack(frames[ident]) if "/interleavings/" not in line]
             found.append(f"{name}:\n{''.join(lines[-12:])}")
     return "\n".join(found)
+
+
+def _description(task: Task) -> str:
+    name = task.name if task.thread is None else f"{task.name} ({task.thread.name})"
+    return f"{name} at {'?' if task.pending is None else task.pending.name}"

@@ -104,8 +104,8 @@ class RunRNG:
             return self._agreed
         # Several stages may draw for the first time at once, but a run takes only one number.
         with self._lock:
-            # Not a cached_property: before Python 3.12, its lock is shared by all runs. A nested run would hold it while
-            # it waits for the outer run, whose other stages may wait for it.
+            # Not a cached_property, whose lock all runs share before Python 3.12. A nested run would hold it while it
+            # waits for the outer run, whose other stages may wait for it.
             if self._seed is None:
                 self._seed = self._take_seed()
             return self._seed
