@@ -47,6 +47,7 @@ UPDATES, MINI_BATCH, TIED = "gpipe.engine._updates", "gpipe.engine._mini_batch",
 
 STEP, CALL, TWO = ("1f1b",), ("call",), ("two-callers", "two-callers-call")
 MODEL = ("1f1b-model", "call-model")
+FAILING = ("failure-in-first-stage", "failure-in-last-stage", "two-failures")
 
 FAULTS = [
     # streams
@@ -86,13 +87,13 @@ FAULTS = [
     Fault("readers are woken before the failure is recorded", RUN,
           "            failures.add(step, self._explained(error, step))\n            self._transport.cancel()",
           "            self._transport.cancel()\n            failures.add(step, self._explained(error, step))",
-          ("fill_drain", "1f1b", "1f1b-4-micro-batches")),
+          FAILING),
     Fault("readers are not woken", RUN, "            failures.add(step, self._explained(error, step))\n            self._transport.cancel()",
           "            failures.add(step, self._explained(error, step))", STEP),
     Fault("a stop does not wake readers", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self.state.failures.stop()", STEP),
     Fault("a stop wakes readers and is recorded later", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
-          "        self._transport.cancel()\n        self.state.failures.stop()", STEP),
+          "        self._transport.cancel()\n        self.state.failures.stop()", ("evaluate", "1f1b")),
     Fault("a stop is not recorded", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self._transport.cancel()", STEP),
     Fault("the step after a failure is taken", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
@@ -103,11 +104,11 @@ FAULTS = [
     Fault("the failure that arrives last is raised", FAILURES, "raise min(errors, key=lambda pair: pair[0])[1]", "raise errors[-1][1]",
           ("two-failures",)),
     Fault("a cancelled reader does not wake the next one", LINK, "                self.cancel()  # for later readers\n", "",
-          ("1f1b-4-micro-batches", "1f1b-tied", "two-failures")),
+          (*FAILING, "1f1b-3-stages")),
     Fault("only gradients are cancelled", LINK, "        self.values.cancel()\n", "", STEP),
     Fault("only values are cancelled", LINK, "        self.gradients.cancel()\n", "", STEP),
     Fault("a reader does not ask whether its payload will arrive", LINK, "            elif self._is_cancelled():", "            elif True:",
-          ("two-failures", "fill_drain")),
+          FAILING),
     # one run at a time
     Fault("several threads may run a pipe", EXCLUSIVE, "with waiting_for(self), self._lock:", "with waiting_for(self):", TWO),
     Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.section.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),

@@ -356,6 +356,22 @@ def two_failures() -> None:
     assert_no_threads()
 
 
+def one_failure(stage: int, microbatch: int) -> None:
+    """A layer of a small pipe fails; other stages wait for its outputs or gradients."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = [*copy.deepcopy(model)]
+    layers[2 * stage + 1] = fails = Fails(microbatch)
+    pipe = new_pipe(nn.Sequential(*layers))
+    (outcome,) = together(lambda: trained(pipe, rows(4), "1f1b") and None)
+    if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
+        assert str(outcome) == f"micro-batch {microbatch}", outcome
+    fails.microbatch = -1  # an interrupted step may not have reached it
+    fails.calls = 0
+    expect_nothing_left(pipe)
+    expect_gradients(pipe, expected, failed=True)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
 SEVERAL: dict[str, Callable[[], None]] = {
     "two-callers": lambda: two_callers("1f1b", "1f1b"),
     "two-callers-call": lambda: two_callers(None, None),
@@ -370,6 +386,8 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "two-seeds": seeds_of_two_stages,
     "attentions": attentions,
     "two-failures": two_failures,
+    "failure-in-first-stage": lambda: one_failure(0, 1),
+    "failure-in-last-stage": lambda: one_failure(1, 0),
     "each-other": each_other,
     "pipe-in-a-block": pipe_in_a_block,
     "closed-during-a-step": closed_during_a_step,
