@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..layers import DOUBLE, Layer, Pop, Row, Stash, Tied, counted, linear, squares
-from .scenarios import Point, Scenario, model_of, points
+from .scenarios import Point, Scenario, model_of, point, points
 from .several import SEVERAL
 
 
@@ -38,6 +38,7 @@ class PythonNoise(nn.Module):
     """Draws from Python's generator."""
 
     def forward(self, x: Tensor) -> Tensor:
+        point("before a number")
         return x * random.random()
 
 

@@ -73,15 +73,15 @@ FAULTS = [
           "            raise", STEP),
     Fault("the exit does not join", SPAWN, "                each.ended.wait()\n                each.thread.join()", "                pass", STEP),
     # the workers of a pipe
-    Fault("a failed run does not stop the others", WORKERS, "            stop()\n            self.close()\n            raise",
-          "            self.close()\n            raise", STEP),
-    Fault("a failed run does not end the workers", WORKERS, "            stop()\n            self.close()\n            raise",
-          "            stop()\n            raise", STEP),
-    Fault("workers are ended before they are stopped", WORKERS, "            stop()\n            self.close()\n            raise",
-          "            self.close()\n            stop()\n            raise", STEP),
-    Fault("only the first answer is taken after a failure", WORKERS, "return [_result(queue.get()) for queue in out_queues]",
-          "return [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "two-callers")),
-    Fault("close forgets the workers", WORKERS, "            scope.close()", "            pass", STEP),
+    Fault("a failed run does not stop the others", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            scope.close()\n            raise", STEP),
+    Fault("a failed run does not end the workers", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            stop()\n            self._scope = scope\n            raise", STEP),
+    Fault("workers are ended before they are stopped", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            scope.close()\n            stop()\n            raise", STEP),
+    Fault("only the first answer is taken after a failure", WORKERS, "results = [_result(queue.get()) for queue in out_queues]",
+          "results = [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "two-callers")),
+    Fault("close forgets the workers", WORKERS, "        if scope is not None and self._process == os.getpid():\n            scope.close()", "        pass", STEP),
     # failures
     Fault("failures are not recorded", RUN, "            failures.add(step, self._explained(error, step))\n", "", STEP),
     Fault("readers are woken before the failure is recorded", RUN,
@@ -93,14 +93,14 @@ FAULTS = [
     Fault("a stop does not wake readers", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self.state.failures.stop()", STEP),
     Fault("a stop wakes readers and is recorded later", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
-          "        self._transport.cancel()\n        self.state.failures.stop()", ("evaluate", "1f1b")),
+          "        self._transport.cancel()\n        self.state.failures.stop()", ("signal-in-last-stage", "signal-in-first-stage")),
     Fault("a stop is not recorded", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self._transport.cancel()", STEP),
     Fault("the step after a failure is taken", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
           "return False", STEP),
     Fault("a later failure hides an earlier one", FAILURES,
           "            self.earliest = when if self.earliest is None else min(self.earliest, when)\n\n    def hear",
-          "            self.earliest = when\n\n    def hear", ("two-failures",)),
+          "            self.earliest = when\n\n    def hear", ("two-failures", "two-failures-3-stages")),
     Fault("the failure that arrives last is raised", FAILURES, "raise min(errors, key=lambda pair: pair[0])[1]", "raise errors[-1][1]",
           ("two-failures",)),
     Fault("a cancelled reader does not wake the next one", LINK, "                self.cancel()  # for later readers\n", "",
@@ -167,7 +167,7 @@ def planted_source(fault: Fault) -> tuple[Path, str]:
     return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
 
 
-def notice(fault: Fault, most: int = 80) -> tuple[bool, str]:
+def notice(fault: Fault, most: int = 120) -> tuple[bool, str]:
     """Whether the exploration notices a fault, and the last line that it prints.
 
     It runs in a fork of this process, which has imported torch but none of our packages.

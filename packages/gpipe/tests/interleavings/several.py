@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from packages.streams.tests.interleavings.objects import active
 from packages.streams.tests.interleavings.scheduler import InjectedError
 from torch import Tensor, nn
 
@@ -344,16 +345,43 @@ class Fails(nn.Module):
         return x * 1
 
 
-def two_failures() -> None:
+def two_failures(stages: int) -> None:
     """Two layers fail. The error is the one that is first in the schedule, whichever happens first."""
-    layers = [linear(), Fails(3), linear(), nn.Identity(), linear(), Fails(0)]
-    pipe = new_pipe(nn.Sequential(*layers), (2, 2, 2), chunks=4)
+    layers = [linear(), Fails(stages), *(linear() for _ in range(stages - 2)), linear(), Fails(0)]
+    pipe = new_pipe(nn.Sequential(*layers), (2, *[1] * (stages - 2), 2), chunks=stages + 1)
     (outcome,) = together(lambda: trained(pipe, rows(4), "fill_drain") and None)
     if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
         assert str(outcome) == "micro-batch 0", outcome
     expect_nothing_left(pipe)
     close(pipe)
     assert_no_threads()
+
+
+class Signals(nn.Module):
+    """Interrupts the main thread in its first forward."""
+
+    is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on and active and active[-1].controls_this_thread():
+            self.is_on = False
+            active[-1].interrupt_main()
+            point("after a signal")
+        return x * 1
+
+
+def interrupted(stage: int, schedule: str) -> None:
+    """A signal interrupts the caller while it waits for the stages."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = [*copy.deepcopy(model)]
+    layers[2 * stage + 1] = signals = Signals()
+    pipe = new_pipe(nn.Sequential(*layers))
+    (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
+    assert isinstance(outcome, (InjectedError, KeyboardInterrupt)), outcome
+    signals.is_on = False  # a step that failed may not have reached it
+    expect_nothing_left(pipe)
+    expect_gradients(pipe, expected, failed=True)
+    expect_right(pipe, model=create_2, schedule=schedule)
 
 
 def one_failure(stage: int, microbatch: int) -> None:
@@ -385,7 +413,10 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "nested-seeds": seeds_of_nested_runs,
     "two-seeds": seeds_of_two_stages,
     "attentions": attentions,
-    "two-failures": two_failures,
+    "two-failures": lambda: two_failures(2),
+    "two-failures-3-stages": lambda: two_failures(3),
+    "signal-in-first-stage": lambda: interrupted(0, "1f1b"),
+    "signal-in-last-stage": lambda: interrupted(1, "1f1b"),
     "failure-in-first-stage": lambda: one_failure(0, 1),
     "failure-in-last-stage": lambda: one_failure(1, 0),
     "each-other": each_other,

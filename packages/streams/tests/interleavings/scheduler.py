@@ -101,6 +101,7 @@ class Scheduler:
         self.escaped: list[BaseException] = []
         self.objects: list[Any] = []
         self._timeouts = 0
+        self._signal = False
         self._error: BaseException | None = None
         self._ended: threading.Thread | None = None
         self.main = Task(0, "main")
@@ -113,6 +114,10 @@ class Scheduler:
 
     def controls_this_thread(self) -> bool:
         return not self.is_over and self.current.ident == _thread.get_ident()
+
+    def interrupt_main(self) -> None:
+        """Raise KeyboardInterrupt in the main thread when it goes on, as a signal does."""
+        self._signal = True
 
     def step(
         self,
@@ -176,6 +181,7 @@ class Scheduler:
             raise DeadlockError(f"the program does not end: {self.steps} steps; the last ones:\n{self.story()}")
         index = self._chooser.choose(options, len(self.events)) if len(options) > 1 else 0
         _, outcome, _, number, name = options[index]
+        self._signal = self._signal and outcome != INTERRUPT
         self._timeouts = self._timeouts + 1 if outcome == TIMEOUT else 0
         self.events.append(f"{self.tasks[number].name}: {name}" + ("" if outcome == GO else f" -> {outcome}"))
         return self.tasks[number], outcome
@@ -184,9 +190,11 @@ class Scheduler:
         """What can happen next, first the default: ``me`` goes on, or the oldest thread that can."""
         pending = [(task, task.pending) for task in self.tasks if task.pending is not None]
         pending.sort(key=lambda pair: pair[0] is not me)
-        able = [(task, operation) for task, operation in pending if operation.ready()]
+        able = [(task, operation) for task, operation in pending if operation.ready() or self._is_signalled(task)]
         mine = any(task is me for task, _ in able)
-        found = [Option(int(mine and task is not me), GO, 0, task.number, each.name) for task, each in able]
+        found = [
+            Option(int(mine and task is not me), self._default(task), 0, task.number, each.name) for task, each in able
+        ]
         late = [(task, each) for task, each in pending if each.timed and not each.ready()]
         if not able and (not late or self._timeouts >= MOST_TIMEOUTS):
             raise DeadlockError(f"no thread can go on; the last steps:\n{self.story()}\nstacks:\n{stacks(self.tasks)}")
@@ -199,6 +207,12 @@ class Scheduler:
                 if each.call and each.ready():
                     found.append(Option(0, INTERRUPT_AFTER, 1, task.number, each.name))
         return found
+
+    def _is_signalled(self, task: Task) -> bool:
+        return self._signal and task is self.main
+
+    def _default(self, task: Task) -> str:
+        return INTERRUPT if self._is_signalled(task) else GO
 
     # Threads.
 

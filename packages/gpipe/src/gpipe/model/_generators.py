@@ -129,7 +129,8 @@ class Numbers:
             _advance(name)
         if len(self._drawing) >= _MOST:  # the sizes of inputs keep changing
             self._drawing.clear()
-        self._drawing[key] = bool(drew) or self._drawing.get(key, False)
+        if drew or sys.exc_info()[0] is None:  # a piece that failed may not have reached its first number
+            self._drawing[key] = bool(drew) or self._drawing.get(key, False)
         held.close()
         return drew
 
