@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from packages.streams.tests.interleavings.explore import Explored, Program, explore, repeat, sample
 
-from .catalogue import PROGRAMS
+from .catalogue import PROGRAMS, SIGNALLED
 from .scenarios import INJECTS, fast, line
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 injects = INJECTS if options.repeat.startswith("f") else ()
                 repeat(PROGRAMS[name], [*map(int, options.repeat.lstrip("f").split(","))], injects=injects)
                 continue
-            for injections in (0, 1):
+            for injections in (0,) if name in SIGNALLED else (0, 1):
                 begin = time.monotonic()
                 found = explored(PROGRAMS[name], injections, options)
                 show(name, injections, found, time.monotonic() - begin)

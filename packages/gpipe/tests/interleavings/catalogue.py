@@ -146,4 +146,6 @@ def model_of_layers(create: Callable[[], nn.Sequential]) -> Callable[[], nn.Modu
 
 between_model = model_of_layers(between)  # type: ignore[arg-type]
 PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL
-__all__ = ["DOUBLE", "PROGRAMS", "Layer"]
+SIGNALLED = frozenset(name for name in PROGRAMS if name.startswith("signal-"))
+"""Programs that are interrupted in each run. A failure or a second interrupt is not injected."""
+__all__ = ["DOUBLE", "PROGRAMS", "SIGNALLED", "Layer"]
