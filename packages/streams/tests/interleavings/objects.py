@@ -6,7 +6,6 @@ import concurrent.futures._base
 import concurrent.futures.thread
 import importlib.util
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -281,8 +280,8 @@ class Thread(threading.Thread):
                 f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True
             )
         except KeyboardInterrupt:
-            # A bug of these versions: the next join returns although the thread still runs.
-            self._returns_at_once = sys.version_info < (3, 13)
+            # Not modelled: before Python 3.13 the next join returns although the thread still runs.
+            self._returns_at_once = False
             raise
 
     def real_join(self, timeout: float) -> None:
